@@ -1,4 +1,4 @@
-"""The application on a terminal of the tests' own, and the text that is on its screen."""
+"""Run the application on a terminal of the tests, and read the text on its screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOK_S = 0.02
 
 
 class Drawn:
-    """Entered, the application runs."""
+    """A context manager in which the application runs."""
 
     def __init__(
         self, run: Path | None, folder: Path, size: tuple[int, int] = (80, 24), terminal: Terminal | None = None
@@ -47,7 +47,7 @@ class Drawn:
         return self._pilot
 
     def lines(self) -> list[str]:
-        """What is on the screen."""
+        """Return the lines on the screen."""
         return text_of(self.app.export_screenshot())
 
     async def press(self, *keys: str) -> None:
@@ -56,7 +56,10 @@ class Drawn:
             await self.pilot.pause()
 
     async def sees(self, what: str | Callable[[list[str]], object], timeout_s: float = 20) -> list[str]:
-        """Waits until that is on the screen, with single spaces. Raises AssertionError with what is there instead."""
+        """Wait until the text is on the screen, with single spaces.
+
+        Raise AssertionError with the screen's text otherwise.
+        """
         for _ in range(round(timeout_s / LOOK_S)):
             lines = self.lines()
             # A sentence may go over several lines.
@@ -67,7 +70,7 @@ class Drawn:
 
 
 def text_of(svg: str) -> list[str]:
-    """The lines of a picture, each of as many columns as were drawn."""
+    """Return the lines of a picture, each with as many columns as were drawn."""
     found: dict[float, list[tuple[float, str]]] = {}
     for kind, x, y, text in re.findall(r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', svg):
         if kind.endswith("-title"):
@@ -83,5 +86,5 @@ def text_of(svg: str) -> list[str]:
 
 
 def runs(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a scenario, within a minute."""
+    """Run a scenario with a time limit of a minute."""
     asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -1,4 +1,4 @@
-"""Reports of simulated runs, and parts of them changed by hand."""
+"""Reports of simulated runs, and changed copies of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.words.report import Report
 
 
 def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: int) -> View:
-    """What is shown of a live run. options: of LiveSimulation."""
+    """Return the view of a live run. options: those of LiveSimulation."""
     with LiveSimulation(path, ranks, *faults, **options) as live:
         live.goes_on(blocks)
         return RunReader(live.run).look()
@@ -28,7 +28,7 @@ def report_of(view: View) -> Report:
 
 
 def changed(report: Report, **parts: Any) -> Report:
-    """A copy, with other values in `run`; or with other lists, by their names."""
+    """Return a copy with other values in `run`, or with other lists."""
     value: Any = copy.deepcopy(report)
     for name, part in parts.items():
         if name in value:
@@ -39,7 +39,7 @@ def changed(report: Report, **parts: Any) -> Report:
 
 
 def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
-    """A row of `verdicts`."""
+    """Return a row of `verdicts`."""
     values: dict[str, Any] = {
         "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None,
         "lost_s": None, "since_step": None, "confidence": 0.9, "text": text, "explanation": "", "cause": "",
@@ -49,7 +49,7 @@ def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
 
 
 def add_node(run: RunDirectory, number: int) -> Path:
-    """One more node's file, whose ranks do what those of the first one do. Returns its path."""
+    """Add a node's file, whose ranks behave like those of the first node, and return its path."""
     first = run.node_state("node-0000")
     state = node_state.load(first)
     state.host = f"node-{number:04d}"

@@ -1,4 +1,4 @@
-"""The application's logic, key by key, on runs that go on, end, come and go."""
+"""The application's logic, key by key, on runs that start, continue, end and disappear."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 
 
 def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
-    """It waits, shows the first steps, the slow rank when it is named, that it is over, and at last that the run has
-    ended, with the verdict still there."""
+    """The screen waits, shows the first steps, the slow rank, its end, and the end of the run."""
 
     async def scenario() -> None:
         async with Drawn(live.run.path.with_name("nowhere"), live.run.path.parent) as drawn:
@@ -48,9 +47,7 @@ def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_keys(live: LiveSimulation) -> None:
-    """Each does what the bottom line and the help say."""
-
+def test_keys_do_what_the_help_says(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
@@ -88,7 +85,7 @@ def chosen(lines: list[str]) -> int:
 
 
 def test_cursor_stays_on_its_rank(live: LiveSimulation) -> None:
-    """The rank in the last row becomes the slow one, and the first row."""
+    """The rank in the last row becomes slow, and moves to the first row."""
 
     async def scenario() -> None:
         live.goes_on(2)
@@ -104,8 +101,8 @@ def test_cursor_stays_on_its_rank(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_many_ranks(tmp_path: Path) -> None:
-    """512 ranks: the slow one is the first, the number of others is shown, and each can be reached."""
+def test_all_of_512_ranks_can_be_reached(tmp_path: Path) -> None:
+    """The slow rank comes first, and the number of others is shown."""
 
     async def scenario() -> None:
         with LiveSimulation(tmp_path / "run", 64, "constant:rank=19,share=0.3", node_size=64) as live:
@@ -124,8 +121,8 @@ def test_many_ranks(tmp_path: Path) -> None:
     runs(scenario)
 
 
-def test_removed_and_damaged(live: LiveSimulation) -> None:
-    """What was read stays, with a line that says what is wrong; afterwards the line is gone."""
+def test_removed_or_damaged_files_keep_the_last_view(live: LiveSimulation) -> None:
+    """A line states the problem until it is solved."""
 
     async def scenario() -> None:
         live.goes_on(2)
@@ -148,8 +145,8 @@ def test_removed_and_damaged(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_several_live_runs(tmp_path: Path) -> None:
-    """One is chosen from the list; the list is there with `r` again, and another one is shown from its beginning."""
+def test_live_run_is_chosen_from_the_list(tmp_path: Path) -> None:
+    """The key `r` shows the list again, and another run can be chosen."""
 
     async def scenario() -> None:
         with LiveSimulation(tmp_path / "first", 2) as first, LiveSimulation(tmp_path / "second", 4) as second:
@@ -168,8 +165,8 @@ def test_several_live_runs(tmp_path: Path) -> None:
     runs(scenario)
 
 
-def test_choice_of_several(tmp_path: Path) -> None:
-    """Where several are live when it starts, none opens by itself, also when one of them ends."""
+def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
+    """Even if one of them ends."""
 
     async def scenario() -> None:
         with LiveSimulation(tmp_path / "first", 2) as first, LiveSimulation(tmp_path / "second", 4) as second:
@@ -187,8 +184,8 @@ def test_choice_of_several(tmp_path: Path) -> None:
     runs(scenario)
 
 
-def test_waits_for_a_live_run(tmp_path: Path) -> None:
-    """Without any, the list is empty, and the first live one opens by itself."""
+def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
+    """The list is empty before."""
 
     async def scenario() -> None:
         async with Drawn(None, tmp_path / "runs") as drawn:
@@ -202,8 +199,8 @@ def test_waits_for_a_live_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (40, 10), *long(((20, 4),), ((69, 19),), ((110, 20),), ((200, 60),))])
-def test_sizes(live: LiveSimulation, size: tuple[int, int]) -> None:
-    """Of any size, and changed to another one: nothing is wider than the terminal, and the keys stay."""
+def test_screens_fit_every_terminal_size(live: LiveSimulation, size: tuple[int, int]) -> None:
+    """No line is wider than the terminal, and the keys stay visible, also after a change of size."""
 
     async def scenario() -> None:
         live.goes_on(4)
@@ -222,9 +219,7 @@ def test_sizes(live: LiveSimulation, size: tuple[int, int]) -> None:
     runs(scenario)
 
 
-def test_ascii(live: LiveSimulation) -> None:
-    """Where the locale has no more, every screen does with ASCII."""
-
+def test_screens_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(live.run.path, live.run.path.parent, terminal=Terminal(ascii_only=True)) as drawn:
@@ -238,7 +233,7 @@ def test_ascii(live: LiveSimulation) -> None:
 
 
 def test_texts_scroll(live: LiveSimulation) -> None:
-    """Where there are more lines than room, the title says which are shown, and the arrows lead to the others."""
+    """If there are more lines than room, the title has the visible range, and arrow keys scroll."""
 
     async def scenario() -> None:
         live.goes_on(4)
@@ -254,8 +249,8 @@ def test_texts_scroll(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_failure_of_ours_is_no_stale_screen(live: LiveSimulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the reading thread has a mistake, the application ends with it: nobody looks at what is not read any more."""
+def test_error_of_the_reading_thread_ends_the_program(live: LiveSimulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the screen would show old data."""
 
     def broken(self: object) -> None:
         raise ZeroDivisionError("planted")

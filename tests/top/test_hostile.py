@@ -1,4 +1,4 @@
-"""No text in a run directory drives the terminal, or breaks the screen."""
+"""No text in a run directory can control the terminal or break the screen."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_any_text_of_a_state(
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000])
-def test_names_that_drive_a_terminal(text: str, state: dict[str, Any], tmp_path: Path) -> None:
-    """Program, host, modules and spans that a rank is inside of, all at once."""
+def test_names_cannot_control_the_terminal(text: str, state: dict[str, Any], tmp_path: Path) -> None:
+    """The names of program, host, modules and open spans are hostile at the same time."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
     value = json.loads(json.dumps(state))
@@ -83,15 +83,14 @@ def test_names_that_drive_a_terminal(text: str, state: dict[str, Any], tmp_path:
 
 
 @given(name=hostile, problem=hostile)
-def test_names_of_runs(name: str, problem: str) -> None:
-    """Folders may be called anything."""
+def test_run_folders_may_have_any_name(name: str, problem: str) -> None:
     table = run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
     for line in cursor_lines(table, 80, 10, 0):
         assert_harmless(line.plain)
 
 
-def test_folders_that_are_no_runs(tmp_path: Path) -> None:
-    """Files, empty folders, links, a run without a state, one that cannot be read: none breaks the list."""
+def test_folders_that_are_not_runs_do_not_break_the_list(tmp_path: Path) -> None:
+    """Files, empty folders, links, a run without a state, and an unreadable one."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "begins" / "nodes").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the screens say: the facts of the report, in its words, and nothing that is not known."""
+"""The screens show the facts of the report in its words, and no invented values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def with_report(view: View, **parts: Any) -> View:
 
 
 def test_headline_is_first(view: View) -> None:
-    """Status, rank, phase and since when in a line, then cost, evidence, what to do and a command to copy."""
+    """A line has status, rank, phase and first step.
+
+    Cost, evidence, action and a command follow.
+    """
     of = overall(view.headlines)
     assert of is not None
 
@@ -112,7 +115,7 @@ def test_small_screen_keeps_headline_and_ranks(view: View) -> None:
 
 
 def test_large_screen_shows_tables_of_the_report(view: View) -> None:
-    """No half of it is empty."""
+    """Less than half of it is empty."""
     lines = screen(view, 120, 60)
 
     assert any(line.startswith("  Modules") for line in lines)
@@ -130,7 +133,7 @@ def test_no_line_is_wider_than_the_terminal(view: View, width: int, terminal: Te
 
 
 def test_other_findings_have_a_line_each(view: View) -> None:
-    """At most three, then their number. What is over is called earlier."""
+    """At most three are shown, then their number. Ended ones are called earlier."""
     over = [verdict("straggler_ended", f"Rank {rank} was slow.", rank=rank, since_step=8) for rank in range(4)]
     lines = screen(with_report(view, verdicts=[*report_of(view)["verdicts"], *over]))
 
@@ -138,8 +141,11 @@ def test_other_findings_have_a_line_each(view: View) -> None:
     assert any(line.endswith("more: press v") for line in lines)
 
 
-def test_live_and_ended(view: View) -> None:
-    """A run is live, with the time of the newest data, or has ended, with when and how many ranks died."""
+def test_title_shows_whether_the_run_is_live(view: View) -> None:
+    """A live run has the time of the newest data.
+
+    An ended one has its end and the number of dead ranks.
+    """
     assert overview.run_state(view)[0].startswith("LIVE ")
     run = {"live": False, "ended": "2026-11-23T09:00:00+00:00"}
     ranks: Any = [{**rank, "state": "closed"} for rank in report_of(view)["ranks"]]
@@ -151,7 +157,7 @@ def test_live_and_ended(view: View) -> None:
 
 
 def test_hang_shows_stacks_and_no_pace(view: View) -> None:
-    """A run that makes no steps has no steps per second, and no time left."""
+    """A hanging run has no steps per second, and no time left."""
     hangs = with_report(view, verdicts=[verdict("hang", "No step for 42 s.", rank=1, evidence=HANG)], total_steps=1000)
     lines = screen(hangs, 100, 50)
 
@@ -161,8 +167,7 @@ def test_hang_shows_stacks_and_no_pace(view: View) -> None:
     assert [each.split()[0] for each in pace_words(report_of(hangs), 0.2)] == ["96", "p50", "p95", "max"]
 
 
-def test_time_left_is_shown_where_it_is_known(view: View) -> None:
-    """A run that reports its total number of steps; the same run without it."""
+def test_time_left_needs_a_total_number_of_steps(view: View) -> None:
     told = with_report(view, total_steps=1000)
 
     assert "left" not in joined(screen(view))
@@ -181,8 +186,7 @@ def test_not_measured_is_not_zero(view: View) -> None:
     assert "comm wait: not measured, part of backward." in joined(of_rank(found, 0))
 
 
-def test_before_the_first_step(view: View) -> None:
-    """The ranks are listed, and nothing has a value."""
+def test_ranks_are_listed_without_values_before_the_first_step(view: View) -> None:
     ranks: Any = [
         {**rank, "phases": {}, "typical": None, "last_step": None, "steps": 0, "coverage": 0.0}
         for rank in report_of(view)["ranks"]
@@ -198,8 +202,8 @@ def test_before_the_first_step(view: View) -> None:
         assert "0.0% of" not in said
 
 
-def test_rank(view: View) -> None:
-    """What it does now, its phases and modules beside other ranks, the largest difference first, and collectives."""
+def test_screen_of_a_rank(view: View) -> None:
+    """The screen has the current activity, phases and modules compared with other ranks, and collectives."""
     now = {"step": 97, "step_s": 0.12, "inside": ["backward", "wait"], "inside_s": 0.1}
     ranks: Any = [{**rank, "now": now} for rank in report_of(view)["ranks"]]
     lines = of_rank(with_report(view, ranks=ranks), 3)
@@ -242,13 +246,12 @@ def test_findings_on_a_rank_are_on_its_screen(view: View) -> None:
     assert not any("SLOW RANK" in line for line in of_rank(view, 2))
 
 
-def test_all_findings_have_since_when_they_hold(view: View) -> None:
+def test_all_findings_have_their_duration(view: View) -> None:
     text = joined(plain(overview.all_findings(view, 100)))
 
     assert re.search(r"held in \d+ of \d+ windows of \d+ steps, since step 0", text)
 
 
-def test_times_of_other_days() -> None:
-    """With the day, where it is not the last one."""
+def test_times_of_other_days_have_the_day() -> None:
     assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len("12:00:00")
     assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=2e9)) == len("2001-09-09 01:46")

@@ -1,4 +1,4 @@
-"""How far, how fast, how long: said only as far as it is known."""
+"""Progress, speed and time left, shown only if they are known."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.top.pace import SeenSteps, curve, left_s, pace_words, progress, step_times, time_left
 
 
-def test_time_left() -> None:
-    """The steps that are left times the run's mean step."""
+def test_time_left_is_remaining_steps_times_mean_step() -> None:
     assert left_s(400, 1000, 0.5, (0.5, 0.5)) == (300.0,)
     assert progress(400, 1000) == "400 of 1,000 steps (40%)"
 
 
-def test_time_left_by_the_newest_steps_too() -> None:
-    """Where they differ from the mean, it is not known which of both lasts."""
+def test_recent_steps_give_a_second_time_left_if_they_differ() -> None:
     assert left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
     assert left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
 
 
-def test_one_window_that_is_slow_by_chance_is_not_the_pace() -> None:
+def test_single_slow_window_does_not_change_the_pace() -> None:
     assert left_s(400, 1000, 0.5, (0.5,) * 15 + (0.58,)) == (300.0,)
 
 
-def test_nothing_is_guessed() -> None:
-    """Without the total number of steps, or a step, or where there are more than expected, no time is left."""
+def test_no_time_left_without_a_valid_total() -> None:
+    """The total is missing or too small, or no step was made."""
     assert left_s(400, None, 0.5, ()) == left_s(0, 1000, 0.5, ()) == ()
     assert left_s(400, 1000, None, ()) == left_s(1001, 1000, 0.5, ()) == ()
 
@@ -47,7 +45,7 @@ def test_words_for_a_time(seconds: float, text: str) -> None:
 
 
 def test_curve() -> None:
-    """The lowest value is the lowest block, the highest the highest, in as many columns as there are."""
+    """The lowest value is the lowest block, the highest value the highest one."""
     assert curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
     assert curve([1, 1, 4, 4], 2) == ["▁█"]
     assert curve([1, 4], 6) == ["▁▁▁███"]
@@ -56,12 +54,12 @@ def test_curve() -> None:
 
 
 def test_curve_of_several_lines() -> None:
-    """The upper line goes on where the lower one is full."""
+    """The upper line continues where the lower one is full."""
     assert curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
 
 
-def test_what_was_seen_lately() -> None:
-    """The pace now is by what was made from look to look, for a minute at most; by the newest window before that."""
+def test_current_pace_comes_from_the_last_minute_of_looks() -> None:
+    """Before the first looks, it comes from the newest window."""
     seen, second = SeenSteps(), 10**9
     assert seen.add("a", 10, 100 * second) is None
     assert seen.add("a", 12, 102 * second) is None  # too short to tell
@@ -74,7 +72,10 @@ def test_what_was_seen_lately() -> None:
 
 
 def test_words_of_a_run(tmp_path: Path) -> None:
-    """A run that is slow from its middle on: the rate is the newest window's, or that of the steps seen lately."""
+    """The run is slower from its middle on.
+
+    The rate is that of the newest window or of recent looks.
+    """
     report = report_of(view_of(tmp_path / "run", 4, "constant:rank=3,share=0.5,since=64", blocks=4))
     words, seen, now_s = pace_words(report, None), pace_words(report, 0.25), step_times(report)[-1]
 

@@ -1,4 +1,4 @@
-"""The picture in docs/guides/top.md: drawn by the application itself. PICTURE=1 draws it anew."""
+"""The picture in docs/guides/top.md, drawn by the application. PICTURE=1 draws it again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PICTURE = ROOT / "docs" / "images" / "top.svg"
 SIZE = (112, 32)
 
 
-def test_the_picture_is_of_this_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same parts with the same titles, and the same keys, as are drawn now; no font is fetched from anywhere."""
+def test_picture_has_the_current_titles_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture loads no font from the network."""
     faults = (
         "constant:rank=11,share=0.12,phase=data,since=32,until=160",
         "constant:rank=3,share=0.25,phase=forward,since=224",
@@ -50,6 +50,6 @@ def _without_fonts(picture: str) -> str:
 
 
 def _fixed(lines: list[str]) -> list[str]:
-    """Titles and keys. Verdicts have words of their own, and numbers change with what judges them."""
+    """Return titles and keys. Other text depends on verdicts and numbers."""
     titles = [line for line in lines if re.match(r"  (Typical|Modules|Collectives|rank +step)", line)]
     return [re.sub(r"\d+", "", line) for line in (*titles, lines[-1])]

@@ -1,4 +1,4 @@
-"""The table of ranks: the report's figures, the slow ranks first, and each rank's difference to other ranks."""
+"""The table of ranks: the report's figures, slow ranks first, and each rank's difference from other ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_report(view: View) -> None:
 
 
 def test_difference_is_to_the_median_of_the_other_ranks(view: View) -> None:
-    """For the slow rank that of the three others."""
+    """For the slow rank, this is the median of the three others."""
     table, _ = rank_list(view)
     compute: Any = column(table, "compute").values
     excess: Any = column(table, "vs others").values
@@ -79,14 +79,14 @@ def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_other_work_are_not_compared(tmp_path: Path) -> None:
-    """A single rank for each stage of a pipeline: nothing to compare with."""
+    """Each stage of the pipeline has a single rank, so there is nothing to compare with."""
     table, _ = rank_list(view_of(tmp_path / "run", 2, blocks=2, stages=2))
 
     assert column(table, "vs others").texts() == ["-", "-"]
 
 
 def test_rank_that_others_wait_for_is_first(view: View) -> None:
-    """With what each rank is inside of."""
+    """The table also has the open spans of each rank."""
     hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
     ranks: Any = [
         {**rank, "now": {"step": 40, "step_s": 12.0, "inside": inside, "inside_s": 1.0}}
@@ -99,7 +99,7 @@ def test_rank_that_others_wait_for_is_first(view: View) -> None:
 
 
 def test_ranks_without_a_step_are_listed(view: View) -> None:
-    """As in a hang in the first step."""
+    """This is the case of a hang in the first step."""
     ranks: Any = [{**rank, "typical": None} for rank in report_of(view)["ranks"]]
     table, order = rank_list(with_report(view, ranks=ranks))
 
@@ -108,7 +108,7 @@ def test_ranks_without_a_step_are_listed(view: View) -> None:
 
 
 def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
-    """With the figures of the others."""
+    """The other ranks keep their figures."""
     ranks: Any = [{**rank, "typical": None} if rank["rank"] == 1 else rank for rank in report_of(view)["ranks"]]
     table, order = rank_list(with_report(view, ranks=ranks, verdicts=[]))
 
@@ -122,14 +122,14 @@ def test_no_report() -> None:
 
 
 def test_excess_over_the_run() -> None:
-    """Full blocks from 30 % on, blanks where nothing is known, means of neighbours where there is no room."""
+    """Blocks are full from 30 %, blank if not known, and means of neighbours if there is no room."""
     assert blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
     assert blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
     assert blocks([], 8) == ""
 
 
-def test_rank_that_is_slow_since_lately(tmp_path: Path) -> None:
-    """A typical step of the run hardly shows it: the latest window does. Ranks without excess have no value."""
+def test_recently_slow_rank_is_visible_in_the_latest_window(tmp_path: Path) -> None:
+    """A typical step of the run hardly shows it. Ranks without excess have no value."""
     table, ranks = rank_list(view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8))
     latest: Any = column(table, "latest excess").values
 
@@ -161,7 +161,7 @@ def test_thousands_of_ranks_are_quick(view: View) -> None:
 
 
 def test_ranks_are_those_of_the_evidence() -> None:
-    """Else the verdict's own; none for the job as a whole."""
+    """Without evidence, it is the verdict's own rank, or no rank for a verdict on the job."""
     assert ranks_of(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
     assert ranks_of(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
     assert ranks_of(verdict("none", "No rank is slow.")) == ()

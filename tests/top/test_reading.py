@@ -1,4 +1,4 @@
-"""What is read of a live run, how often, and what is said where there is nothing new."""
+"""Reading a live run: content, frequency, and messages if there are no new data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST = "node-0000"
 
 
 class Clock:
-    """Monotonic seconds; each reading takes so many."""
+    """A monotonic clock. Each reading takes a given number of seconds."""
 
     def __init__(self, each_s: float = 0.0) -> None:
         self.now_s, self.each_s = 1000.0, each_s
@@ -38,7 +38,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 
 
 def test_waits_for_the_run_directory(tmp_path: Path) -> None:
-    """Before it is there, before a sidecar has written, and then it is shown."""
+    """The run is shown once the directory exists and a sidecar has written to it."""
     reader = RunReader(RunDirectory(tmp_path / "run"), monotonic=Clock())
     assert reader.look().trouble == f"{tmp_path}/run does not exist yet"
     with LiveSimulation(tmp_path / "run", 2) as live:
@@ -49,15 +49,16 @@ def test_waits_for_the_run_directory(tmp_path: Path) -> None:
     assert (view.trouble, report_of(view)["steps"]["count"]) == ("", 32)
 
 
-def test_reads_only_what_has_changed(live: LiveSimulation) -> None:
-    """The view is the same object as long as no file is another one, and a file that is not is not read again."""
+def test_only_changed_files_are_read(live: LiveSimulation) -> None:
+    """Without changes, the view is the same object."""
     live.goes_on()
     other = add_node(live.run, 1)
     reader = RunReader(live.run, monotonic=Clock())
     view = reader.look()
     assert reader.look() is view
     before = other.stat()
-    other.write_bytes(b"x" * before.st_size)  # what nobody reads is not found to be damaged
+    # If the unchanged file were read again, the damage would be noticed.
+    other.write_bytes(b"x" * before.st_size)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
     live.goes_on()
     newer = reader.look()
@@ -67,8 +68,8 @@ def test_reads_only_what_has_changed(live: LiveSimulation) -> None:
     assert [rank["steps"] for rank in report_of(newer)["ranks"]] == [64, 64, 32, 32]
 
 
-def test_one_damaged_node(live: LiveSimulation) -> None:
-    """The others are shown, and what is missing is named; mended, all is well."""
+def test_damaged_node_is_named_and_others_are_shown(live: LiveSimulation) -> None:
+    """After a repair there is no message."""
     live.goes_on()
     other = add_node(live.run, 1)
     good = other.read_bytes()
@@ -85,8 +86,8 @@ def test_one_damaged_node(live: LiveSimulation) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', "\x00"])
-def test_all_damaged(live: LiveSimulation, text: str) -> None:
-    """What was read before stays, with what is wrong, look after look; without anything read, that alone."""
+def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: str) -> None:
+    """Without an earlier view, only the problem is shown."""
     live.goes_on()
     path = live.run.node_state(HOST)
     reader, good = RunReader(live.run, monotonic=Clock()), path.read_bytes()
@@ -100,8 +101,7 @@ def test_all_damaged(live: LiveSimulation, text: str) -> None:
     assert reader.look().trouble == ""
 
 
-def test_files_that_make_no_report(live: LiveSimulation) -> None:
-    """Whatever is in them: the reader says so and goes on."""
+def test_inconsistent_files_are_reported_as_trouble(live: LiveSimulation) -> None:
     live.goes_on()
     path = live.run.node_state(HOST)
     good = path.read_bytes()
@@ -118,8 +118,8 @@ def test_files_that_make_no_report(live: LiveSimulation) -> None:
     assert reader.look().trouble == ""
 
 
-def test_removed_run_directory(live: LiveSimulation) -> None:
-    """What was read is still shown, and that it is old; when it comes again, it is read again."""
+def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None:
+    """The message says that the figures are old. If the directory returns, it is read again."""
     live.goes_on()
     reader = RunReader(live.run, monotonic=Clock())
     report = report_of(reader.look())
@@ -133,8 +133,7 @@ def test_removed_run_directory(live: LiveSimulation) -> None:
     assert reader.look().trouble == ""
 
 
-def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
-    """A run is not live because a file says so: after a minute without news that is said, until there is something."""
+def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> None:
     live.goes_on()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
@@ -147,8 +146,8 @@ def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
     assert reader.look().trouble == ""
 
 
-def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
-    """Whoever opens a run that was killed an hour ago is told at once."""
+def test_old_file_is_reported_as_silent_at_once(live: LiveSimulation) -> None:
+    """For example if the run was killed an hour ago."""
     live.goes_on()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
@@ -156,7 +155,10 @@ def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
 
 
 def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
-    """Of many ranks, states are written more rarely: three times as long as between the last ones is silence."""
+    """Sidecars of many ranks write less often.
+
+    Silence begins at three times the longest interval.
+    """
     live.goes_on()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
@@ -181,7 +183,7 @@ def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:
 
 
 def test_large_runs_are_read_more_rarely(live: LiveSimulation) -> None:
-    """A look that takes ten seconds is followed by forty without one: at most a fifth of a processor."""
+    """A look of ten seconds is followed by forty seconds of rest: at most a fifth of a core."""
     live.goes_on()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
@@ -195,8 +197,7 @@ def test_large_runs_are_read_more_rarely(live: LiveSimulation) -> None:
     assert reader.look() is not view
 
 
-def test_ranks_that_do_other_work_are_told_apart(tmp_path: Path) -> None:
-    """Ranks are laid beside those of their population only."""
+def test_view_has_the_population_of_each_rank(tmp_path: Path) -> None:
     with LiveSimulation(tmp_path / "run", 4, stages=2) as live:
         live.goes_on()
         view = RunReader(live.run, monotonic=Clock()).look()

@@ -1,4 +1,4 @@
-"""The real program in a real terminal: drawn, resized, without colour or Unicode, ended, and the terminal as before."""
+"""The real program in a real terminal: drawing, resizing, missing colour or Unicode, and its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation
 
 
 def test_live_run(tmp_path: Path) -> None:
-    """A training process: its progress and how long is left, what its rank does now, and that it has ended."""
+    """The screen shows the training process's progress, time left, current activity, and end."""
     runs, stop = tmp_path / "runs", tmp_path / "stop"
     with open(tmp_path / "log", "wb") as log:
         command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop), "1000000"]
@@ -71,7 +71,7 @@ def test_live_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
 def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
-    """The slow rank, its cost and what to do can be read whole, with all ranks, all parts, and the keys below."""
+    """The slow rank, its cost and the action are completely visible, with all ranks, parts and keys."""
     with Tmux(*size) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees("q quit")
@@ -91,10 +91,10 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
 
 @pytest.mark.long
 def test_resized(planted: LiveSimulation) -> None:
-    """While it runs, to any size and back."""
+    """The size changes while it runs, to small and large sizes."""
 
     def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
-        """Whether all of a screen of this size is there: the first line is as wide as the terminal."""
+        """Return True if a screen of this size is complete: its first line is as wide as the terminal."""
         return len(shown) == lines and len(shown[0]) == columns and shown[-1].endswith(keys)
 
     with Tmux(120, 40) as terminal:
@@ -106,7 +106,7 @@ def test_resized(planted: LiveSimulation) -> None:
 
 
 def test_without_colour(planted: LiveSimulation) -> None:
-    """NO_COLOR: not one, and the slow rank is found all the same."""
+    """With NO_COLOR there is no colour, and the slow rank is still recognizable."""
     with Tmux(environment={"NO_COLOR": "1"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         lines = terminal.sees("SLOW RANK rank 3")
@@ -124,7 +124,7 @@ def test_without_colour(planted: LiveSimulation) -> None:
 
 @pytest.mark.long
 def test_without_unicode(planted: LiveSimulation) -> None:
-    """LC_ALL=C: all of it in ASCII, also where it is drawn from a terminal that is not told of Unicode."""
+    """With LC_ALL=C everything is ASCII, even if the terminal supports Unicode."""
     with Tmux(environment={"LC_ALL": "C"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         lines = terminal.sees("SLOW RANK rank 3")
@@ -135,8 +135,8 @@ def test_without_unicode(planted: LiveSimulation) -> None:
 
 
 @pytest.mark.parametrize("end", ["C-c", *long("SIGTERM", "C-z")])
-def test_ended(planted: LiveSimulation, end: str) -> None:
-    """By Ctrl-C, by SIGTERM, or stopped for a while by Ctrl-Z: the shell has its screen and its keys again."""
+def test_terminal_is_restored_after_the_end(planted: LiveSimulation, end: str) -> None:
+    """The program ends by Ctrl-C or SIGTERM, or is suspended by Ctrl-Z."""
     with Tmux() as terminal:
         terminal.type("echo before", "Enter")
         terminal.type(f"{TOP} {planted.run.path}", "Enter")

@@ -1,4 +1,4 @@
-"""Lines for any terminal: no wider than there is room, in ASCII where that is all, and bars that are exact."""
+"""Lines fit the terminal's width and character set, and bars are exact."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_wrapped_lines_are_indented_as_the_first() -> None:
     [(0, ""), (0.01, "▏"), (0.13, "▏"), (0.52, "▌"), (1, "█"), (2.7, "██▊"), (-3, "")],
 )
 def test_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
-    """A value above 0 is never an empty bar."""
+    """A value above 0 never has an empty bar."""
     assert bar(columns) == expected
 
 
 def test_small_shares_have_different_bars() -> None:
-    """1.3 %, 5.2 % and 27 % of twelve columns, as they are in the ranks' column."""
+    """The shares are 1.3 %, 5.2 % and 27 % of twelve columns, the width of bars in the table of ranks."""
     assert len({bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
 
 
@@ -72,8 +72,8 @@ def test_part_of_a_table_keeps_marks_of_rows_and_units() -> None:
 
 
 @pytest.mark.parametrize(("at", "first"), [(0, 0), (50, 48), (199, 195)])
-def test_chosen_row_is_in_view(at: int, first: int) -> None:
-    """Of 200 rows and room for five, the chosen one has the mark, and the title says which row it is."""
+def test_selected_row_is_visible(at: int, first: int) -> None:
+    """With 200 rows and room for five, the selected row has the mark and its number is in the title."""
     lines = [each.plain for each in cursor_lines(table(200), 40, 7, at)]
 
     assert lines[0].split(",")[1] == f" {at + 1} of 200"
@@ -82,8 +82,11 @@ def test_chosen_row_is_in_view(at: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 19])
-def test_chosen_row_has_the_mark_where_names_are_folded(at: int) -> None:
-    """On 40 columns a name takes two lines. Only whole rows are shown, and no more lines than there is room for."""
+def test_selected_row_is_marked_if_names_are_folded(at: int) -> None:
+    """On 40 columns a name takes two lines.
+
+    Only complete rows are shown, and no more lines than fit.
+    """
     names = [f"run-{row:02d}-{'x' * 25}" for row in range(20)]
     columns = [Column("state", ["ended"] * 20, Quantity.TEXT), Column("run", names, Quantity.TEXT)]
     lines = [each.plain for each in cursor_lines(Table("runs", "Runs", columns), 40, 9, at)]
@@ -105,7 +108,7 @@ def test_rule_is_as_wide_as_the_terminal() -> None:
 
 
 def test_ascii_drawing() -> None:
-    """Bars and charts have characters of their own, so that lengths can be compared; other letters are a mark."""
+    """Bars and charts have distinct ASCII characters, so lengths remain comparable."""
     (found,) = Terminal(ascii_only=True).lines([line("▶ ██▌ ▁▄█ Größe …")], 40)
 
     assert found.plain == "> ##- _~# Gr??e ~"
@@ -123,8 +126,8 @@ def test_ascii_drawing() -> None:
     ],
     ids=str,
 )
-def test_locale(environment: dict[str, str], is_ascii: bool) -> None:
-    """Unicode only where the locale says so: Python replaces the C locale by UTF-8."""
+def test_unicode_depends_on_the_locale(environment: dict[str, str], is_ascii: bool) -> None:
+    """Python may replace the C locale by UTF-8, so the environment at process start counts."""
     program = "from torchlens_perf.top.text import of_environment; print(of_environment())"
     environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
