@@ -1,4 +1,4 @@
-"""Who may look: whoever has the token, by a name of this server's, from its own page."""
+"""Access control: only requests with the token, one of the server's names and its own origin are served."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tests.support.page_server import PageServer, Viewer
 pytestmark = pytest.mark.distributed
 
 
-def test_without_the_token_nothing_is_shown(server: PageServer) -> None:
-    """One page for all addresses, with nothing of any run, and one sentence for programs. A wrong token is as none."""
+def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> None:
+    """All addresses return the same page, which has no data of any run.
+
+    Programs receive one sentence.
+    """
     stranger = server.stranger()
     pages = ("/", "/runs/done/", "/runs/none/", "/none", "/runs/done/captures/x/0/trace.json.gz", "/?token=wrong",
              "/?search=done", "/runs/%ff/")  # fmt: skip
@@ -30,8 +33,7 @@ def test_without_the_token_nothing_is_shown(server: PageServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/done/", "//evil.example/", "/%2f%2fevil.example/", '/"><script>/x'])
-def test_page_without_the_token_asks_this_server_only(server: PageServer, path: str) -> None:
-    """Its script is this server's, whatever the address looks like."""
+def test_opening_page_loads_its_script_from_this_server_only(server: PageServer, path: str) -> None:
     answer = server.stranger().ask(path)
     (script,) = re.findall(r'<script src="([^"]*)"></script>', answer.text)
     assert re.fullmatch(r"(\.\./)*static/open\.js\?v=[0-9a-f]+", script)
@@ -43,7 +45,7 @@ def test_page_without_the_token_asks_this_server_only(server: PageServer, path: 
 
 
 def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> None:
-    """A browser would send it to every port of the host."""
+    """A browser would send a cookie to every port of the host."""
     stranger = server.stranger()
     for path in ("/", "/runs/done/", f"/?{viewer.address.fragment}", "/api/counts"):
         assert "set-cookie" not in stranger.ask(path).headers
@@ -56,31 +58,31 @@ def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> Non
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "", "localhost.evil"]
 )
-def test_another_name_is_not_taken_for_this_server(viewer: Viewer, host: str) -> None:
-    """A name that somebody else's name server points to this machine reaches nothing, with the cookie too."""
+def test_foreign_host_header_is_refused(viewer: Viewer, host: str) -> None:
+    """A foreign name that resolves to this machine (DNS rebinding) has no access, even with a cookie."""
     answer = viewer.ask("/", Host=host.format(port=viewer.address.port))
     assert answer.status in (400, 421)
     assert "done" not in answer.text
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "LOCALHOST:{port}", "[::1]:80"])
-def test_its_names(viewer: Viewer, host: str) -> None:
-    """A tunnel may begin at any port."""
+def test_own_names_are_accepted_with_any_port(viewer: Viewer, host: str) -> None:
+    """A tunnel can use any port."""
     assert viewer.ask("/", Host=host.format(port=viewer.address.port)).status == 200
 
 
 @pytest.mark.parametrize(
     "origin", ["", "null", "http://evil.example", "http://{host}.evil.example", "http://127.0.0.1:1"]
 )
-def test_other_sites_cannot_ask_for_captures(viewer: Viewer, origin: str, runs: Path) -> None:
+def test_other_sites_cannot_request_captures(viewer: Viewer, origin: str, runs: Path) -> None:
     path = "/runs/done/api/captures?ranks=0&steps=3"
     answer = viewer.ask(path, "POST", Origin=origin.format(host=viewer.host))
     assert answer.status == 403
     assert not (runs / "done" / "captures").exists()
 
 
-def test_a_form_of_another_site_changes_nothing(server: PageServer, viewer: Viewer, runs: Path) -> None:
-    """A form can have a token in its address or its fields, and no header of ours."""
+def test_form_of_another_site_is_refused(server: PageServer, viewer: Viewer, runs: Path) -> None:
+    """A form can send a token in its address or fields, but not in the header."""
     stranger = server.stranger()
     asked = "/runs/done/api/captures?ranks=0&steps=3"
     for path in (asked, f"{asked}&token={viewer.token}"):
@@ -90,8 +92,11 @@ def test_a_form_of_another_site_changes_nothing(server: PageServer, viewer: View
     assert not (runs / "done" / "captures").exists()
 
 
-def test_headers_of_every_answer(viewer: Viewer, server: PageServer) -> None:
-    """Nothing is kept, framed, sniffed, referred to or shared with other sites; pages ask this server alone."""
+def test_every_response_has_the_security_headers(viewer: Viewer, server: PageServer) -> None:
+    """Responses must not be cached, framed, sniffed or shared with other sites.
+
+    Pages may request only this server.
+    """
     for path in ("/", "/runs/done/", "/runs/done/api/contents", "/runs/none/", "/nothing", "/static/page.js"):
         for answer in (viewer.ask(path), server.stranger().ask(path)):
             assert answer.headers["cache-control"] == "no-store"
@@ -125,7 +130,7 @@ _NUMBERS = ("9999999999999999999999", "18446744073709551616", "92233720368547758
     "path", ["/runs/done/api/step/{}", "/runs/done/api/captures/{}", "/runs/done/captures/x/{}/trace.json.gz",
              "/runs/{}/", "/runs/{}/api/contents", "/runs/done/captures/{}/0/trace.json.gz", "/static/{}", "/{}"],
 )  # fmt: skip
-def test_number_that_is_none_is_the_viewers_error(viewer: Viewer, path: str, number: str) -> None:
+def test_invalid_number_is_a_client_error(viewer: Viewer, path: str, number: str) -> None:
     answer = viewer.ask(path.format(number.replace(" ", "%20")))
     assert answer.status in range(400, 500), answer.text
 

@@ -1,4 +1,4 @@
-"""Captures by the page's button, of a job that really trains; and their files, which lead nowhere else."""
+"""Captures by the page's form, of a job that really trains, and access to their files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ ID = "20261121-013205-3fa9"
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A watched loop on the CPU until a file is there: the folder of runs, and that file."""
+    """Run a watched loop on the CPU until a file exists.
+
+    Return the folder of runs, and that file.
+    """
     folder, stop = tmp_path / "runs", tmp_path / "stop"
     process = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "train_until_told.py"), str(folder), str(stop)],
@@ -41,14 +44,14 @@ def training(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Its run, once that has a state."""
+    """Return the folder's run, once it has a state."""
     found = [path for path in folder.glob("*") if list(path.glob("nodes/*.json"))]
     return found[0] if found else None
 
 
 @pytest.mark.slow
-def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
-    """The run is followed while it trains; ranks are asked, the answer is shown, its files are fetched; to the end."""
+def test_capture_of_a_training_job(training: tuple[Path, Path]) -> None:
+    """The run is followed while it trains, ranks are captured, and their files are fetched, until the run ends."""
     folder, stop = training
     run = eventually(lambda: run_of(folder))
     assert run
@@ -79,7 +82,8 @@ def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
         stop.touch()
         news.until(is_live=False)
         page = viewer.page(run.name)
-        assert 'id="capture"' not in page  # nobody is there to be asked
+        # An ended run has no rank that could be captured, so the form is gone.
+        assert 'id="capture"' not in page
         assert trace["address"] in links(page, "captures/")
         late = viewer.post(f"{api}/captures", ranks="0", steps="2")
         assert (late.status, "a capture needs a live run" in late.json["problem"]) == (400, True)
@@ -100,7 +104,7 @@ def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
         ({"ranks": "0" * 20_000, "steps": "3"}, 400, "must be ranks"),
     ],
 )
-def test_what_cannot_be_asked_is_said(viewer: Viewer, fields: dict[str, str], status: int, words: str) -> None:
+def test_invalid_capture_request_is_explained(viewer: Viewer, fields: dict[str, str], status: int, words: str) -> None:
     answer = viewer.post("/runs/done/api/captures", **fields)
     assert answer.status == status, answer.text
     assert words in answer.json["problem"]
@@ -111,7 +115,10 @@ def test_what_cannot_be_asked_is_said(viewer: Viewer, fields: dict[str, str], st
 
 @pytest.fixture(scope="module")
 def captured(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a capture of rank 2, whose trace is larger than a block; of rank 1 there is no answer."""
+    """A run with a capture of rank 2, whose trace is larger than a block.
+
+    Rank 1 has not answered.
+    """
     folder = tmp_path_factory.mktemp("captured")
     run = RunDirectory(folder / "run")
     shutil.copytree(runs / "done", run.path)
@@ -141,8 +148,8 @@ def holder(captured: Path) -> Iterator[Viewer]:
         yield server.viewer()
 
 
-def test_files_are_linked_and_whole(holder: Viewer, captured: Path) -> None:
-    """Also one of several blocks; words from a file are text."""
+def test_files_are_linked_and_complete(holder: Viewer, captured: Path) -> None:
+    """One file has several blocks. Words from a file are shown as text."""
     page = holder.page("run")
     (address,) = links(page, "captures/")
     assert address == f"captures/{ID}/2/{TRACE}"
@@ -152,7 +159,8 @@ def test_files_are_linked_and_whole(holder: Viewer, captured: Path) -> None:
     assert answer.body == file.read_bytes()
     assert answer.headers["content-type"] == "application/octet-stream"
     progress = holder.json(f"/runs/run/api/captures/{ID}")
-    assert (progress["waiting"], progress["is_over"]) == ([1], True)  # asked long ago: nobody takes it up any more
+    # The request is so old that no sidecar will handle it.
+    assert (progress["waiting"], progress["is_over"]) == ([1], True)
     assert holder.ask("/runs/run/api/captures/none").status == 404
 
 
@@ -166,16 +174,14 @@ def test_files_are_linked_and_whole(holder: Viewer, captured: Path) -> None:
         f"./2/{TRACE}", f"{ID}.request.json", f"/2/{TRACE}",
     ],
 )  # fmt: skip
-def test_nothing_else_is_served(holder: Viewer, path: str) -> None:
-    """No link, no FIFO, no folder, no other file."""
+def test_only_regular_capture_files_are_served(holder: Viewer, path: str) -> None:
     answer = holder.ask(f"/runs/run/captures/{path}")
     assert answer.status in (400, 404), answer.body[:100]
     assert b"secret" not in answer.body
     assert b"not one of ours" not in answer.body
 
 
-def test_a_file_that_changes_meanwhile_is_not_passed_off_as_whole(captured: Path) -> None:
-    """The second block of another file is none of this one's."""
+def test_file_replaced_during_a_download_is_refused(captured: Path) -> None:
     from torchlens_perf.serve.captures import BLOCK_BYTES, block
     from torchlens_perf.serve.run_names import NoSuchError
 

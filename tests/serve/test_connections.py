@@ -1,4 +1,4 @@
-"""Connections that begin something and do not end it: they neither keep others out nor stay."""
+"""Incomplete requests neither keep other clients out nor hold connections forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Connect = Callable[..., socket.socket]
 
 @pytest.fixture
 def connect(viewer: Viewer) -> Iterator[Connect]:
-    """Opens a connection that sends this and no more."""
+    """Return a function that opens a connection and sends the given bytes."""
     host, port = viewer.host.split(":")
     with ExitStack() as leaving:
 
@@ -31,7 +31,7 @@ def connect(viewer: Viewer) -> Iterator[Connect]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has not closed it."""
+    """Return True if the server has not closed the connection."""
     connection.setblocking(False)
     try:
         while connection.recv(1 << 16):
@@ -46,8 +46,11 @@ def is_open(connection: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "begin", ["", "GET / HTTP/1.1\r\nHost: x\r\nX: ", "POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
 )
-def test_hundreds_of_unfinished_requests_keep_nobody_out(connect: Connect, viewer: Viewer, begin: str) -> None:
-    """More than any limit of the server: a viewer is answered all the while, and so is a new one."""
+def test_hundreds_of_unfinished_requests_do_not_block_viewers(connect: Connect, viewer: Viewer, begin: str) -> None:
+    """There are more than any limit of the server.
+
+    Both an existing viewer and a new one are served.
+    """
     held = [connect(begin) for _ in range(600)]
     for _ in range(3):
         assert viewer.ask("/").status == 200
@@ -70,8 +73,8 @@ def test_viewers_are_not_closed_for_strangers(connect: Connect, viewer: Viewer) 
     "second",
     ["", "G", "GET / HTTP/1.1\r\nHost: {host}\r\n", "POST /runs/done/api/captures HTTP/1.1\r\nHost: {host}\r\n"],
 )
-def test_second_request_that_does_not_end(connect: Connect, viewer: Viewer, second: str) -> None:
-    """On a connection that has had one answer, with the token."""
+def test_unfinished_second_request_is_closed(connect: Connect, viewer: Viewer, second: str) -> None:
+    """The first request on the connection had the token and was answered."""
     head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\n"
     connection = connect(f"GET /api/counts HTTP/1.1\r\n{head}\r\n")
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
@@ -79,16 +82,18 @@ def test_second_request_that_does_not_end(connect: Connect, viewer: Viewer, seco
     assert eventually(lambda: not is_open(connection))
 
 
-def test_body_that_does_not_end(connect: Connect, viewer: Viewer) -> None:
-    """No request has one: it is answered without, and the connection is closed."""
+def test_request_body_is_not_awaited(connect: Connect, viewer: Viewer) -> None:
+    """No valid request has a body.
+
+    The server answers without reading it, and closes the connection.
+    """
     head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\nOrigin: http://{viewer.host}\r\n"
     connection = connect(f"POST /runs/done/api/captures HTTP/1.1\r\n{head}Content-Length: 100\r\n\r\nranks=0")
     assert connection.recv(12) == b"HTTP/1.1 400"
     assert eventually(lambda: not is_open(connection))
 
 
-def test_head_that_comes_byte_by_byte(connect: Connect, viewer: Viewer) -> None:
-    """Each byte is no new time."""
+def test_single_bytes_do_not_extend_the_time_limit_of_a_head(connect: Connect, viewer: Viewer) -> None:
     connection = connect("GET / HTTP/1.1\r\n")
 
     def goes_on() -> bool:

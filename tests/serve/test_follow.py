@@ -1,4 +1,4 @@
-"""A live run: each viewer learns of newer pages, and each change is read once for all viewers."""
+"""A live run: each viewer receives newer pages, and each change is read once for all viewers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    """Of a folder in which each test has a run of its own."""
+    """Start a server on a folder in which each test has its own run."""
     with PageServer(tmp_path_factory.mktemp("runs")) as started:
         yield started
 
@@ -34,7 +34,7 @@ def viewer(server: PageServer) -> Viewer:
 
 @pytest.fixture
 def live(server: PageServer, request: pytest.FixtureRequest) -> Iterator[LiveSimulation]:
-    """A run of which 32 steps are known."""
+    """A run with 32 known steps."""
     with LiveSimulation(server.folder / request.node.name, 2) as run:
         run.goes_on()
         yield run
@@ -76,7 +76,7 @@ def test_each_state_is_a_new_version_until_the_run_ends(live: LiveSimulation, vi
 
 
 def test_all_viewers_share_one_reading(live: LiveSimulation, viewer: Viewer) -> None:
-    """Each change is read once for twenty viewers, and not again for those who load the page."""
+    """Each change is read once for twenty viewers. Loading the page does not read it again."""
     began_s = time.monotonic()
     viewers = [viewer.news(live.name) for _ in range(20)]
     (version,) = {news.next()["version"] for news in viewers}
@@ -90,8 +90,8 @@ def test_all_viewers_share_one_reading(live: LiveSimulation, viewer: Viewer) -> 
     assert last["looks"] <= 2 + (time.monotonic() - began_s) / LOOK_INTERVAL_S
 
 
-def test_run_is_left_alone_while_no_viewer_asks(live: LiveSimulation, viewer: Viewer) -> None:
-    """A viewer who comes later sees what is new."""
+def test_run_is_not_read_while_no_viewer_asks(live: LiveSimulation, viewer: Viewer) -> None:
+    """A viewer who comes later receives the newest data."""
     version = viewer.news(live.name).next()["version"]
     looks = counts(viewer, live)["looks"]
     time.sleep(3 * LOOK_INTERVAL_S)
@@ -100,8 +100,8 @@ def test_run_is_left_alone_while_no_viewer_asks(live: LiveSimulation, viewer: Vi
     assert newer(viewer.news(live.name), version)["problem"] == ""
 
 
-def test_viewer_who_does_not_read_blocks_no_other(live: LiveSimulation, viewer: Viewer) -> None:
-    """Neither one who takes no page nor one who sends half a request."""
+def test_stalled_viewer_does_not_block_others(live: LiveSimulation, viewer: Viewer) -> None:
+    """The stalled viewer either does not read the page, or sends half a request."""
     host, port = viewer.host.split(":")
     with contextlib.ExitStack() as leaving:
         head = f"Host: {viewer.host}\r\n{TOKEN_HEADER}: {viewer.token}\r\n\r\n"
@@ -133,8 +133,8 @@ def test_silent_run_is_reported_in_the_page_and_in_the_list(live: LiveSimulation
     assert newer(news, now["version"])["problem"] == ""
 
 
-def test_run_that_is_removed(live: LiveSimulation, viewer: Viewer) -> None:
-    """The page is gone and the list goes on. A later run of the same name is shown."""
+def test_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer) -> None:
+    """The list continues to work. A later run of the same name is served."""
     news = viewer.news(live.name)
     news.next()
     copy = live.run.path.with_name("copy")
@@ -151,8 +151,8 @@ def test_run_that_is_removed(live: LiveSimulation, viewer: Viewer) -> None:
     assert viewer.ask(f"/runs/{live.name}/").status == 200
 
 
-def test_state_that_is_damaged_while_it_is_followed(live: LiveSimulation, viewer: Viewer) -> None:
-    """The page before it stays, with the reason. Once the file is whole, the page is renewed."""
+def test_damaged_state_keeps_the_previous_page(live: LiveSimulation, viewer: Viewer) -> None:
+    """The page shows the reason. It is renewed once the file is valid again."""
     news = viewer.news(live.name)
     version = news.next()["version"]
     (state,) = live.run.nodes.glob("*.json")

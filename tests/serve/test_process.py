@@ -1,4 +1,4 @@
-"""The server's process: how it begins, what it says, how it ends, and a disk that does not answer."""
+"""The server's process: start, output, end, and a disk that does not answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 
 def serve(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Of a server that does not begin."""
+    """Run the command for a server that fails to start."""
     return subprocess.run(
         [sys.executable, "-m", "torchlens_perf", "serve", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=ENDS_WITHIN_S, env=clean_environ(environment),
@@ -36,8 +36,8 @@ def serve(*arguments: str, folder: Path = ROOT, **environment: str) -> subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ends_at_once_when_it_is_asked(runs: Path, number: signal.Signals) -> None:
-    """It prints nothing and leaves no process."""
+def test_signal_ends_the_server_at_once(runs: Path, number: signal.Signals) -> None:
+    """The server prints nothing and leaves no process."""
     with PageServer(runs) as server:
         viewer = server.viewer()
         viewer.news("done").next()
@@ -49,7 +49,7 @@ def test_ends_at_once_when_it_is_asked(runs: Path, number: signal.Signals) -> No
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
-def test_one_that_is_killed_leaves_no_reader(runs: Path) -> None:
+def test_killed_server_leaves_no_reader(runs: Path) -> None:
     with PageServer(runs) as server:
         server.viewer().page("done")
         readers = server.children()
@@ -57,8 +57,8 @@ def test_one_that_is_killed_leaves_no_reader(runs: Path) -> None:
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
-def test_only_this_machine_is_let_in(runs: Path) -> None:
-    """It listens on loopback, on a free port; the address has a token of its own with each start."""
+def test_listens_on_loopback_by_default(runs: Path) -> None:
+    """Each start uses a free port and a new token."""
     with PageServer(runs) as server, PageServer(runs) as other:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", server.address)
         assert server.address.partition("token")[2] != other.address.partition("token")[2]
@@ -68,8 +68,8 @@ def test_only_this_machine_is_let_in(runs: Path) -> None:
         assert [line.split()[1].partition(":")[0] for line in found] == ["0100007F"]
 
 
-def test_it_says_how_to_end_it(runs: Path) -> None:
-    """And how many runs there are; the address alone is on stdout, for scripts."""
+def test_stderr_has_the_number_of_runs_and_how_to_end(runs: Path) -> None:
+    """stdout has only the address, for scripts."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torchlens_perf", "serve", str(runs)],
         cwd=ROOT, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -82,8 +82,8 @@ def test_it_says_how_to_end_it(runs: Path) -> None:
     assert said == f"torchlens-perf: 1 run in {runs}; Ctrl-C ends the server\n"
 
 
-def test_readers_take_no_module_from_where_it_is_started(runs: Path, tmp_path: Path) -> None:
-    """A script's folder may have files that are called as Python's own."""
+def test_readers_do_not_import_modules_from_the_current_folder(runs: Path, tmp_path: Path) -> None:
+    """The folder may have files with the names of standard modules."""
     for name in ("pickle", "queue", "random", "types", "anyio", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     script = tmp_path / "bin" / "start.py"
@@ -95,8 +95,8 @@ def test_readers_take_no_module_from_where_it_is_started(runs: Path, tmp_path: P
         assert server.viewer().page("done")
 
 
-def test_others_are_let_in_if_that_is_said_twice(runs: Path) -> None:
-    """A warning says who can reach it then; names that lead here are this host's."""
+def test_remote_access_needs_two_options(runs: Path) -> None:
+    """The server then prints a warning, and accepts the names of this host."""
     with PageServer(runs, "--host", "0.0.0.0", "--allow-remote") as server:
         assert server.stranger().address.hostname == socket.gethostname().lower()
         port = server.stranger().address.port
@@ -110,8 +110,11 @@ def test_others_are_let_in_if_that_is_said_twice(runs: Path) -> None:
     assert "can be reached from other machines" in said
 
 
-def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
-    """A taken port, a folder that is none, an address for everybody: exit code 2 and what to do."""
+def test_invalid_arguments_fail_with_one_line(runs: Path, tmp_path: Path) -> None:
+    """Examples: a used port, a missing folder, a public address without its option.
+
+    The exit code is 2.
+    """
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, word in (
             ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 takes a free one"),
@@ -135,8 +138,8 @@ def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
     assert install_command("serve") in done.stderr
 
 
-def test_what_is_no_http_is_refused(runs: Path) -> None:
-    """And the server goes on, and says nothing."""
+def test_invalid_http_is_refused_without_output(runs: Path) -> None:
+    """The server continues to run."""
     with PageServer(runs) as server:
         viewer = server.viewer()
         host, port = viewer.host.split(":")
@@ -158,7 +161,10 @@ def test_what_is_no_http_is_refused(runs: Path) -> None:
 
 @pytest.fixture
 def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
-    """A folder of runs, of which all but "well" hang for as long as a file is there; both, and the environment."""
+    """Return a folder of runs, a file, and an environment.
+
+    All runs but "well" hang while the file exists.
+    """
     folder, flag = tmp_path / "runs", tmp_path / "hangs"
     for name in ("well", "stuck", "stuck-too"):
         shutil.copytree(runs / "done", folder / name)
@@ -170,8 +176,11 @@ def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, 
 
 
 @pytest.mark.slow
-def test_a_disk_that_hangs_holds_up_its_run_only(hanging: tuple[Path, Path, dict[str, str]]) -> None:
-    """Whoever asks for that run hears so; others are shown, and the list; then it is shown again. It ends at once."""
+def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, str]]) -> None:
+    """Its viewer receives an error.
+
+    Other runs and the list are served. The run is served again when the disk answers.
+    """
     folder, flag, environment = hanging
     with PageServer(folder, **environment) as server:
         viewer = server.viewer()
@@ -195,8 +204,7 @@ def test_a_disk_that_hangs_holds_up_its_run_only(hanging: tuple[Path, Path, dict
 
 
 @pytest.mark.parametrize("error", [errno.EIO, *long(errno.ESTALE, errno.EACCES)])
-def test_a_disk_that_refuses(hanging: tuple[Path, Path, dict[str, str]], error: int) -> None:
-    """The list has the run with the reason, and so has its page."""
+def test_disk_error_is_shown_in_list_and_page(hanging: tuple[Path, Path, dict[str, str]], error: int) -> None:
     folder, flag, environment = hanging
     flag.touch()
     with PageServer(folder, **{**environment, "FAILING_WITH": str(error)}) as server:

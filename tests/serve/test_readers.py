@@ -1,4 +1,4 @@
-"""Reading in processes of their own: bounded, and ended when they take too long."""
+"""Reader processes: their number is bounded, and they are killed when they take too long."""
 
 from __future__ import annotations
 
@@ -63,16 +63,14 @@ def in_loop(work: Callable[[Readers], Coroutine[Any, Any, _T]], most: int = 1) -
 
 
 def is_gone(pid: int) -> bool:
-    """Not there, or there only to be waited for."""
+    """Return True if the process does not exist, or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def test_they_give_way_and_are_used_again() -> None:
-    """In another process, of the lowest priority; the next call finds it warm."""
-
+def test_readers_have_the_lowest_priority_and_are_reused() -> None:
     async def work(readers: Readers) -> list[tuple[int, int]]:
         return [await readers.call(pid_and_priority, within_s=LONGEST_S) for _ in range(2)]
 
@@ -86,7 +84,7 @@ def test_they_give_way_and_are_used_again() -> None:
     ("kind", "status"),
     [(NoSuchError, 404), (ConfigError, 400), (RunStoreError, 503), (OSError, 503), (ZeroDivisionError, 500)],
 )
-def test_what_they_raise_is_words_with_a_status(kind: type[Exception], status: int) -> None:
+def test_errors_become_words_with_a_status(kind: type[Exception], status: int) -> None:
     async def work(readers: Readers) -> ReadError:
         with pytest.raises(ReadError) as raised:
             await readers.call(fail, kind, "why\x1b[2J\nso", within_s=LONGEST_S)
@@ -97,8 +95,8 @@ def test_what_they_raise_is_words_with_a_status(kind: type[Exception], status: i
     assert "why?[2J?so" in str(error)
 
 
-def test_any_error_and_an_end_are_answers() -> None:
-    """One that cannot be pickled, and a reader that dies; the next call has another."""
+def test_errors_and_dead_readers_become_read_errors() -> None:
+    """One error cannot be pickled, and one reader dies. The next call uses a new reader."""
 
     async def work(readers: Readers) -> list[str]:
         said = []
@@ -114,8 +112,8 @@ def test_any_error_and_an_end_are_answers() -> None:
     assert "ended from outside" in dead
 
 
-def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    """Whoever waits hears so, and whoever comes next is served; those who wait meanwhile hear that all are busy."""
+def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    """Its caller receives an error, concurrent callers are told that readers are busy, and later ones are served."""
     mark = tmp_path / "mark"
 
     async def work(readers: Readers) -> tuple[str, str]:
@@ -135,7 +133,7 @@ def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert eventually(lambda: is_gone(int(mark.read_text())))
 
 
-def test_closing_ends_what_reads(tmp_path: Path) -> None:
+def test_closing_cancels_running_calls(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     async def work(readers: Readers) -> None:

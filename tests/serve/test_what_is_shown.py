@@ -1,4 +1,4 @@
-"""What the server shows: the list, a run's page and its data; whatever is in the folder."""
+"""The content that the server sends: the list, a run's page and its data, for valid and damaged folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cells(page: str) -> list[dict[str, str]]:
 
 
 def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
-    """The same as in the report: status, cost, step time and the verdict without the action."""
+    """Status, cost, step time and the verdict are the same as in the report."""
     text = viewer.list()
     (row,) = cells(text)
     held = contents(RunDirectory(runs / "done"))["report"]
@@ -51,8 +51,11 @@ def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
     assert "Next:" not in text
 
 
-def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
-    """The same contents as in a file of the run, in the page and as JSON; scripts and styles by address."""
+def test_page_equals_the_file_page(viewer: Viewer, runs: Path) -> None:
+    """The page and the JSON have the contents of the file.
+
+    Only scripts and styles are loaded by address.
+    """
     held = json.loads(as_json(contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")
     text = viewer.page("done")
@@ -70,14 +73,14 @@ def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
         assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
 
 
-def test_who_reads_no_gzip_is_given_plain_text(viewer: Viewer) -> None:
+def test_client_without_gzip_receives_plain_text(viewer: Viewer) -> None:
     plain, packed = viewer.ask("/runs/done/"), viewer.ask("/runs/done/", accept_encoding="gzip, br")
     assert plain.body == gzip.decompress(packed.body)
     assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (None, "gzip")
 
 
-def test_any_step(viewer: Viewer) -> None:
-    """Of all ranks, span by span; one that was not recorded is none."""
+def test_any_recorded_step_is_served_span_by_span(viewer: Viewer) -> None:
+    """A step that was not recorded has an empty result."""
     step = viewer.json("/runs/done/api/step/50")
     (row,) = step["steps"]
     assert (row["step"], [each["rank"] for each in row["ranks"]]) == (50, [0, 1, 2, 3])
@@ -95,7 +98,7 @@ def test_any_step(viewer: Viewer) -> None:
         "/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/live.css/", "/favicon.ico",
     ],
 )  # fmt: skip
-def test_paths_lead_nowhere_else(viewer: Viewer, path: str) -> None:
+def test_paths_cannot_leave_the_folder(viewer: Viewer, path: str) -> None:
     answer = viewer.ask(path)
     assert answer.status in (404, 307)  # the latter of what would be a page with a slash
     assert b"import " not in answer.body
@@ -108,14 +111,16 @@ def test_paths_lead_nowhere_else(viewer: Viewer, path: str) -> None:
         (b"/runs/./", ""), (b"/runs/a%00/", ""), (b"/runs", ""), (b"/", ""), (b"/runs/" + b"x" * 256 + b"/", ""),
     ],
 )  # fmt: skip
-def test_names_in_addresses(path: bytes, name: str) -> None:
-    """Names of folders, and nothing that leads out of one."""
+def test_run_names_in_addresses_cannot_leave_the_folder(path: bytes, name: str) -> None:
     assert name_in(path) == name
     assert name == "" or name_in(f"/runs/{address(name)}/".encode()) == name
 
 
 def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
-    """A run that cannot be read is one that says why; any name is text, and leads to its run; links are no runs."""
+    """An unreadable run is listed with the reason.
+
+    Any folder name is shown as text. Links are not runs.
+    """
     folder = tmp_path / "runs"
     shutil.copytree(runs / "done", folder / "good")
     for name in ("<b>bold", 'quote"&amp;', "line\nline", "\x1b[2J", "a b?c#d", "percent%2e", "\u202eexe"):
@@ -158,7 +163,7 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
 
 
 def test_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
-    """By each column, in both directions. A run without a value is the last one."""
+    """Each column sorts in both directions. A run without a value comes last."""
     shutil.copytree(runs / "done", tmp_path / "slow")
     with LiveSimulation(tmp_path / "live", 2) as live:
         live.goes_on()
@@ -194,8 +199,8 @@ def test_address_without_a_page_leads_to_the_list(viewer: Viewer, path: str) -> 
     assert "<html" not in viewer.ask(path).text
 
 
-def test_a_run_alone(runs: Path) -> None:
-    """The folder may be a run: it is listed by its name, and no other name is one."""
+def test_served_folder_can_be_a_run(runs: Path) -> None:
+    """The run is listed by its name, and no other name is accepted."""
     with PageServer(runs / "done") as server:
         viewer = server.viewer()
         assert links(viewer.ask("/").text, "runs/") == ["runs/done/"]
@@ -204,7 +209,10 @@ def test_a_run_alone(runs: Path) -> None:
 
 
 def test_many_runs_are_shown_a_page_at_a_time(tmp_path: Path, runs: Path) -> None:
-    """The newest first. What is read is what is shown: a folder of many thousand is listed at once."""
+    """The newest runs come first.
+
+    Only visible runs are read, so a folder of many thousand is listed at once.
+    """
     state = next((runs / "done" / "nodes").glob("*.json"))
     for number in range(120):
         nodes = tmp_path / f"run-{number:03d}" / "nodes"
