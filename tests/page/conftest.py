@@ -24,7 +24,8 @@ def recorded(
     folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
 ) -> RunDirectory:
     """Simulate a run and write its directory like a sidecar."""
-    run = RunDirectory(folder / f"run-{uuid.uuid4().hex[:12]}")  # others simulate meanwhile: a run has one sidecar
+    # A run can have only one sidecar, and other processes simulate at the same time.
+    run = RunDirectory(folder / f"run-{uuid.uuid4().hex[:12]}")
     run.create()
     record(simulation(*faults, **more), steps, run, "simulated", device)
     return run

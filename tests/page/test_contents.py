@@ -70,7 +70,8 @@ def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, sh
     for part, matrix in matrices["parts"].items():
         assert near(cells(matrix), expected(f"{part}_ns")), part
     work = expected("work_ns")
-    work[:, :3] = np.nan  # the warm-up is not compared
+    # Warm-up steps are not compared.
+    work[:, :3] = np.nan
     assert near(cells(matrices["work"]), work)
 
 
@@ -249,7 +250,8 @@ def test_files_without_work_use_own_time(simulated: RunDirectory, tmp_path_facto
     assert [line for line in shown["thinned"]["sentences"] if line.startswith("Recorded by an earlier version")] != []
     assert shown["steps"] is not None
     assert before["steps"] is not None
-    assert shown["steps"]["work"] == before["steps"]["work"]  # there is no lack of a CPU in a simulation
+    # A simulation has no CPU contention, so own time equals work.
+    assert shown["steps"]["work"] == before["steps"]["work"]
 
 
 def test_missing_run_is_an_error_with_its_path(tmp_path_factory: pytest.TempPathFactory) -> None:

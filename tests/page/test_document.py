@@ -253,7 +253,8 @@ def test_hostile_texts_are_text(shown: Contents) -> None:
     assert {tag for tag, _ in found.elements} <= set(expected) | {"pre"}
     assert found.open == []
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\u2028]", text)
-    assert "onerror=alert(1)" in found.all_text()  # it is shown, as text
+    # The name is shown as text.
+    assert "onerror=alert(1)" in found.all_text()
     text.encode("utf-8")
 
 

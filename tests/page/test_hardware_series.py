@@ -74,7 +74,8 @@ def test_levels_rates_and_shares(run: RunDirectory) -> None:
     assert found["Throttled by heat", "rank 0"]["value"] == [None, 25, 25, 25]
     assert found["NVLink received", "rank 0"]["value"] == [None, 1000, 1000, 1000]
     titles = {title for title, _ in found}
-    assert "throttled by the power limit" not in titles  # it was measured, and there was none
+    # This reason was measured and did not occur.
+    assert "throttled by the power limit" not in titles
     assert "GPU power" not in titles
 
 
@@ -135,4 +136,5 @@ def test_processes_and_their_node(run: RunDirectory) -> None:
     assert found["Resident memory, with workers", "rank 1"]["value"] == [1000, 1000, 1000]
     assert found["Network received, all interfaces", NODE]["value"] == [None, 500, 500]
     assert {where for _, where in found} == {"rank 1", NODE}
-    assert not [title for title, _ in found if title.startswith("Disk")]  # not measured: no series of zeros
+    # Disk traffic was not measured, so it has no series of zeros.
+    assert not [title for title, _ in found if title.startswith("Disk")]

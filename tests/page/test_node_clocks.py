@@ -13,7 +13,8 @@ from torchlens_perf.store.segments import Records
 MS = 1_000_000
 NAMES = ["(other)", "allreduce group=0 dtype=float32"]
 GROUPS = {"0": {"ranks": "0-3", "description": "default_pg"}}
-AHEAD_NS = {"one": 0, "other": 5_000 * MS}  # what the nodes' wall clocks say too much
+# How far the nodes' wall clocks are ahead.
+AHEAD_NS = {"one": 0, "other": 5_000 * MS}
 
 
 def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0) -> RankRecords:

@@ -23,7 +23,7 @@ from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 
-# Two ranks on gloo, of which one sleeps in forward; rank 0 has a page written in the middle.
+# Two ranks use gloo, and one sleeps in forward. Rank 0 writes a page in the middle of the run.
 _JOB = """
 import sys, time
 import torch, torch.distributed as dist
@@ -88,7 +88,8 @@ def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> Non
     assert shown["report"]["verdicts"][0]["rank"] == 1
     assert shown["traces"]["steps"][0]["ranks"][1]["rank"] == 1
     waits = [each["wait_us"] for each in shown["traces"]["steps"][0]["collectives"]]
-    assert max(wait["0"] for wait in waits) > 5000 > max(wait["1"] for wait in waits)  # rank 0 waits for rank 1's 10 ms
+    # Rank 0 waits for rank 1, which sleeps for 10 ms.
+    assert max(wait["0"] for wait in waits) > 5000 > max(wait["1"] for wait in waits)
 
 
 def test_report_html_writes_the_page_in_another_process(trained: tuple[Path, RunDirectory, str]) -> None:
@@ -96,7 +97,8 @@ def test_report_html_writes_the_page_in_another_process(trained: tuple[Path, Run
     folder, made, printed = trained
 
     assert f"page {folder / 'asked.html'}\n" in printed
-    assert "imported ['torchlens_perf.results.child']\n" in printed  # which starts the command, and nothing that reads
+    # This module only starts the command, and imports no reader.
+    assert "imported ['torchlens_perf.results.child']\n" in printed
     assert contents_of(folder / "asked.html")["report"]["run"]["id"] == made.run_id
 
 

@@ -97,7 +97,8 @@ def test_nodes_of_the_newest_attempt_are_merged() -> None:
     (row,) = collective_rows(newest_joins(nodes))
 
     assert (row["count"], row["joined"], row["ranks_seen"]) == (4, 1, "0-3")
-    assert row["groups_operations"]["joined"] == 2  # what each node has joined
+    # The count is the sum of the operations that each node has joined.
+    assert row["groups_operations"]["joined"] == 2
 
 
 def test_how_often_each_rank_came_last() -> None:

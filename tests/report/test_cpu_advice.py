@@ -116,7 +116,7 @@ def test_the_sidecar_records_who_uses_the_cpus(run: RunDirectory) -> None:
     busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
     rank = Rank(run, 0, 1)
     before = os.sched_getaffinity(0)
-    # A shell that ends at once starts it: a child of the rank would be one of the rank's workers.
+    # A shell starts the program and exits, since a child of the rank would count as one of its workers.
     shell = ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *busy]
     neighbour = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)

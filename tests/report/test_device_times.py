@@ -122,7 +122,8 @@ def test_device_times_of_each_rank(run: RunDirectory) -> None:
         rank.timed_steps(40, behind_ns=30 * MS, scale=scale)
     report = report_on(run, ranks)
     first, second = (rank["device"] for rank in report["ranks"])
-    assert first["steps"] == 40 - 3  # without the warm-up
+    # The 3 warm-up steps do not count.
+    assert first["steps"] == 40 - 3
     assert first["step_s"]["p50_s"] == pytest.approx(0.033, rel=0.02)
     assert first["phases"]["backward"]["s_per_step"] == pytest.approx(0.020)
     assert second["phases"]["backward"]["s_per_step"] == pytest.approx(0.030)
@@ -325,7 +326,8 @@ def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) ->
         step = rank.session.recorder.step
         began_ns = rank.clock.now_ns
         rank.steps(1, **HOST, data=60.0)
-        idle_ns = 30 * MS  # the device comes to the end of the step before in the midst of the loader's time
+        # The device finishes the previous step while the loader is working.
+        idle_ns = 30 * MS
         rank.device_step(step, 20 * MS, began_ns=began_ns + 30 * MS, idle_ns=idle_ns, step_ns=64 * MS)
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict["kind"] == "data_bound"

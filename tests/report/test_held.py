@@ -30,8 +30,10 @@ from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.view.terminal import render
 
-WIDTH = 8  # steps, of a window of a short run
-STEP_S = 0.016  # of BASE
+# Steps in a window of a short run.
+WIDTH = 8
+# Duration of a step with the parts in BASE.
+STEP_S = 0.016
 SECOND_NS = 1_000_000_000
 
 

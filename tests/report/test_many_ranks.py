@@ -14,8 +14,9 @@ from tests.support.processes import ROOT
 from torchlens_perf.commands.cli import main
 
 NODES = 16
-STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200  # of 96 modules: 4096 ranks within 0.8 GB
-# In a process of its own: what else a test's process has loaded may take memory at any moment.
+# With 96 modules. 4096 ranks then need less than 0.8 GB.
+STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200
+# Measure in a separate process, since other code in the test process can allocate memory at any time.
 MAKE_REPORT = """
 import sys, tracemalloc
 from pathlib import Path

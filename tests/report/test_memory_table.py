@@ -61,7 +61,8 @@ def oom(**changed: Any) -> OutOfMemory:
     return {**values, **changed}
 
 
-FRAGMENTED = table(reserved_bytes=40 * GB, inactive_bytes=5 * GB)  # no room for 6 GB, however it is put together
+# Even without fragmentation, 6 GB would not fit.
+FRAGMENTED = table(reserved_bytes=40 * GB, inactive_bytes=5 * GB)
 BRIEF = {"table": None, "earlier": "oom/rank00000-3.json", "untold": 2, "stack": [], "module": ""}
 SHARE = {
     "limit_bytes": 40 * GB, "device_bytes": 80 * GB,

@@ -92,7 +92,8 @@ def test_numbers(run: RunDirectory) -> None:
     assert value["ranks"][0]["own_s"]["max_s"] == pytest.approx(0.012)
     assert sum(part["share"] for part in phases.values()) == pytest.approx(1)
     assert phases["backward"]["share"] == pytest.approx(6 / 14)
-    assert "recompute" not in phases  # nothing was recomputed: no row, not a row of zeros
+    # Nothing was recomputed, so there is no row of zeros.
+    assert "recompute" not in phases
     assert value["ranks"][0]["memory"]["max_bytes"] == 123_000_000
 
 

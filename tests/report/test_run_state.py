@@ -27,7 +27,8 @@ from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.terminal import render, render_short
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
-_GONE: dict[str, Any] = {"pid": os.getpid(), "process_started": 1}  # this pid, of a process that began at boot
+# This pid belonged to a process that started at boot.
+_GONE: dict[str, Any] = {"pid": os.getpid(), "process_started": 1}
 
 
 @pytest.fixture
@@ -241,7 +242,8 @@ def test_few_steps_show_their_phases(steps: int, live: bool, words: str, run: Ru
 
     assert report["verdicts"][0]["text"].startswith(words)
     assert "1 steps" not in text
-    assert "Typical step" not in text  # a table of dashes
+    # The table would contain only dashes.
+    assert "Typical step" not in text
 
 
 def test_lost_records_are_why_no_step_is_counted(run: RunDirectory) -> None:

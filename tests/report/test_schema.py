@@ -133,7 +133,7 @@ ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
 IMBALANCE = StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2)
-# For each kind of verdict, and each evidence that it may have, a node's state of which the report has such a verdict.
+# For each kind of verdict and each class of evidence, the state of a node whose report has such a verdict.
 STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("straggler", evidence.StragglerEvidence): lambda run: judged(episode(1)),
     ("straggler_transient", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=110)),
@@ -210,7 +210,8 @@ def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
     ]
     for each in wrong:
         value["verdicts"][place] = each
-        only_warm_up = (kind, each["evidence"]) == ("none", {})  # which is another evidence of that kind
+        # This kind has another evidence class for a run that has only warm-up steps.
+        only_warm_up = (kind, each["evidence"]) == ("none", {})
         assert problem(value) or only_warm_up, each
 
 

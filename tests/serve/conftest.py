@@ -21,7 +21,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one run, named "done": rank 3 of 4 was slow."""
     folder = tmp_path_factory.mktemp("runs")
     fault = f"constant:rank={SLOW},share=0.4,phase=forward,since=20"
-    made = folder / f"done-{os.getpid()}"  # a run has one sidecar at a time, and others simulate too
+    # A run can have only one sidecar at a time, so each process simulates its own run.
+    made = folder / f"done-{os.getpid()}"
     command = ["simulate", "--ranks", "4", "--steps", "96", "--fault", fault, "--out", str(made), "--quiet"]
     subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
     made.rename(folder / "done")

@@ -77,7 +77,7 @@ def test_capture_of_a_training_job(training: tuple[Path, Path]) -> None:
         assert json.loads(gzip.decompress(answer.body))["traceEvents"]
         while news.next()["version"] == version:
             pass
-        # A version may be new by what was captured, before it is by a step: the steps follow.
+        # The version may change because of the capture before there is a new step.
         assert eventually(lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made)
         stop.touch()
         news.until(is_live=False)

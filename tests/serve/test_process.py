@@ -192,7 +192,8 @@ def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, 
         assert "its disk did not answer within 5 s" in event["problem"]
         assert viewer.page("well")
         assert viewer.ask("/").status == 200
-        assert viewer.page("stuck")  # as it was
+        # The page is the same as before.
+        assert viewer.page("stuck")
         assert IS_READ in viewer.ask("/runs/stuck-too/").text
         assert eventually(lambda: viewer.ask("/runs/stuck-too/").status == 503)
         flag.unlink()

@@ -117,7 +117,8 @@ def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     async def work(readers: Readers) -> tuple[str, str]:
-        await readers.call(pid_and_priority, within_s=LONGEST_S)  # it has started
+        # Wait until the reader process has started.
+        await readers.call(pid_and_priority, within_s=LONGEST_S)
         stuck = asyncio.ensure_future(readers.call(sleep, str(mark), within_s=LONGEST_S / 60))
         await asyncio.sleep(0)
         with pytest.raises(ReadError) as busy:

@@ -51,7 +51,8 @@ class Drawn:
         return text_of(self.app.export_screenshot())
 
     async def press(self, *keys: str) -> None:
-        for key in keys:  # each once the screen is there that the one before leads to
+        # Each key is pressed after the screen of the previous key is drawn.
+        for key in keys:
             await self.pilot.press(key)
             await self.pilot.pause()
 
@@ -62,7 +63,7 @@ class Drawn:
         """
         for _ in range(round(timeout_s / LOOK_S)):
             lines = self.lines()
-            # A sentence may go over several lines.
+            # A sentence may be wrapped over several lines.
             if what in " ".join(" ".join(lines).split()) if isinstance(what, str) else what(lines):
                 return lines
             await self.pilot.pause(LOOK_S)

@@ -62,10 +62,12 @@ def test_current_pace_comes_from_the_last_minute_of_looks() -> None:
     """Before the first looks, it comes from the newest window."""
     seen, second = SeenSteps(), 10**9
     assert seen.add("a", 10, 100 * second) is None
-    assert seen.add("a", 12, 102 * second) is None  # too short to tell
+    # The time since the first look is too short.
+    assert seen.add("a", 12, 102 * second) is None
     assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
     assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
-    for at in range(1, 13):  # from here on a step takes a second
+    # From here on, a step takes a second.
+    for at in range(1, 13):
         found = seen.add("a", 20 + 10 * at, (105 + 10 * at) * second)
     assert found == pytest.approx(1.0)
     assert seen.add("another process", 5, 300 * second) is None

@@ -23,7 +23,8 @@ def test_picture_has_the_current_titles_and_keys(tmp_path: Path, monkeypatch: py
         "constant:rank=3,share=0.25,phase=forward,since=224",
     )
 
-    monkeypatch.chdir(tmp_path)  # for the command to copy
+    # The command to copy contains a path relative to this folder.
+    monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
         with LiveSimulation(

@@ -66,7 +66,8 @@ def test_live_run(tmp_path: Path) -> None:
         for path in runs.glob("*/nodes"):
             wait_for_sidecar(RunDirectory(path.parent))
     assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text() != ""
-    assert not any("rank 0" in line for line in lines)  # the screen before is back
+    # The previous screen is shown again.
+    assert not any("rank 0" in line for line in lines)
 
 
 @pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
@@ -76,7 +77,8 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees("q quit")
         terminal.sees("SLOW RANK rank 3")
-        lines = terminal.sees("█ comm wait")  # the last that is drawn of what is looked for
+        # This is the last expected text that is drawn.
+        lines = terminal.sees("█ comm wait")
 
     text = " ".join(" ".join(lines).split())
     assert len(lines) == size[1]

@@ -21,7 +21,8 @@ from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
-    run = RunDirectory(folder / uuid.uuid4().hex)  # its lock is of the machine
+    # The lock of a run is global to the machine, so each run needs its own name.
+    run = RunDirectory(folder / uuid.uuid4().hex)
     run.create()
     record(
         Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05), steps, run, run.run_id

@@ -21,7 +21,8 @@ TabOf = Callable[..., Tab]
 WIDE_RANKS, WIDE_STEPS, WIDE_SLOW, WIDE_SINCE = 64, 600, 11, 300
 
 
-@pytest.fixture(scope="package")  # while it is open, an event loop runs in this thread: other tests want their own
+# An open browser runs an event loop in this thread, but other tests need their own.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 

@@ -15,7 +15,8 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 PACKAGES = ("playwright", "axe_playwright_python")
 DEADLINE_S = 60.0
-LOADS_WITHIN_MS = 120_000  # what takes a second, on a busy machine
+# Loading takes a second on an idle machine.
+LOADS_WITHIN_MS = 120_000
 
 
 def need_browser() -> None:

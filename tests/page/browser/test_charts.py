@@ -263,7 +263,8 @@ def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_
     tab = tab_of(wide_file).open("#telemetry")
     tab.show("telemetry")
     tab.page.mouse.move(*tab.at("telemetry", 40.0, 85.0))
-    assert f"rank {WIDE_SLOW}: 8" in tab.tip()  # hotter than 80 degrees
+    # The planted temperature is above 80 degrees.
+    assert f"rank {WIDE_SLOW}: 8" in tab.tip()
     assert "°C" in tab.tip()
     gap = f"{tab.named('telemetry')}.data[0].y.slice(100, 110).every(value => value === null)"
     assert tab.value(gap)

@@ -61,7 +61,8 @@ def neighbour() -> Iterator[Neighbour]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    made = folder / f"made-{os.getpid()}"  # a run has one sidecar at a time
+    # A run can have only one sidecar at a time, so each process simulates its own run.
+    made = folder / f"made-{os.getpid()}"
     command = ["simulate", "--ranks", "2", "--steps", "96", "--out", str(made), "--quiet"]
     subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
     shutil.move(made, folder / "done")

@@ -20,7 +20,8 @@ from torchlens_perf.run.captures import TRACE, Outcome
 
 need_browser()
 
-BLOCK = 32  # steps of a simulated block
+# Steps of a simulated block.
+BLOCK = 32
 STATUS = "document.getElementById('live-status').textContent"
 RANKS = 4
 
