@@ -71,7 +71,7 @@ def slow_link_table(report: Report) -> Table | None:
 
 
 def ranks_words(row: Collective) -> str:
-    """Return the ranks of an operation, as "0-3 tp" or "0 to 1"."""
+    """Return the ranks of an operation, such as "0-3 tp" or "0 to 1"."""
     if row["pair"] is not None:
         return f"{row['pair'][0]} to {row['pair'][1]}"
     if row["ranks"] is None:

@@ -64,7 +64,7 @@ def _throttled(shares: dict[str, float]) -> str | None:
 
 
 def _errors(gpu: Gpu) -> str | None:
-    """Return the number of errors during the run; None if the GPU has no error counters."""
+    """Return the errors during the run in words; None if the GPU has no error counters."""
     counts = {words: [count for field in fields if (count := gpu[field]) is not None] for words, fields in _ERRORS}
     if not any(counts.values()):
         return None

@@ -60,7 +60,7 @@ class Headline:
 
     kind: str
     status: str
-    """One of a few words in capitals, as "SLOW RANK"."""
+    """A status in capitals, such as "SLOW RANK"."""
     severity: str
     """A key of theme.SEVERITIES."""
     facts: tuple[tuple[str, str], ...]
@@ -86,7 +86,7 @@ class Headline:
 
     @property
     def per_step(self) -> str:
-        """The label of the cost: "lost per step", or "per step" for a bottleneck whose time is not pure loss."""
+        """Label of the cost: "per step" for the time of a bottleneck, else "lost per step"."""
         return "per step" if self.kind in WASTE else "lost per step"
 
     @property

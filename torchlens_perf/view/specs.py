@@ -177,7 +177,7 @@ class Bar:
     """The rank that a click on the bar selects."""
     slow: bool = False
     heading: str = ""
-    """Text above this bar and those that follow."""
+    """Heading above this bar and the following ones."""
 
     @property
     def total(self) -> float:
