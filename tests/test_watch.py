@@ -319,7 +319,7 @@ def test_errors_of_ours_do_not_reach_training(
         "zero"
     ]
     assert value["ranks"][0]["steps"] == 30
-    assert any("1 errors of ours" in note for note in value["quality"]["notes"])
+    assert any("1 internal errors" in note for note in value["quality"]["notes"])
     assert any("failed and was switched off" in note for note in value["quality"]["notes"])
 
 

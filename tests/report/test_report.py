@@ -412,7 +412,7 @@ def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
     state = NodeState(HOST, {"key": process}, dropped_segments=4, notes=["OTLP: 3 of 9 spans were not delivered"])
     notes = "\n".join(build("run", [state])["quality"]["notes"])
 
-    for text in ("5 records were", "6 spans never", "7 spans nested", "more distinct names", "9 errors of ours"):
+    for text in ("5 records were", "6 spans never", "7 spans nested", "more distinct names", "9 internal errors"):
         assert f"rank 0: {text}" in notes
     assert "Python implementation" in notes
     assert "4 oldest segments" in notes

@@ -109,7 +109,7 @@ def test_errors_and_dead_readers_become_read_errors() -> None:
 
     odd, dead = in_loop(work)
     assert "UnpicklableError: one" in odd
-    assert "ended from outside" in dead
+    assert "was killed" in dead
 
 
 def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:

@@ -456,7 +456,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
         (process.statistics.lost, "records were overwritten before they were read; raise ring_records"),
         (process.unbalanced, "spans never ended (an exception in the optimizer, or tasks)"),
         (process.too_deep, f"spans nested deeper than {MAX_FRAMES} levels were not recorded"),
-        (process.internal_errors, "errors of ours were kept away from training; see its log"),
+        (process.internal_errors, "internal errors were caught and did not affect training; see the rank's log"),
         *device_losses(process),
         about=about,
     )

@@ -71,7 +71,7 @@ class Readers:
         try:
             return task.result()
         except BrokenWorkerProcess:
-            raise ReadError(503, "its reader was ended from outside; is there too little memory?") from None
+            raise ReadError(503, "its reader process was killed, possibly for lack of memory") from None
 
     async def _called_in_reader(
         self,
