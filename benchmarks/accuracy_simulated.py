@@ -44,7 +44,7 @@ OTHERS = ("NVRx relative < 0.75", "NVRx relative < 0.95", "NVRx individual < 0.7
 
 
 @dataclasses.dataclass
-class Tally:
+class MetricSnapshot:
     """Counts of one judge over runs with a fault, or over runs without one."""
 
     runs: int = 0
@@ -179,8 +179,8 @@ def size(options: argparse.Namespace) -> int:
     """Run a job of one size and noise through all judges, with +5 % on one rank and without a
     fault.
     """
-    faulty: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
-    clean: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
+    faulty: dict[str, MetricSnapshot] = {name: MetricSnapshot() for name in (US, *OTHERS)}
+    clean: dict[str, MetricSnapshot] = {name: MetricSnapshot() for name in (US, *OTHERS)}
     for what, run in results(options):
         for name, value in run.items():
             tally = (faulty if what == "faulty" else clean)[name]

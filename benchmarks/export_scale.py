@@ -172,7 +172,7 @@ class Node:
             self.clock(),
         )  # fmt: skip
         assert part is not None
-        self.cluster.forward(self.metrics.take_part(part), self.epoch)
+        self.cluster.forward(self.metrics.update_role(part), self.epoch)
         while self._waiting:
             self._export(self._waiting.pop(0))
         running = frozenset(source.state.identity.rank for source in self.sources)

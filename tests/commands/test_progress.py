@@ -236,8 +236,8 @@ def test_quiet_replay(run_dir: str) -> None:
 _LOGS = """
 import contextlib, logging, sys
 from pathlib import Path
-from torchlens_perf.sidecar.start.process import by_hand
-by_hand(Path(sys.argv[1]), sys.argv[2], quiet=len(sys.argv) > 3)
+from torchlens_perf.sidecar.start.process import read_or_replay
+read_or_replay(Path(sys.argv[1]), sys.argv[2], quiet=len(sys.argv) > 3)
 logger = logging.getLogger("torchlens_perf.sidecar")
 logger.info("what goes on")
 logger.warning("what went wrong")

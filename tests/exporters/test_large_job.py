@@ -15,8 +15,8 @@ import pytest
 from benchmarks.export_scale import FAULTS, NODE_SIZE, Sent, send
 from tests.support.long import long
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import MAX_STANDING, semantics
-from torchlens_perf.exporters.choice.slow_steps import MIN_STEPS
+from torchlens_perf.exporters import MAX_SLOW_RANKS, semantics
+from torchlens_perf.exporters.sampling.slow_steps import MIN_STEPS
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -54,7 +54,7 @@ def test_does_not_grow_with_the_job() -> None:
         return sum(not name.startswith("hw.") for _, name, *_ in job.series)
 
     small, large = sent(SMALL, STEPS), sent(LARGE, STEPS)
-    assert of_steps(large) <= of_steps(small) + 2 * MAX_STANDING
+    assert of_steps(large) <= of_steps(small) + 2 * MAX_SLOW_RANKS
     assert max(map(len, large.traces().values())) <= max(map(len, small.traces().values())) + 1
 
 

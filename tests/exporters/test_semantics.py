@@ -92,7 +92,7 @@ def of_many_ranks() -> Sent:
     plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
     exporter.export(plain)
     spread_s = {(what, "0.5"): 1.0 for what in ("work", "wait")}
-    exporter.take_part(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
+    exporter.update_role(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
     gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
     exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
     exporter.on_assessment(assessment_of(findings(episode()), FindingLog("run"), None))

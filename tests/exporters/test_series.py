@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.sdk.metrics.export import HistogramDataPoint
 
 from torchlens_perf.exporters import MAX_TALLY_BYTES, semantics
+from torchlens_perf.exporters.metric_snapshot import EVERY_S, Aggregate, MetricSnapshot
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
 from torchlens_perf.exporters.series import MAX_BUCKETS, Histogram, Meter
-from torchlens_perf.exporters.tally import EVERY_S, HandedOn, Tally
 from torchlens_perf.run.sketch import Sketch, bucket_bounds
 
 Durations = npt.NDArray[np.int64]
@@ -109,7 +109,7 @@ class Node:
     def __init__(self, now_s: Callable[[], float], *, explicit_bounds: bool = False) -> None:
         meter = Meter(explicit_bounds=explicit_bounds)
         self.series = histogram(meter)
-        self.tally = Tally(meter, [self.series], [meter.create_counter("steps", "", "")], now_s)
+        self.tally = MetricSnapshot(meter, [self.series], [meter.create_counter("steps", "", "")], now_s)
 
 
 class Clock:
@@ -127,7 +127,7 @@ class Node0:
     def __init__(self, clock: Clock, *, explicit_bounds: bool = False, delta: bool = False) -> None:
         self.meter = Meter(explicit_bounds=explicit_bounds, delta=delta)
         self.series = histogram(self.meter)
-        self.heard = HandedOn(self.meter, [self.series], [], clock)
+        self.heard = Aggregate(self.meter, [self.series], [], clock)
 
     def take(self, node: str, data: bytes) -> None:
         self.heard.take(node, data)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.backward import BackwardHook, tensors
-from torchlens_perf.hooks.loop.trained_models import living
+from torchlens_perf.hooks.loop.trained_models import objects_of_type
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -285,7 +285,7 @@ def test_module_hooks_are_off_after_a_failure(tmp_path: Path, monkeypatch: pytes
         for _ in range(5):
             model(torch.randn(2, 4)).sum().backward()
             recording.watch.step()
-        assert living(BackwardHook)[-1]._passes == []
+        assert objects_of_type(BackwardHook)[-1]._passes == []
     swallowed.by_place.clear()
 
     assert recording.names(Kind.MODULE_BACKWARD) == []

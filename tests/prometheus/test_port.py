@@ -54,7 +54,7 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
 
 def test_no_port_unless_asked(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port is closed by default, and no figures are computed."""
-    monkeypatch.setattr(metrics_port, "Both", None)
+    monkeypatch.setattr(metrics_port, "CombinedExporter", None)
     sidecar, ranks = of_ranks(run)
     port = MetricsPort()
     round_of(sidecar, port)
@@ -158,7 +158,10 @@ def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
 
 
 def _nothing() -> dict[str, Any]:
-    return {**dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None), "take_part": lambda part: b""}
+    return {
+        **dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None),
+        "update_role": lambda part: b"",
+    }
 
 
 def test_the_last_values_are_fetched(run: RunDirectory) -> None:

@@ -19,8 +19,8 @@ from tests.support.findings import hang
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
-from torchlens_perf.exporters.choice.said import EVERYTHING
 from torchlens_perf.exporters.in_memory import InMemoryExporter
+from torchlens_perf.exporters.sampling.decision import EVERYTHING
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, local_folders, sidecar_lock
 from torchlens_perf.run.ring import Kind

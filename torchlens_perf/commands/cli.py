@@ -256,10 +256,10 @@ def _newest_run() -> Path:
 
 
 def _sidecar(options: argparse.Namespace) -> int:
-    from torchlens_perf.sidecar.start.process import by_hand
+    from torchlens_perf.sidecar.start.process import read_or_replay
 
     replaying = Progress("replaying the run", quiet=options.quiet)
-    return by_hand(options.run_dir.absolute(), options.host, replaying, quiet=options.quiet)
+    return read_or_replay(options.run_dir.absolute(), options.host, replaying, quiet=options.quiet)
 
 
 def _build_tap(options: argparse.Namespace) -> int:

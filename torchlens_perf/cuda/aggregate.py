@@ -26,7 +26,7 @@ import numpy as np
 from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
 from torchlens_perf.cuda.stamps import Leftover
-from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, KnownSteps, StepReduction
+from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, PendingSteps, StepReduction
 from torchlens_perf.errors import guard
 from torchlens_perf.run.device.merged_rows import MAX_RANKS, SECTION, STANDS_OUT, MergedRow
 from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
@@ -113,7 +113,7 @@ class DeviceAggregate:
     def _take_host_memory(self, size: int) -> Leftover:
         """Return unused page-locked memory of an earlier watch, or allocate new memory."""
         for each in self._ring.leftovers:
-            if each.size == size and self._driver.happened(each.arrived):
+            if each.size == size and self._driver.has_passed(each.arrived):
                 self._ring.leftovers.remove(each)
                 return each
         return Leftover(size, self._driver.allocate_host(size), self._driver.new_event(), self._driver.new_event())
@@ -127,7 +127,7 @@ class DeviceAggregate:
         """
         self._ring.leftovers += [self._host_memory, self._steps.host_memory]
 
-    def merge(self, *, window: bool, known: KnownSteps | None = None, step: int = 0) -> None:
+    def merge(self, *, window: bool, known: PendingSteps | None = None, step: int = 0) -> None:
         """Enqueue a merge. All ranks must call it in the same training step.
 
         window: True if the ring has just reduced a window. Otherwise this rank contributes no
@@ -231,7 +231,7 @@ class DeviceAggregate:
         Sections are left out if ranks entered them in different orders, because their slots then
         stand for different sections.
         """
-        if self._merging is None or not self._driver.happened(self._arrived):
+        if self._merging is None or not self._driver.has_passed(self._arrived):
             return None
         (names, step), self._merging = self._merging, None
         buffer: Any = (ctypes.c_int64 * len(self._small)).from_address(self._host)
@@ -242,7 +242,7 @@ class DeviceAggregate:
         return [each._replace(step=step) for each in (*sections, *result.steps(self._ring.slots))]
 
     @property
-    def on_the_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if there is a merge whose result has not been collected."""
         return self._merging is not None
 

@@ -174,7 +174,7 @@ class Driver:
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
 
-    def happened(self, event: int) -> bool:
+    def has_passed(self, event: int) -> bool:
         """Return True if the device has reached the event's latest record.
 
         Must not be called while this thread captures.

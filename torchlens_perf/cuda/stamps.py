@@ -107,7 +107,7 @@ class DeviceRing:
         return slot
 
     @property
-    def on_the_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if there is a reduction whose result has not been collected."""
         return self._on_the_way
 
@@ -170,7 +170,7 @@ class DeviceRing:
 
         Queries the device once. Must not be called while any stream is being captured.
         """
-        if not self._on_the_way or not self._driver.happened(self._arrived):
+        if not self._on_the_way or not self._driver.has_passed(self._arrived):
             return None
         self._on_the_way = False
         return Reduced(*(rows.copy() for rows in self._rows))

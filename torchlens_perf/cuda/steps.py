@@ -37,7 +37,7 @@ BLOCK_WORDS = ROWS * PLACES + 2 * _HEADS
 BLOCK_BYTES = 8 * BLOCK_WORDS
 
 
-class KnownSteps:
+class PendingSteps:
     """Steps with known device times that have not been merged, up to the size of a window's block.
 
     The oldest steps are dropped.
@@ -84,13 +84,13 @@ class StepReduction:
         """The tables of sums, largest and exact rows on the device."""
         self._arguments = self._packed(bounds)
 
-    def reduce(self, known: KnownSteps, stream: int) -> bool:
+    def reduce(self, known: PendingSteps, stream: int) -> bool:
         """Enqueue the reduction of all known steps and remove them. Raises DeviceError.
 
         Returns False if there are no steps or those of the last window are still being copied.
         """
         count = len(known.steps)
-        if not count or not self._driver.happened(self.host_memory.arrived):
+        if not count or not self._driver.has_passed(self.host_memory.arrived):
             return False
         self._durations[:, :count] = np.array(known.steps, np.int64).T
         self._heads[:ROWS], self._heads[ROWS:] = count, 0

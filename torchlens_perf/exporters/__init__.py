@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.memory import newest_reading
 from torchlens_perf.analysis.statistics.steps import step_traces
-from torchlens_perf.exporters.choice.chooser import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
-from torchlens_perf.exporters.choice.chooser import reason
+from torchlens_perf.exporters.sampling.step_sampler import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
+from torchlens_perf.exporters.sampling.step_sampler import reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ class Part(enum.Enum):
 
     WHOLE = "whole"
     """The whole job: this sidecar reads all ranks, or receives the sums of other nodes."""
-    HANDS_ON = "hands on"
+    FORWARDER = "hands on"
     """No ranks: the sums are forwarded to the sidecar of node 0, which sends them."""
     ALONE = "alone"
     """This node's ranks: no other sidecar receives their sums."""
@@ -108,7 +108,7 @@ class Exporter(Protocol):
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         """Accept new samples of GPUs and network ports. identity: of any process of the node."""
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         """Accept this node's role and the other nodes' messages. Called in every round, before the batches.
 
         Return a message of at most MAX_TALLY_BYTES for the sidecar of node 0; b"" if none is due.
@@ -122,7 +122,7 @@ class Exporter(Protocol):
 
 
 # At most this many slow ranks of a large job have metric series of their own.
-MAX_STANDING = 16
+MAX_SLOW_RANKS = 16
 MAX_TALLY_BYTES = 1000
 # Forwarded metrics begin with this byte, which rank summaries never do (nodes/summary.py).
 TALLY_MARK = b"\xf1"

@@ -39,7 +39,7 @@ class InMemoryExporter:
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         self.hardware.append(hardware)
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         self.part = part
         return b""
 

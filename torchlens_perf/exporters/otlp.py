@@ -102,10 +102,10 @@ class OtlpExporter:
                 alerts = [log_record(each, run_id, self._traced_step(each), resource) for each in assessment.alerts]
                 self._senders["logs"].add(alerts)
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         with guard("describing the job over OTLP"):
             if self._metrics is not None:
-                return self._metrics.take_part(part)
+                return self._metrics.update_role(part)
         return b""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:

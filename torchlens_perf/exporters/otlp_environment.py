@@ -188,9 +188,9 @@ class DeferredExporter:
         if exporter is not None:
             exporter.measured(identity, hardware)
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         self._part = part
-        return b"" if self._made is None else self._made.take_part(part)
+        return b"" if self._made is None else self._made.update_role(part)
 
     def spans_sent(self) -> Mapping[int, tuple[int, int]]:
         """Return OtlpExporter.spans_sent; empty if the exporter sends no spans."""
@@ -207,5 +207,5 @@ class DeferredExporter:
             make, self._make = self._make, None
             self._made = make()
             if self._made is not None and self._part is not None:
-                self._made.take_part(self._part)
+                self._made.update_role(self._part)
         return self._made

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
 
-from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
+from torchlens_perf.exporters import MAX_SLOW_RANKS, Assessment, ExportBatch, JobPart, Part, semantics
+from torchlens_perf.exporters.metric_snapshot import Aggregate, MetricSnapshot
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
 from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
 from torchlens_perf.exporters.status_gauges import StatusGauges
-from torchlens_perf.exporters.tally import HandedOn, Tally
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class NodeMetrics:
         # Sums that are forwarded to node 0 have a meter of their own, which is never exported.
         tallied = Meter(explicit_bounds=self._meter.bounds is not None)
         self._forwarded = StepSeries(tallied)
-        self._tally = Tally(tallied, self._forwarded.histograms, self._forwarded.counters, clock)
-        self._received = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
+        self._tally = MetricSnapshot(tallied, self._forwarded.histograms, self._forwarded.counters, clock)
+        self._received = Aggregate(self._meter, self._steps.histograms, self._steps.counters, clock)
         self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
@@ -62,7 +62,7 @@ class NodeMetrics:
         self._forms: dict[str, int] = {}
         self._shown: dict[int, None] = {}  # ranks that were found slow, the newest last
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         """Return a message for the sidecar of node 0; b"" if none is due."""
         self._part = part
         for node, data in part.tallies:
@@ -74,7 +74,7 @@ class NodeMetrics:
             self._counted_left_out = part.left_out
         if part.part is Part.WHOLE and self._received.memory_bytes:
             self._steps.others_memory(self._received.memory_bytes)
-        hands_on = part.part is Part.HANDS_ON and self._is_large
+        hands_on = part.part is Part.FORWARDER and self._is_large
         return self._tally.next(self._forwarded.fullest_bytes) if hands_on else b""
 
     def export(self, batch: ExportBatch, sampled: Sampled) -> None:
@@ -82,12 +82,12 @@ class NodeMetrics:
         self._world_size = batch.identity.world_size
         # The steps of a rank with series of its own are not in the shared series.
         own = self._own_series if self._is_large else None
-        hands_on = own is not None and batch.identity.rank not in own and self._part.part is Part.HANDS_ON
+        hands_on = own is not None and batch.identity.rank not in own and self._part.part is Part.FORWARDER
         (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Set the gauges of current problems."""
-        slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[:MAX_STANDING]
+        slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[:MAX_SLOW_RANKS]
         self._named = frozenset(each.rank for each in slow)
         self._update_shown_ranks()
         if assessment.whole_job:
@@ -110,7 +110,7 @@ class NodeMetrics:
         for rank in self._own_series:
             self._shown.pop(rank, None)
             self._shown[rank] = None
-        while len(self._shown) > MAX_STANDING:
+        while len(self._shown) > MAX_SLOW_RANKS:
             del self._shown[next(iter(self._shown))]
         if not self._is_large:
             self._meter.shown_ranks = None

@@ -49,7 +49,7 @@ from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import with_cpu_action
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, came_last
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, last_arrival_shares
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import (
@@ -178,7 +178,7 @@ def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     Alerts need no other part of the report.
     """
     processes = latest_attempt(nodes)
-    last = came_last(collective_rows(newest_joins(nodes)))
+    last = last_arrival_shares(collective_rows(newest_joins(nodes)))
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
 
 

@@ -147,7 +147,7 @@ class Cluster:
     def part(self, epoch: Epoch) -> Part | None:
         """Return this node's part in exporting the job's metrics, or None while it is not known."""
         if not self.judges_alone:
-            return Part.HANDS_ON
+            return Part.FORWARDER
         on_one_node = any(local.identity.on_one_node for local in epoch.ranks.values())
         if self._merges or on_one_node or epoch.has_all_ranks:
             return Part.WHOLE

@@ -16,7 +16,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
-from torchlens_perf.exporters.choice.rank_rows import RankRows
+from torchlens_perf.exporters.sampling.rank_rows import RankRows
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangWatch
 from torchlens_perf.sidecar.nodes import summary
@@ -26,7 +26,7 @@ from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
+from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combined_with_windows
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Epoch:
             return None
         if self._judged is None or found is not self._judged_from or self._windows.seen != self._windows_seen:
             self._judged_from, self._windows_seen = found, self._windows.seen
-            self._judged = held_against(found, self._windows, self.places)
+            self._judged = combined_with_windows(found, self._windows, self.places)
         return self._judged
 
     def with_groups(

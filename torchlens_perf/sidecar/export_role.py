@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import MAX_STANDING, JobPart, Part
+from torchlens_perf.exporters import MAX_SLOW_RANKS, JobPart, Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchlens_perf.exporters.choice.rank_rows import RankRows
+    from torchlens_perf.exporters.sampling.rank_rows import RankRows
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 
@@ -40,10 +40,10 @@ class ExportRole:
 
         If there are too many, the costliest and the newest ranks have priority.
         """
-        for each in sorted(episodes, key=lambda each: each.cost_ns)[-MAX_STANDING:]:
+        for each in sorted(episodes, key=lambda each: each.cost_ns)[-MAX_SLOW_RANKS:]:
             self.slow_ranks.pop(each.rank, None)
             self.slow_ranks[each.rank] = None
-        while len(self.slow_ranks) > MAX_STANDING:
+        while len(self.slow_ranks) > MAX_SLOW_RANKS:
             del self.slow_ranks[next(iter(self.slow_ranks))]
 
     def update(
@@ -71,7 +71,7 @@ class ExportRole:
         standing: frozenset[int] | None = None
         if self.part is Part.WHOLE:
             standing = frozenset(self.slow_ranks)
-        elif self.part is Part.HANDS_ON:
+        elif self.part is Part.FORWARDER:
             standing = self.slow_elsewhere
         return JobPart(
             part=self.part,

@@ -186,7 +186,7 @@ class JobMonitor:
     @property
     def awaits_choice(self) -> bool:
         """True while this node waits for node 0 to choose the steps that are sent as traces."""
-        return self.role.part is Part.HANDS_ON and self.epoch.traces.has_candidates
+        return self.role.part is Part.FORWARDER and self.epoch.traces.has_candidates
 
     def _measure(self, newest: Iterable[RingSource], now_s: float) -> None:
         sampled = self.metrics.sample(newest, now_s)

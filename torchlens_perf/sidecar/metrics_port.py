@@ -116,7 +116,7 @@ class MetricsPort:
             if self._note:
                 sidecar.state.notes = [each for each in sidecar.state.notes if each != self._note]
             port = self._exporter
-            sidecar.also_export_to(lambda first: Both(first, port, self._sent))
+            sidecar.also_export_to(lambda first: CombinedExporter(first, port, self._sent))
 
     def _note_error(self, sidecar: Sidecar, note: str) -> None:
         if note != self._note:
@@ -125,7 +125,7 @@ class MetricsPort:
             sidecar.state.notes.append(note)
 
 
-class Both:
+class CombinedExporter:
     """An Exporter that passes all data to another exporter and to the port.
 
     The port's metrics link to the spans that the other exporter has sent.
@@ -149,12 +149,12 @@ class Both:
             self._first.measured(identity, hardware)
         self._port.measured(identity, hardware)
 
-    def take_part(self, part: JobPart) -> bytes:
+    def update_role(self, part: JobPart) -> bytes:
         """Set the part in the job for the first exporter only.
 
         A scraper reads the port of each node, so the port always serves this node's own ranks.
         """
-        return b"" if self._first is None else self._first.take_part(part)
+        return b"" if self._first is None else self._first.update_role(part)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return self._first is None or self._first.wait_for_room(timeout_s)

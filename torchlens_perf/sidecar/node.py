@@ -189,7 +189,7 @@ class Sidecar:
         part = monitor.job_part(self.sources, now_s)
         if part is None:
             return  # The metrics to send depend on the part.
-        monitor.cluster.forward(self._exporter.take_part(part), monitor.epoch)
+        monitor.cluster.forward(self._exporter.update_role(part), monitor.epoch)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
             identity = self.state.processes[batch.identity.key].identity

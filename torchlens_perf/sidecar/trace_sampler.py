@@ -13,10 +13,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from torchlens_perf.exporters import ExportBatch, Part, traced_steps
-from torchlens_perf.exporters.choice.budget import SpanBudget
-from torchlens_perf.exporters.choice.chooser import Chooser, Known
-from torchlens_perf.exporters.choice.said import EVERYTHING, Said
-from torchlens_perf.exporters.choice.shelf import Shelf, Shelved
+from torchlens_perf.exporters.sampling.budget import SpanBudget
+from torchlens_perf.exporters.sampling.decision import EVERYTHING, TraceDecision
+from torchlens_perf.exporters.sampling.step_sampler import JobSnapshot, StepSampler
+from torchlens_perf.exporters.sampling.trace_buffer import BufferedSteps, TraceBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.exporters.choice.rank_rows import RankRows
+    from torchlens_perf.exporters.sampling.rank_rows import RankRows
     from torchlens_perf.run.records import StepTable, TracedStep
     from torchlens_perf.sidecar.export_role import ExportRole
     from torchlens_perf.sidecar.rings.source import RingSource
@@ -50,8 +50,8 @@ class TraceSampler:
         """rows, places: data of all judged ranks, which the caller adds while the processes run."""
         self._generation = generation
         self._rows, self._places = rows, places
-        self._buffer = Shelf()
-        self._chooser: Chooser | None = None
+        self._buffer = TraceBuffer()
+        self._sampler: StepSampler | None = None
         self._budget_of: tuple[Part | None, float] | None = None
         self._sent: dict[int, None] = {}
         self._chosen: deque[TracedStep] = deque(maxlen=_MAX_SENT_CHOICES)
@@ -77,18 +77,18 @@ class TraceSampler:
         identity = source.state.identity
         self._world_size = identity.world_size
         later = source.later_records()
-        self._buffer.add(Shelved(identity.key, identity.rank, source.state.anchor, records, later, names, steps))
+        self._buffer.add(BufferedSteps(identity.key, identity.rank, source.state.anchor, records, later, names, steps))
         self._export_limit, self._samples_slow = sources.setting("export_limit"), bool(sources.setting("_trace_slow"))
         if identity.rank == min(each.state.identity.rank for each in sources.newest()):
-            if self._chooser is None:
-                self._chooser, self._budget_of = Chooser(0), None
-            self._chooser.add_steps(steps, every, now_s)
+            if self._sampler is None:
+                self._sampler, self._budget_of = StepSampler(0), None
+            self._sampler.add_steps(steps, every, now_s)
         return set()
 
     @property
     def has_candidates(self) -> bool:
         """True if there are steps that are neither chosen nor rejected."""
-        return self._chooser is not None and self._chooser.has_candidates
+        return self._sampler is not None and self._sampler.has_candidates
 
     def choose(
         self, role: ExportRole, state: NodeState, attempt: int, here: int, running: frozenset[int], received: bytes,
@@ -101,24 +101,24 @@ class TraceSampler:
         received: the newest choice of node 0, see choice().
         final: no more steps or choices will come.
         """
-        chooser = self._chooser
-        if chooser is None or (role.part is None and not final):
+        sampler = self._sampler
+        if sampler is None or (role.part is None and not final):
             return []
-        of_job = here if role.part in (Part.ALONE, Part.HANDS_ON) else self._world_size
-        self._set_budget(chooser, role.part, min(1.0, of_job / self._world_size))
+        of_job = here if role.part in (Part.ALONE, Part.FORWARDER) else self._world_size
+        self._set_budget(sampler, role.part, min(1.0, of_job / self._world_size))
         chosen: list[TracedStep] = []
         after_s = 0.0
-        if role.part is Part.HANDS_ON:
-            chosen += self._receive(chooser, received, role, attempt)
+        if role.part is Part.FORWARDER:
+            chosen += self._receive(sampler, received, role, attempt)
             after_s = 0.0 if final else _NODE_0_TIMEOUT_S
         else:
-            self._add_verdicts(chooser, role, state, now_s)
+            self._add_verdicts(sampler, role, state, now_s)
         slow = [group.lead.rank for group in state.findings.groups]
         slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
-        known = Known(self._buffer.spans, running, of_job, self._rows, slow, self._places)
-        before = chooser.left_out
-        chosen += chooser.choose(attempt, known, now_s, final=final, after_s=after_s)
-        role.left_out += chooser.left_out - before
+        known = JobSnapshot(self._buffer.spans, running, of_job, self._rows, slow, self._places)
+        before = sampler.left_out
+        chosen += sampler.choose(attempt, known, now_s, final=final, after_s=after_s)
+        role.left_out += sampler.left_out - before
         self._chosen.extend(chosen)
         return [batch for each in chosen for batch in self._batches(each, state)]
 
@@ -127,44 +127,44 @@ class TraceSampler:
 
         Returns b"" before the first step.
         """
-        if self._chooser is None:
+        if self._sampler is None:
             return b""
-        decided_to = EVERYTHING if final else self._chooser.decided_to
-        return Said(attempt, decided_to, slow_ranks, tuple(self._chosen)).encode(max_bytes)
+        decided_to = EVERYTHING if final else self._sampler.decided_to
+        return TraceDecision(attempt, decided_to, slow_ranks, tuple(self._chosen)).encode(max_bytes)
 
     # -- parts
 
-    def _set_budget(self, chooser: Chooser, part: Part | None, share: float) -> None:
+    def _set_budget(self, sampler: StepSampler, part: Part | None, share: float) -> None:
         """Set the budget of spans. share: this node's share of the job's budget."""
         budget = part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
             self._budget_of = budget
-            chooser.budget = SpanBudget(budget[1])
-            chooser.samples_slow = self._samples_slow and part is not Part.HANDS_ON
+            sampler.budget = SpanBudget(budget[1])
+            sampler.samples_slow = self._samples_slow and part is not Part.FORWARDER
 
-    def _add_verdicts(self, chooser: Chooser, role: ExportRole, state: NodeState, now_s: float) -> None:
+    def _add_verdicts(self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float) -> None:
         """Choose steps at the start of a verdict, and give slow ranks series of their own."""
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:
-            chooser.verdict_began(now_s)
+            sampler.verdict_began(now_s)
         self._episodes = keys if self._episodes is None else self._episodes | keys
         role.add_slow(open_now)
 
-    def _receive(self, chooser: Chooser, received: bytes, role: ExportRole, attempt: int) -> list[TracedStep]:
+    def _receive(self, sampler: StepSampler, received: bytes, role: ExportRole, attempt: int) -> list[TracedStep]:
         """Return the steps that node 0 has chosen since the last call."""
         if not received or received == self._received:
             return []
         self._received = received
         try:
-            said = Said.decode(self._received)
+            said = TraceDecision.decode(self._received)
         except ValueError as error:
             logger.warning("%s", error)
             return []
         role.slow_elsewhere = frozenset(said.standing)
         if said.attempt != attempt:
             return []
-        chooser.forget(said.decided_to)
+        sampler.forget(said.decided_to)
         return [each for each in said.steps if each.step not in self._sent]
 
     def _batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:

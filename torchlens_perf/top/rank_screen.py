@@ -12,10 +12,10 @@ from rich.text import Text
 from torchlens_perf.analysis.statistics.quantities import (
     amount,
     counted,
+    coverage_text,
     duration,
     duration_or_dash,
     percent,
-    steps_whole,
 )
 from torchlens_perf.top.overview import clock_time
 from torchlens_perf.top.ranks import blocks
@@ -88,7 +88,7 @@ def _position(rank: Rank, report: Report) -> Iterator[str]:
     if memory["last_bytes"] is not None and memory["max_bytes"] is not None:
         used = f"{amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
     yield f"memory {used}"
-    whole = steps_whole(rank["coverage"], any_step=rank["last_step"] is not None)
+    whole = coverage_text(rank["coverage"], any_step=rank["last_step"] is not None)
     yield f"{counted(rank['steps'], 'step')} recorded, step p50 {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
 
 

@@ -123,7 +123,7 @@ class VerdictTimes:
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
         since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
         later = self.windows.windows.covered(since, None)
-        return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
+        return self._from_to(since, None, None, judged & later & ~self.windows.slow_columns, judged)
 
     def _long_steps(self, long: LongSteps) -> Held | None:
         """Return the windows with steps of a class that comes regularly, if it has a tag.

@@ -71,7 +71,7 @@ class JudgedWindows:
         return np.asarray(self._compared.any(axis=0))
 
     @functools.cached_property
-    def anybody_slow(self) -> Columns:
+    def slow_columns(self) -> Columns:
         """The windows in which any rank was slow."""
         slow = np.zeros(len(self.windows), bool)
         for episode in self.findings.episodes:
@@ -99,7 +99,7 @@ class JudgedWindows:
         if kind == "lack_of_cpu":
             judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
         else:
-            judged &= ~self.anybody_slow
+            judged &= ~self.slow_columns
         return self._stretch(judged, np.array([each is not None and each.limits(kind) for each in self.spent]))
 
     @functools.cached_property

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Whereabouts:
+class Activity:
     """A snapshot of what a running process was doing, taken by the sidecar."""
 
     step: int
@@ -123,7 +123,7 @@ class ProcessState:
     """True if a person types into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """The spans that a process was inside of when it died."""
-    now: Whereabouts | None = None
+    now: Activity | None = None
     """Activity of a running process when the state was saved; None if ended or simulated."""
     total_steps: int = 0
     """Total steps of the run, as configured in watch(); 0 if not known."""

@@ -13,7 +13,7 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import long_duration, percent, printable, steps_whole
+from torchlens_perf.analysis.statistics.quantities import coverage_text, long_duration, percent, printable
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.verdicts.words.evidence import PastEvidence
@@ -322,7 +322,7 @@ def _lost(report: Report) -> list[Text]:
 
 def _records(report: Report) -> str:
     quality = report["quality"]
-    complete = steps_whole(quality["coverage"], any_step=report["steps"]["count"] > 0)
+    complete = coverage_text(quality["coverage"], any_step=report["steps"]["count"] > 0)
     return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
 
 

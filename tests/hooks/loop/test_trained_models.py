@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tests.support.recording import recorded
-from torchlens_perf.hooks.loop.model_names import names_of
-from torchlens_perf.hooks.loop.trained_models import living
+from torchlens_perf.hooks.loop.model_names import name_models
+from torchlens_perf.hooks.loop.trained_models import objects_of_type
 from torchlens_perf.run.ring import Kind
 
 STEPS = 3
@@ -235,13 +235,13 @@ def test_models_are_named_by_variables_and_attributes(holder: str, expected: lis
             super().__init__(2, 2)
 
     exec(holder, main := {"__name__": "__main__", "A": A})
-    assert sorted(names_of([each for each in gc.get_objects() if type(each) is A])) == expected
+    assert sorted(name_models([each for each in gc.get_objects() if type(each) is A])) == expected
     main.clear()
 
 
 def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
     """The arguments in this test are compiled or wrapped models."""
-    names = names_of([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
+    names = name_models([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
 
     assert names == ["Linear", "Bilinear"]
 
@@ -249,7 +249,7 @@ def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
 def test_names_are_distinct() -> None:
     """They also differ from names that are taken."""
     models = [nn.Linear(2, 2) for _ in range(3)]
-    assert names_of(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
+    assert name_models(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
 
 
 def test_local_variables_are_not_changed() -> None:
@@ -258,7 +258,7 @@ def test_local_variables_are_not_changed() -> None:
     def training() -> tuple[dict[str, Any], list[str]]:
         options = locals()
         model, other = network(), network()
-        names = names_of([model, other])
+        names = name_models([model, other])
         assert "model" not in options
         return options, names
 
@@ -283,7 +283,7 @@ def test_naming_evaluates_no_property() -> None:
             raise AttributeError(name)
 
     holders = [Holder(network()), Holder(network())]
-    assert names_of([holder.held for holder in holders]) == ["held", "held_2"]
+    assert name_models([holder.held for holder in holders]) == ["held", "held_2"]
     assert called == []
 
 
@@ -332,9 +332,9 @@ def test_search_runs_no_user_code() -> None:
     """Objects are found by their type, also with several levels of subclasses."""
     proxies = [Proxy() for _ in range(3)]
     model, generator = network(), Generator(nn.Linear(2, 2))
-    found = living(nn.Module)
+    found = objects_of_type(nn.Module)
 
     assert len(proxies) == 3
     assert {id(model), id(model[0]), id(generator)} <= {id(module) for module in found}
     assert not {id(proxy) for proxy in proxies} & {id(module) for module in found}
-    assert [type(each) for each in living(Generator)] == [Generator]
+    assert [type(each) for each in objects_of_type(Generator)] == [Generator]

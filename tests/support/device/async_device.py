@@ -123,7 +123,7 @@ class TwinDriver:
         self._events[event] = torch.Event(device.NAME)
         self._events[event].record(self.streams[stream])
 
-    def happened(self, event: int) -> bool:
+    def has_passed(self, event: int) -> bool:
         return self._events[event] is None or bool(self._events[event].query())
 
     def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: Arguments) -> None:

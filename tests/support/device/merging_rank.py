@@ -27,7 +27,7 @@ import torchlens_perf as perf
 from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.recording import recorded, records_of
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
-from torchlens_perf.cuda.steps import KnownSteps
+from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.hooks.on_device.cuda_device import decline_merging
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, StampHook
 from torchlens_perf.run.device.merged_rows import unpacked
@@ -63,7 +63,7 @@ def main() -> None:
     if "--unable" in options and rank == 1:
         torch_device.missing = "CuPy is missing: pip install it"
     planted: list[dict[str, list[int]]] = []
-    known = KnownSteps()
+    known = PendingSteps()
     forward_ns: list[list[int]] = []
     with recorded(Path(folder) / str(rank)) as recording:
         session = recording.watch._session

@@ -19,7 +19,7 @@ from torchlens_perf.verdicts.stragglers.merged_windows import (
     GAP,
     MIN_WINDOWS,
     MergedWindows,
-    held_against,
+    combined_with_windows,
     without_windows,
 )
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
@@ -148,22 +148,22 @@ def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
 def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     """The detector's own findings stay unchanged."""
     own = episode(rank=1)
-    found = held_against(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
+    found = combined_with_windows(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
     assert found.episodes[0] == own
     assert (found.compared, found.unconfirmed) == (8, ())
-    clean = held_against(dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {})
+    clean = combined_with_windows(dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {})
     assert (clean.episodes, clean.compared, clean.rows) == ((), 8, 3)
     assert clean.detectable_ns == pytest.approx(5 * 0.66 * MS)
     few = judged(ranks=2)
-    assert held_against(few, seen(*[FORWARD] * 2), NODE) is few
+    assert combined_with_windows(few, seen(*[FORWARD] * 2), NODE) is few
 
 
 def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     """The rank is not named, but mentioned. If both agree, nothing changes."""
     agreed = judged(episode(rank=3, since=0), ranks=8)
-    assert held_against(agreed, seen(*[FORWARD] * 3), ALL) == agreed
-    nobody = held_against(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
+    assert combined_with_windows(agreed, seen(*[FORWARD] * 3), ALL) == agreed
+    nobody = combined_with_windows(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
     assert nobody.episodes == ()
     assert [each.rank for each in nobody.unconfirmed] == [3]
     run = {"judged_by": "device", "device": "cuda", "ranks_seen": 8, "live": False}
@@ -172,13 +172,15 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     assert verdict.confidence == quiet.confidence / 2
     assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.sentence
     too_little = judged(ranks=8, detectable_ns=20 * MS)
-    assert held_against(too_little, seen(*[FORWARD] * 3), ALL) == too_little, "the judge could not have seen it yet"
+    assert combined_with_windows(too_little, seen(*[FORWARD] * 3), ALL) == too_little, (
+        "the judge could not have seen it yet"
+    )
 
 
 def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
     """The verdict names the ranks that the windows show instead."""
     windows = seen(*[FORWARD] * 5)
-    found = held_against(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
+    found = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
     context = SlowRankContext([], "cuda", "device")
     (verdict,), _ = straggler_verdicts(context, with_groups(found, ALL))
@@ -194,9 +196,9 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
         episode(rank=6, since=0, until=200),
         episode(rank=3, since=0),
     ):
-        assert not any(each.disputed for each in held_against(judged(other, ranks=8), windows, ALL).episodes)
+        assert not any(each.disputed for each in combined_with_windows(judged(other, ranks=8), windows, ALL).episodes)
     by_host = {rank: Placement("node-a", "model") for rank in range(8)}
-    on_host = held_against(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
+    on_host = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
     assert not on_host.episodes[0].disputed, "what the hosts did is another question"
 
 
@@ -209,12 +211,12 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
 )
 def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Placement]) -> None:
     found = judged(ranks=2)
-    assert held_against(found, seen(*[FORWARD] * 4), places) is found
+    assert combined_with_windows(found, seen(*[FORWARD] * 4), places) is found
 
 
 def test_restarted_sidecar_drops_episodes_from_windows() -> None:
     """They are found again, or not, but never stay open."""
-    found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
+    found = combined_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [1]
 
 
@@ -224,7 +226,7 @@ def test_rank_outside_of_a_full_window_is_neither_disputed_nor_over() -> None:
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
     slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}
     judged_episodes = [episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)]
-    found = held_against(judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places)
+    found = combined_with_windows(judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places)
     overtaken: Slow = {11: {Row.FORWARD: 20}, **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)}}
     windows = seen(*[{11: {Row.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
 

@@ -19,8 +19,8 @@ from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NobodySlowEvid
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
-    came_last,
     cause_class,
+    last_arrival_shares,
     no_straggler,
     phase_name,
     straggler_verdicts,
@@ -92,9 +92,9 @@ def test_shares_of_last_arrivals_come_from_enough_collectives_joined_by_kernels(
         return {"joined": joined, "joined_whole": whole, "by_device": by_device, "ended": 10, "by_rank": by_rank}
 
     rows: Any = [row(30, {"0": 6, "1": 24}), row(10, {"0": 10}), row(99, {"0": 99}, whole=False)]
-    assert came_last(rows) == pytest.approx({0: 0.4, 1: 0.6})
-    assert came_last([*rows, row(99, {"0": 99}, by_device=0)]) == came_last(rows)
-    assert came_last(rows[1:]) == {}
+    assert last_arrival_shares(rows) == pytest.approx({0: 0.4, 1: 0.6})
+    assert last_arrival_shares([*rows, row(99, {"0": 99}, by_device=0)]) == last_arrival_shares(rows)
+    assert last_arrival_shares(rows[1:]) == {}
 
 
 def test_location_follows_the_name_of_the_host_or_node() -> None:

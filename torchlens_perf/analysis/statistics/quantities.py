@@ -45,7 +45,7 @@ def amount(count: float, unit: str) -> str:
     raise AssertionError("unreachable")
 
 
-def steps_whole(share: float, *, any_step: bool) -> str:
+def coverage_text(share: float, *, any_step: bool) -> str:
     """Return a text on the coverage of steps.
 
     any_step: False if no step was recorded, so that there is no fraction.

@@ -39,7 +39,7 @@ class Answer:
     """Number of items of a delivered request that the endpoint reports as rejected."""
 
 
-class NotTakenError(Exception):
+class NotDeliveredError(Exception):
     """Raised in the SDK's exporter to end an export before it retries or reports success."""
 
 

@@ -1,7 +1,7 @@
 """The session through which the SDK's exporters send over HTTP: it classifies each response and enforces a timeout.
 
 The SDK counts redirects and web pages as success, and its timeouts start again with each byte that arrives. Here every
-failure raises NotTakenError, so the SDK neither drops the request nor retries by itself.
+failure raises NotDeliveredError, so the SDK neither drops the request nor retries by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from requests.auth import HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
 from torchlens_perf.errors import printable
-from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome, later, rejected, wait_of
+from torchlens_perf.exporters.delivery.answer import Answer, NotDeliveredError, Outcome, later, rejected, wait_of
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
@@ -55,7 +55,7 @@ class ObservedSession(requests.Session):
                 session.mount(prefix, _TrackingAdapter(self._connections))
 
     def request(self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any) -> requests.Response:
-        """Send once, within the timeout for everything. Raises NotTakenError unless delivered."""
+        """Send once, within the timeout for everything. Raises NotDeliveredError unless delivered."""
         self.answer = None
         # Redirects are not followed: credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
@@ -70,7 +70,7 @@ class ObservedSession(requests.Session):
                 answer = later(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
         if answer.outcome is not Outcome.DELIVERED:
-            raise NotTakenError(answer.reason)
+            raise NotDeliveredError(answer.reason)
         return response
 
     def _send(self, *arguments: Any, **named: Any) -> requests.Response:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome
+from torchlens_perf.exporters.delivery.answer import Answer, NotDeliveredError, Outcome
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters.delivery.grpc_calls import ObservedCalls
@@ -38,7 +38,7 @@ class SdkTransport:
             self._observer.answer = None
         try:
             result = self._exporter.export(items[0] if self._signal == "metrics" else items)
-        except NotTakenError:
+        except NotDeliveredError:
             result = None
         answer = None if self._observer is None else self._observer.answer
         if answer is not None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 
-SAME_S = 1.0  # A response is reused for so long, however many clients there are.
+CACHE_S = 1.0  # A response is reused for so long, however many clients there are.
 _UPDATE_INTERVAL_S = 2.0
 _MIN_IDLE_RATIO = 100.0  # Updates take at most about 1% of the sidecar's time.
 
@@ -133,7 +133,7 @@ class PrometheusExporter:
         what = content_type, self._final_updates
         made_s, answer = self._answers.get(what, (float("-inf"), None))
         now_s = self._clock()
-        if answer is None or now_s - made_s >= SAME_S:
+        if answer is None or now_s - made_s >= CACHE_S:
             answer = Answer(content_type, encode(_Families(self._families)))
             self._answers = {what: (now_s, answer)}  # Only the newest is kept.
         return answer

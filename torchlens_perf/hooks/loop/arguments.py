@@ -27,7 +27,7 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
         return None
     from torch.nn import Module
 
-    from torchlens_perf.hooks.loop.model_names import names_in_call, names_of
+    from torchlens_perf.hooks.loop.model_names import name_models, names_in_call
     from torchlens_perf.hooks.loop.selection import NamedModel
 
     given: Sequence[str | None] = ()
@@ -50,7 +50,7 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
     given = given or names_in_call(caller, function)
-    return [NamedModel(*each) for each in zip(found, names_of(found, given[: len(found)]), strict=True)]
+    return [NamedModel(*each) for each in zip(found, name_models(found, given[: len(found)]), strict=True)]
 
 
 def check_patterns(models: Sequence[NamedModel], config: Config) -> None:

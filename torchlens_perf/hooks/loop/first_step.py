@@ -19,7 +19,7 @@ from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
-from torchlens_perf.hooks.loop.trained_models import living, living_optimizers
+from torchlens_perf.hooks.loop.trained_models import living_optimizers, objects_of_type
 from torchlens_perf.output import say
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
@@ -110,7 +110,7 @@ class FirstStep:
         """
         from torch.nn import Module
 
-        return self._passes > 0 or bool(living(Module)) or bool(living_optimizers())
+        return self._passes > 0 or bool(objects_of_type(Module)) or bool(living_optimizers())
 
     def _explanation(self) -> str:
         following = "Next: for inference, or to say yourself where a step ends, use perf.watch(model) in the script."

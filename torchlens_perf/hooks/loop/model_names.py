@@ -28,7 +28,7 @@ _MAX_FRAMES = 64
 _MAIN, _LOCAL, _GLOBAL, _ATTRIBUTE, _ELEMENT = range(5)
 
 
-def names_of(models: Sequence[Module], given: Sequence[str | None] = (), taken: Collection[str] = ()) -> list[str]:
+def name_models(models: Sequence[Module], given: Sequence[str | None] = (), taken: Collection[str] = ()) -> list[str]:
     """Return a distinct name for each model that is not in `taken`.
 
     given: known names by position, or None where the name is unknown. All objects of the process

@@ -6,7 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.hooks.loop.model_names import names_of
+from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.recorder import torch_private
@@ -54,11 +54,11 @@ class TrainedModels:
             if id(module) not in known and any(id(parameter) in trained for parameter in _parameters(module))
         ]
         several = len(new) + len(self._known) > 1
-        names = names_of(new, taken=[name for _, name in self._known]) if several else [""] * len(new)
+        names = name_models(new, taken=[name for _, name in self._known]) if several else [""] * len(new)
         self._known += [(weakref.ref(module), name) for module, name in zip(new, names, strict=True)]
 
 
-def living(kind: type) -> list[Any]:
+def objects_of_type(kind: type) -> list[Any]:
     """Return all objects of this class and its subclasses, in order of creation."""
     # type() is used rather than isinstance(): reading the class of a lazy proxy may run user code.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
@@ -69,7 +69,7 @@ def living_optimizers() -> list[Optimizer]:
     from torch.optim import Optimizer
 
     # An optimizer without groups is still being constructed, or its constructor has failed.
-    return [each for each in living(Optimizer) if "param_groups" in each.__dict__]
+    return [each for each in objects_of_type(Optimizer) if "param_groups" in each.__dict__]
 
 
 def top_modules() -> list[Module]:
@@ -77,7 +77,7 @@ def top_modules() -> list[Module]:
     from torch.nn import Module
 
     # A module whose constructor is still running, or has failed, has no children yet.
-    modules = [each for each in living(Module) if "_modules" in each.__dict__]
+    modules = [each for each in objects_of_type(Module) if "_modules" in each.__dict__]
     children = {id(child) for module in modules for child in list(module.__dict__["_modules"].values())}
     return [module for module in modules if id(module) not in children]
 
@@ -97,5 +97,5 @@ def models_with_gradients() -> list[NamedModel]:
     """
     with torch_private.out_of_sight()():
         models = [each for each in top_modules() if any(p.grad is not None for p in _parameters(each))]
-    names = names_of(models) if len(models) > 1 else [""] * len(models)
+    names = name_models(models) if len(models) > 1 else [""] * len(models)
     return [NamedModel(model, name) for model, name in zip(models, names, strict=True)]

@@ -75,9 +75,9 @@ def device_hooks(config: Config) -> list[Hook]:
     stamped, aggregate = merging_device(kind) if kind else None, config.aggregate == "device"
     known = None
     if stamped is not None and aggregate:
-        from torchlens_perf.cuda.steps import KnownSteps
+        from torchlens_perf.cuda.steps import PendingSteps
 
-        known = KnownSteps()
+        known = PendingSteps()
     hooks: list[Hook] = []
     if kind and config.device_times != "off":
         from torchlens_perf.hooks.on_device.sections import DeviceHook
@@ -128,13 +128,13 @@ class GpuHook:
 
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return False
-        gpus = [facts_of(index) for index in devices_in_use()]
+        gpus = [gpu_identity(index) for index in devices_in_use()]
         if gpus:
             session.publish(gpus=gpus)
         return bool(gpus)
 
 
-def facts_of(index: int) -> Gpu:
+def gpu_identity(index: int) -> Gpu:
     """Return the UUID in NVML's form, the name and torch's index of a GPU, for the sidecar."""
     import torch
 

@@ -26,7 +26,7 @@ from torchlens_perf.run.device.step_parts import PART_OF_SPAN
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.cuda.steps import KnownSteps
+    from torchlens_perf.cuda.steps import PendingSteps
     from torchlens_perf.recorder.session import Session
 
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
@@ -46,7 +46,7 @@ class DeviceHook:
 
     name = "device times"
 
-    def __init__(self, *, asked_for: bool, kind: str = "cuda", known: KnownSteps | None = None) -> None:
+    def __init__(self, *, asked_for: bool, kind: str = "cuda", known: PendingSteps | None = None) -> None:
         """asked_for: mark even if that prevents overlap, as with a single device connection.
 
         kind: torch's name of the device type.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.cuda.reduction import Reduced, to_records
 from torchlens_perf.cuda.stamps import NO_SLOT, SLOTS, DeviceRing
-from torchlens_perf.cuda.steps import KnownSteps
+from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.errors import DeviceError, guard
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.device.merged_rows import packed
@@ -39,7 +39,7 @@ class StampHook:
         now_ns: Callable[[], int] = time.monotonic_ns,
         *,
         aggregate: bool = False,
-        known: KnownSteps | None = None,
+        known: PendingSteps | None = None,
     ) -> None:
         """aggregate: True to merge all ranks' windows on the device by collectives.
         known: the device's steps, which are merged together with the windows.
@@ -47,7 +47,7 @@ class StampHook:
         self._device = device
         self._now_ns = now_ns
         self._aggregate = aggregate
-        self._known = KnownSteps() if known is None else known
+        self._known = PendingSteps() if known is None else known
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -68,7 +68,7 @@ class StampHook:
 class SessionStamper:
     """The device_sections.Stamper of a session, used on the training thread."""
 
-    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int], known: KnownSteps) -> None:
+    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int], known: PendingSteps) -> None:
         self._session = session
         self._device = device
         self._now_ns = now_ns
@@ -216,12 +216,12 @@ class SessionStamper:
             if merge is not None:
                 self._record_merged(merge)
             arrived = self._collect(ring)
-            if requested and arrived and (merge is None or not merge.on_the_way):
+            if requested and arrived and (merge is None or not merge.is_pending):
                 break
             requested = requested or ring.reduce(self._device.stream())
         if merge is not None:
             self._note_unmerged(merge)
-        if (requested and not ring.on_the_way) or not ring.names:
+        if (requested and not ring.is_pending) or not ring.names:
             return
         self._session.note(
             "device sections: times of the last second are missing, as they were not known when the watch ended"
@@ -240,7 +240,7 @@ class SessionStamper:
                 f"device steps: {left_out} of {due} were not merged over ranks, as their device times were missing or "
                 "came too late"
             )
-        missing = merge.uncollected + merge.on_the_way
+        missing = merge.uncollected + merge.is_pending
         if missing:
             self._session.note(f"device sections: {missing} merged windows could not be read")
 

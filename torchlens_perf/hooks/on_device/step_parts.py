@@ -15,7 +15,7 @@ from torchlens_perf.run.device.step_parts import PART_OF_SPAN, Span, rows_of
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.cuda.steps import KnownSteps
+    from torchlens_perf.cuda.steps import PendingSteps
 
 _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
@@ -23,7 +23,7 @@ _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 class StepParts:
     """Collector of the spans of each step. Used on the training thread at the ends of steps."""
 
-    def __init__(self, known: KnownSteps) -> None:
+    def __init__(self, known: PendingSteps) -> None:
         """known: receives each complete training step."""
         self._known = known
         self._spans: list[Span] = []

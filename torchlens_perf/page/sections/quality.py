@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
+from torchlens_perf.analysis.statistics.quantities import amount, coverage_text, duration
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.view.html import section, table
@@ -36,7 +36,7 @@ def _figures(report: Report) -> Table:
     rows = {
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
-        "lowest coverage of a rank": steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0),
+        "lowest coverage of a rank": coverage_text(found["coverage"], any_step=report["steps"]["count"] > 0),
         "overhead in the training process": overhead_words(found["overhead_share"]),
         **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
         "sidecar CPU time": duration(found["sidecar_cpu_s"]),

@@ -14,7 +14,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Flag, Kind, Reader, State
 from torchlens_perf.store.segments import Origin
-from torchlens_perf.verdicts.node_state import Whereabouts
+from torchlens_perf.verdicts.node_state import Activity
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -91,7 +91,7 @@ class RingSource:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
-    def whereabouts(self, now_ns: int) -> Whereabouts | None:
+    def whereabouts(self, now_ns: int) -> Activity | None:
         """Return what the process is doing now, or None if it has ended or is simulated.
 
         now_ns: CLOCK_MONOTONIC.
@@ -103,7 +103,7 @@ class RingSource:
             return None  # Recording has not begun.
         for_s = [max(0.0, (now_ns - span.start_ns) / 1e9) for span in spans]
         inside = tuple(span.name for span in spans[1:])
-        return Whereabouts(step, for_s[0], inside, for_s[-1] if inside else None)
+        return Activity(step, for_s[0], inside, for_s[-1] if inside else None)
 
     def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Remove and return the records of whole steps, and their sequence numbers.

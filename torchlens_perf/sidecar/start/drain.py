@@ -27,9 +27,9 @@ def drain(dead: DeadRun) -> str:
     what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
     run = RunDirectory(Path(name) if dead.path is None else dead.path)
     is_there = dead.path is not None and run.nodes.is_dir()
-    # by_hand() saves the records, and removes the rings that are saved completely.
+    # read_or_replay() saves the records, and removes the rings that are saved completely.
     if is_there and any(path.exists() for path in run.local_rings()):
-        process.by_hand(run.path, dead.node)
+        process.read_or_replay(run.path, dead.node)
     if any(_holds_records(ring) for ring in dead.rings) and is_there:
         raise RunStoreError(f"{run.path} cannot be written")
     lock = process.locked(run)

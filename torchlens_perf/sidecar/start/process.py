@@ -73,7 +73,7 @@ def read_live_run(
     return 0
 
 
-def by_hand(
+def read_or_replay(
     run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _NO_PROGRESS, *, quiet: bool = False
 ) -> int:
     """Read a node's rings if there are any, otherwise replay saved records. Return the exit code.

@@ -207,7 +207,7 @@ class MergedWindows:
         return bool(lasted_ns >= MIN_LASTING_NS or sum(lost) >= MIN_LOST_NS)
 
 
-def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]) -> Findings:
+def combined_with_windows(findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]) -> Findings:
     """Return the detector's findings, combined with the merged windows. places: placements of the
     ranks it knows.
 

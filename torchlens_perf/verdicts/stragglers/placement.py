@@ -14,7 +14,7 @@ STAGES = ("pp", "pipeline", "stage")
 # Suffix of the population of ranks that are judged by their devices' clocks.
 BY_DEVICE = " by device"
 # At least this share of the ranks of a node or position must be slow for it to be named.
-MAX_OF_A_NODE = 0.75
+MIN_SLOW_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def groups_of(slow: Collection[int], places: Mapping[int, Placement]) -> list[Ra
     found: list[RankGroup] = []
     for kind, name, members in (*_nodes(places), *_positions(places)):
         ranks = tuple(rank for rank in members if rank in left)
-        if len(ranks) >= 2 and len(ranks) >= MAX_OF_A_NODE * len(members) and len(members) < len(places):
+        if len(ranks) >= 2 and len(ranks) >= MIN_SLOW_SHARE * len(members) and len(members) < len(places):
             found.append(RankGroup(kind, name, ranks))
             left.difference_update(ranks)
     return found

@@ -71,8 +71,8 @@ class SlowRankContext(NamedTuple):
     """See Run.device."""
     judged_by: str | None = None
     """See Run.judged_by."""
-    came_last: Mapping[int, float] = {}
-    """Result of came_last()."""
+    last_arrival_shares: Mapping[int, float] = {}
+    """Result of last_arrival_shares()."""
     lacks_cpu: bool = False
     """True if another verdict is that the ranks wait for CPUs. It is not listed as ruled out."""
 
@@ -99,7 +99,7 @@ def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: 
     return _doubted(verdict, others) if others else verdict
 
 
-def came_last(rows: Sequence[Collective]) -> dict[int, float]:
+def last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
     """Return the share of collectives to which each rank came last, by the times of their kernels.
 
     rows: the report's collectives. Those with ranks on several nodes are left out. The result is
@@ -119,14 +119,14 @@ def came_last(rows: Sequence[Collective]) -> dict[int, float]:
 def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
     """Return a sentence if another rank than the slow one comes last to most collectives; else
     ""."""
-    others = {rank: share for rank, share in context.came_last.items() if rank not in straggler.ranks}
-    theirs = sum(share for rank, share in context.came_last.items() if rank in straggler.ranks)
+    others = {rank: share for rank, share in context.last_arrival_shares.items() if rank not in straggler.ranks}
+    theirs = sum(share for rank, share in context.last_arrival_shares.items() if rank in straggler.ranks)
     latest = max(others, key=lambda rank: others[rank], default=None)
     if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
         return ""
     return (
         f"The kernels of the collectives say otherwise: rank {latest} came last in {percent(others[latest])} of them, "
-        f"rank {straggler.lead.rank} in {percent(context.came_last.get(straggler.lead.rank, 0.0))}."
+        f"rank {straggler.lead.rank} in {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
 
 

@@ -28,7 +28,7 @@ from torchlens_perf.verdicts.words.run_state import died_verdicts
 from torchlens_perf.verdicts.words.startup import startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
-    came_last,
+    last_arrival_shares,
     no_straggler,
     phase_name,
     straggler_verdicts,
@@ -64,7 +64,9 @@ def verdicts(
     if report["steps"]["p50_s"] is None:
         return [*out_of_memory, *start, _only_warm_up(report)]
     run = report["run"]
-    context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
+    context = SlowRankContext(
+        report["modules"], run["device"], run["judged_by"], last_arrival_shares(report["collectives"])
+    )
     now, before = straggler_verdicts(context, findings)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))

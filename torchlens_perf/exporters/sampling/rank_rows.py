@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.exporters.choice.said import LAST, MOST_WORK, NAMED, REFERENCE
+from torchlens_perf.exporters.sampling.decision import LAST, MOST_WORK, NAMED, REFERENCE
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -71,7 +71,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Message)
 
 
-class Tally:
+class MetricSnapshot:
     """Encodes this node's series as messages. Used on the sidecar's thread."""
 
     def __init__(
@@ -138,7 +138,7 @@ class _NodeCounts:
     pieces: dict[tuple[int, str, int], npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
 
 
-class HandedOn:
+class Aggregate:
     """Receives the messages of other nodes, and adds the increments to the exported series."""
 
     def __init__(

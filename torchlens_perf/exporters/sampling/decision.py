@@ -25,7 +25,7 @@ _SAID = tuple[_Number, _Number, _Number, _Ranks, _Steps]
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class TraceDecision:
     """The decisions of node 0, by which all nodes send the same ranks of the same steps."""
 
     attempt: int
@@ -46,7 +46,7 @@ class Said:
         return b""
 
     @classmethod
-    def decode(cls, data: bytes) -> Said:
+    def decode(cls, data: bytes) -> TraceDecision:
         """Decode a message. Raises ValueError if it is invalid."""
         try:
             version, attempt, decided_to, standing, steps = msgspec.json.decode(data, type=_SAID)

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters.choice.budget import SpanBudget
-from torchlens_perf.exporters.choice.rank_rows import RankRows, ranks_that_matter
-from torchlens_perf.exporters.choice.said import FIRST, NUMBER, ONLY_KNOWN, SLOW, VERDICT
-from torchlens_perf.exporters.choice.slow_steps import SlowSteps
+from torchlens_perf.exporters.sampling.budget import SpanBudget
+from torchlens_perf.exporters.sampling.decision import FIRST, NUMBER, ONLY_KNOWN, SLOW, VERDICT
+from torchlens_perf.exporters.sampling.rank_rows import RankRows, ranks_that_matter
+from torchlens_perf.exporters.sampling.slow_steps import SlowSteps
 from torchlens_perf.run.records import TracedStep
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class JobSnapshot:
     """The state of the job from which steps and ranks are selected."""
 
     spans: Callable[[int], Mapping[int, int]]
@@ -57,7 +57,7 @@ class Known:
     places: Mapping[int, Placement]
 
 
-class Chooser:
+class StepSampler:
     """Selects the traced steps of one attempt of a job. Not thread-safe."""
 
     def __init__(self, spans_per_s: float) -> None:
@@ -112,7 +112,7 @@ class Chooser:
             del self._candidates[step]
 
     def choose(
-        self, attempt: int, known: Known, now_s: float, *, final: bool = False, after_s: float = 0.0
+        self, attempt: int, known: JobSnapshot, now_s: float, *, final: bool = False, after_s: float = 0.0
     ) -> list[TracedStep]:
         """Return the steps to send, among the candidates that can be decided now.
 
@@ -139,7 +139,7 @@ class Chooser:
         return found
 
     def _decide(
-        self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: Known, waited_s: float,
+        self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: JobSnapshot, waited_s: float,
         ended_s: float,
     ) -> TracedStep | bool | None:  # fmt: skip
         """Return False if the step exceeds the budget or has no records, None if it must wait."""

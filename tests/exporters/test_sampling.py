@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.steps import no_host_line
-from torchlens_perf.exporters.choice.budget import SpanBudget
-from torchlens_perf.exporters.choice.chooser import Chooser, Known
-from torchlens_perf.exporters.choice.rank_rows import RankRows, ranks_that_matter
-from torchlens_perf.exporters.choice.said import EVERYTHING, Said
-from torchlens_perf.exporters.choice.shelf import Shelf, Shelved
-from torchlens_perf.exporters.choice.slow_steps import MIN_STEPS, SlowSteps
+from torchlens_perf.exporters.sampling.budget import SpanBudget
+from torchlens_perf.exporters.sampling.decision import EVERYTHING, TraceDecision
+from torchlens_perf.exporters.sampling.rank_rows import RankRows, ranks_that_matter
+from torchlens_perf.exporters.sampling.slow_steps import MIN_STEPS, SlowSteps
+from torchlens_perf.exporters.sampling.step_sampler import JobSnapshot, StepSampler
+from torchlens_perf.exporters.sampling.trace_buffer import BufferedSteps, TraceBuffer
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import StepTable, TracedStep
 from torchlens_perf.run.ring import Kind, record_dtype
@@ -51,12 +51,12 @@ def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width
 def known(
     world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RankRows | None = None,
     slow: Sequence[int] = (), complete: bool = True,
-) -> Known:  # fmt: skip
+) -> JobSnapshot:  # fmt: skip
     """Return the state from which steps are selected. By default all ranks run on this node."""
     ranks = range(world_size) if here is None else here
     there = dict.fromkeys(ranks if complete else list(ranks)[:-1], spans)
     places: Mapping[int, Placement] = {rank: Placement(f"node-{rank // 8}") for rank in range(world_size)}
-    return Known(lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places)
+    return JobSnapshot(lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places)
 
 
 # -- the budget
@@ -145,7 +145,7 @@ def test_rows_of_several_steps() -> None:
 
 def test_small_job_is_sent_whole() -> None:
     """All ranks of the first steps and of every tenth step are sent once all records have arrived."""
-    chooser = Chooser(200)
+    chooser = StepSampler(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 1.0) == []
     assert chooser.decided_to == -1
@@ -159,7 +159,7 @@ def test_small_job_is_sent_whole() -> None:
 
 def test_step_is_sent_without_a_silent_rank_after_a_timeout() -> None:
     """After three seconds a step is sent without the records of a silent rank."""
-    chooser = Chooser(200)
+    chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 2.9) == []
     assert len(chooser.choose(0, known(complete=False), 3.0)) == 1
@@ -168,7 +168,7 @@ def test_step_is_sent_without_a_silent_rank_after_a_timeout() -> None:
 def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
     """Once the rows of all ranks have arrived, the selected ranks share the budget of spans."""
     found = RankRows()
-    chooser = Chooser(200)
+    chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     of_job = known(4096, 200, here=range(8), found=found, slow=[17])
     assert chooser.choose(0, of_job, 1.0) == []
@@ -183,7 +183,7 @@ def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
 
 def test_a_rank_with_very_many_spans_sends_some() -> None:
     """A step with 100,000 spans is sent in part, and does not use the whole budget."""
-    chooser = Chooser(200)
+    chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     (chosen,) = chooser.choose(0, known(1, 100_000), 9.0)
     assert 0 < chosen.max_spans < 2100
@@ -191,7 +191,7 @@ def test_a_rank_with_very_many_spans_sends_some() -> None:
 
 def test_steps_beyond_the_budget_are_counted() -> None:
     """The next traced step reports how many steps exceeded the budget."""
-    chooser = Chooser(30)  # It allows 600 spans at once and 20 per second.
+    chooser = StepSampler(30)  # It allows 600 spans at once and 20 per second.
     chooser.add_steps(steps([100] * 50), 1, 0.0)
     chosen = chooser.choose(0, known(), 9.0)
     assert len(chosen) < 50
@@ -204,7 +204,7 @@ def test_steps_beyond_the_budget_are_counted() -> None:
 
 def test_slow_steps_and_a_verdict() -> None:
     """Both are sent with their reason. Slow steps leave room in the budget for a later verdict."""
-    chooser = Chooser(20)  # It allows 400 spans at once.
+    chooser = StepSampler(20)  # It allows 400 spans at once.
     chooser.add_steps(steps([100] * 100), 1000, 0.0)
     chooser.choose(0, known(), 1.0)
     chooser.add_steps(steps([200] * 40, first_step=100, start_s=60.0), 1000, 60.0)
@@ -217,7 +217,7 @@ def test_slow_steps_and_a_verdict() -> None:
 
 def test_sampling_can_be_switched_off() -> None:
     """With `every=0` no step is sent, and slow steps can be switched off."""
-    chooser = Chooser(0)
+    chooser = StepSampler(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
     assert chooser.choose(0, known(), 9.0) == []
     chooser.samples_slow = False
@@ -232,39 +232,39 @@ def test_sampling_can_be_switched_off() -> None:
 def test_message_fits_into_its_limit() -> None:
     """The oldest steps are dropped until the message fits. The remaining steps are unchanged."""
     traced = [TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2) for step in range(90)]
-    said = Said(3, 89, (5, 4000), tuple(traced))
+    said = TraceDecision(3, 89, (5, 4000), tuple(traced))
     for room in (400, 1023):
         data = said.encode(room)
         assert len(data) <= room
-        heard = Said.decode(data)
+        heard = TraceDecision.decode(data)
         assert (heard.attempt, heard.decided_to, heard.standing) == (3, 89, (5, 4000))
         assert heard.steps == tuple(traced[-len(heard.steps) :])
         assert heard.steps
-    assert Said.decode(Said(0, EVERYTHING, (), ()).encode(100)).decided_to == EVERYTHING
+    assert TraceDecision.decode(TraceDecision(0, EVERYTHING, (), ()).encode(100)).decided_to == EVERYTHING
     assert said.encode(10) == b""
 
 
 @given(st.binary(max_size=200))
 def test_invalid_messages_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="node 0"):
-        Said.decode(data)
+        TraceDecision.decode(data)
 
 
 # -- the buffer
 
 
-def shelved(rank: int, first_step: int, key: str = "") -> Shelved:
+def shelved(rank: int, first_step: int, key: str = "") -> BufferedSteps:
     """Return four steps with ten spans each."""
     records = np.zeros(44, record_dtype())
     records["step"] = np.repeat(np.arange(first_step, first_step + 4), 11)
     records["kind"] = [*[Kind.MODULE] * 10, Kind.STEP] * 4
     table = step_table([{"forward": 1}] * 4, first_step=first_step)
-    return Shelved(key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table)
+    return BufferedSteps(key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table)
 
 
 def test_buffer_keeps_the_newest_steps() -> None:
     """The buffer keeps the newest steps within its limit, and the newest process of a rank."""
-    shelf = Shelf(max_bytes=5 * shelved(0, 0).records.nbytes)
+    shelf = TraceBuffer(max_bytes=5 * shelved(0, 0).records.nbytes)
     for first in range(0, 40, 4):
         for rank in (0, 1):
             shelf.add(shelved(rank, first))

@@ -20,7 +20,7 @@ MAX_BYTES = 16 << 20  # Most of these arrays are in memory anyway until they are
 
 
 @dataclasses.dataclass(frozen=True)
-class Shelved:
+class BufferedSteps:
     """Complete steps of one process."""
 
     key: str
@@ -42,24 +42,24 @@ class Shelved:
         return span_count(self.records, step) + span_count(self.later, step)
 
 
-class Shelf:
+class TraceBuffer:
     """A queue of steps that drops its oldest entries above a number of bytes."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: deque[Shelved] = deque()
+        self._kept: deque[BufferedSteps] = deque()
 
-    def add(self, shelved: Shelved) -> None:
+    def add(self, shelved: BufferedSteps) -> None:
         """Append at least one step of a process. Steps are in order."""
         self._kept.append(shelved)
         self._bytes += _bytes(shelved)
         while self._bytes > self._max_bytes and len(self._kept) > 1:
             self._bytes -= _bytes(self._kept.popleft())
 
-    def of(self, step: int) -> list[Shelved]:
+    def of(self, step: int) -> list[BufferedSteps]:
         """Return the entries that contain a step: for each rank, that of the newest process."""
-        found: dict[int, Shelved] = {}
+        found: dict[int, BufferedSteps] = {}
         for each in self._kept:
             if int(each.steps.step[0]) <= step <= int(each.steps.step[-1]) and (each.steps.step == step).any():
                 found[each.rank] = each
@@ -70,5 +70,5 @@ class Shelf:
         return {each.rank: each.spans(step) for each in self.of(step)}
 
 
-def _bytes(shelved: Shelved) -> int:
+def _bytes(shelved: BufferedSteps) -> int:
     return int(shelved.records.nbytes + shelved.later.nbytes)
