@@ -169,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
 
     sidecar = commands.add_parser(
         "sidecar",
-        description="Read the ring files of this node that a killed job has left, or a job without a sidecar. If there "
-        "are none, replay a finished run from its records, to export it again.",
+        description="Read the ring files that a killed job, or a job without a sidecar, has left on this node. Without "
+        "ring files, replay a finished run from its records, to export it again.",
     )
     sidecar.add_argument("run_dir", type=Path)
     sidecar.add_argument(

@@ -153,12 +153,15 @@ def _nccl() -> Iterator[Check]:
         return
     subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
     every = {asked: nccl_plugin.steps_between(nccl, asked_for=asked) for asked in (False, True)}
-    without = "asynchronous collectives have no end"
+    without = "end times of asynchronous collectives are missing"
     other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
     if nccl_plugin.load() is None:
         problem = nccl_plugin.problem() or "the native recorder is missing"
         yield Check(
-            LIMITED, subject, f"{problem}: {without}", "install a C compiler and reinstall where nobody else writes"
+            LIMITED,
+            subject,
+            f"{problem}: {without}",
+            "install a C compiler and reinstall into a folder that only you can write",
         )
     elif every[True] == 0:
         yield Check(LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")

@@ -1,7 +1,7 @@
 """Names of all exported metrics, spans, attributes and events; docs/reference/telemetry.md is generated from them.
 
-OpenTelemetry has no conventions for training; where it has a name we use it (service, host, process, k8s, hw), and
-units follow UCUM: seconds, bytes. NeMo Lens has names for ranks, which are sent besides ours.
+OpenTelemetry has no conventions for training. Its names are used where they exist (service, host, process, k8s, hw).
+Units follow UCUM: seconds, bytes. NeMo Lens's names for ranks are sent too.
 """
 
 from __future__ import annotations

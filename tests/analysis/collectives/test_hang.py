@@ -314,7 +314,7 @@ def test_last_living_rank_is_named() -> None:
 
     assert (hang.kind, named(hang), hang.waiting, hang.ended) == ("alone", [1], (), (0, 2, 3))
     assert (
-        "Rank 1 (node-a) is inside save, and nobody waits for it. 3 ranks have ended. Next: look at the Python stack "
+        "Rank 1 (node-a) is inside save, and no rank waits for it. 3 ranks have ended. Next: look at the Python stack "
         "of rank 1 on node-a." in text(hang)
     )
 

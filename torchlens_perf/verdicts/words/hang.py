@@ -200,7 +200,7 @@ def _apart(hang: Hang) -> str:
 
 def _alone(hang: Hang) -> str:
     (blocking,) = hang.blocking
-    return f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and nobody waits for it."
+    return f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and no rank waits for it."
 
 
 def _blocked(hang: Hang) -> str:
@@ -299,8 +299,9 @@ def _next_action(hang: Hang) -> str:
         )
     if hang.kind == "blocked":
         return (
-            "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): where it is none of a "
-            "collective's, that device is the one. With nccl=\"auto\", NCCL's thread tells whose kernel has not begun."
+            "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): a device whose kernel does not "
+            'belong to a collective is the cause. With nccl="auto", the plugin of NCCL reports ranks whose kernel has '
+            "not begun."
         )
     if hang.kind == "unheard":
         return "see whether those nodes can be reached, and whether a sidecar runs there."
