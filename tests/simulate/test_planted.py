@@ -1,4 +1,4 @@
-"""What `torchlens-perf simulate` answers on planted faults: found by which verdict, or not found and why."""
+"""`torchlens-perf simulate` lists the verdict that found a planted fault, or why it was missed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def simulate(*arguments: str) -> int:
 
 @pytest.fixture
 def answer(capsys: pytest.CaptureFixture[str]) -> Any:
-    """A function: the JSON that the command prints for these arguments."""
+    """Return a function that runs the command with its arguments and returns the printed JSON."""
 
-    def of(*arguments: str) -> dict[str, Any]:
+    def run_simulate(*arguments: str) -> dict[str, Any]:
         assert simulate(*arguments, "--json") == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
-    return of
+    return run_simulate
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Any:
         ("node:node=1,share=0.1", {8, 9, 10, 11, 12, 13, 14, 15}),
     ],
 )
-def test_fault_of_a_rank_is_found(fault: str, ranks: set[int], answer: Any) -> None:
+def test_fault_of_ranks_is_found_by_a_straggler_verdict(fault: str, ranks: set[int], answer: Any) -> None:
     found = answer("--rows", "--ranks", "32", "--steps", "96", "--fault", fault, *QUIET)
     (planted,) = found["planted"]
 
@@ -72,7 +72,7 @@ def test_fault_of_a_rank_is_found(fault: str, ranks: set[int], answer: Any) -> N
         ("constant:rank=2,share=0.4", "dp=1,pp=3", "imbalance", [2]),
     ],
 )
-def test_fault_is_found_in_a_run_directory(
+def test_fault_is_found_by_a_verdict_on_a_run_directory(
     fault: str, topology: str, kind: str, ranks: list[int], tmp_path: Path, answer: Any
 ) -> None:
     found = answer("--topology", topology, "--steps", "96", "--fault", fault, "--out", str(tmp_path / "run"), *QUIET)
@@ -98,7 +98,7 @@ def test_fault_is_found_in_a_run_directory(
         ("link:rank=5,share=0.2,since=500", ("--topology", "dp=4,tp=4"), "it does not begin within the 96 steps"),
     ],
 )
-def test_fault_that_is_not_found_has_a_reason(fault: str, arguments: tuple[str, ...], why: str, answer: Any) -> None:
+def test_missed_fault_has_a_reason(fault: str, arguments: tuple[str, ...], why: str, answer: Any) -> None:
     (planted,) = answer("--rows", "--steps", "96", "--fault", fault, *arguments, *QUIET)["planted"]
 
     assert planted["found"] is False
@@ -113,7 +113,7 @@ def test_fault_that_is_not_found_has_a_reason(fault: str, arguments: tuple[str, 
         ("link:rank=1,share=0.01", "dp=4,tp=4", "too small: transfers take 1.3 times as long"),
     ],
 )
-def test_link_that_is_not_found_has_a_reason(fault: str, topology: str, why: str, tmp_path: Path, answer: Any) -> None:
+def test_missed_slow_link_has_a_reason(fault: str, topology: str, why: str, tmp_path: Path, answer: Any) -> None:
     arguments = ("--topology", topology, "--steps", "64", "--fault", fault, "--out", str(tmp_path / "run"))
     (planted,) = answer(*arguments)["planted"]
 
@@ -122,7 +122,6 @@ def test_link_that_is_not_found_has_a_reason(fault: str, topology: str, why: str
 
 
 def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with what was planted; the missed one with the smallest detectable slowdown that the report gives."""
     arguments = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
     assert simulate(*arguments, "--fault", "constant:rank=0,share=0.3", "--fault", "constant:rank=5,share=0.002") == 0
     printed = capsys.readouterr().out
@@ -132,11 +131,15 @@ def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) 
     assert "\n  found      rank 0, compute, since step 0, costs 5" in found
     assert missed.startswith(",share=0.002: not found\n  planted    rank 5, compute, since step 0, +400 us, costs 0 ns")
     assert "\n  not found  too small: 400 us a step, and the smallest detectable slowdown is " in missed
+    # accuracy.md shows this output, so it must stay equal to the command's.
     assert f"```\n{found}\nconstant:rank=5{missed}\n```" in ACCURACY.read_text()
 
 
 def test_one_verdict_counts_for_one_fault_of_a_rank(answer: Any) -> None:
-    """Of two faults at the same time, the one in the phase of the verdict is found. Faults of two ranks both are."""
+    """A rank with two faults at a time has one verdict. Only the fault in its phase is found.
+
+    Faults of two different ranks are both found.
+    """
     forward, backward = "constant:rank=3,share=0.3,phase=forward", "constant:rank=3,share=0.1,phase=backward"
     options = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
     both = answer(*options, "--fault", backward, "--fault", forward)
@@ -148,15 +151,15 @@ def test_one_verdict_counts_for_one_fault_of_a_rank(answer: Any) -> None:
     assert [each["found"] for each in ranks["planted"]] == [True, True]
 
 
-def test_no_rank_is_at_fault(answer: Any) -> None:
+def test_fault_of_all_ranks_counts_neither_as_found_nor_as_missed(answer: Any) -> None:
     faults = ("--fault", "pauses:share=0.3", "--fault", "variable_length:spread=0.1")
     found = answer("--rows", "--steps", "64", *faults)
 
     assert [(each["found"], each["ranks"], each["missed_ranks"]) for each in found["planted"]] == [(None, [], [])] * 2
 
 
-def test_verdict_on_what_was_not_planted_is_listed() -> None:
-    """A verdict on another rank, and one on the right rank before the fault begins, are no answer to the fault."""
+def test_verdict_that_matches_no_fault_is_listed() -> None:
+    """A verdict does not match if it is on another rank, or on the right rank too early."""
     past = {"kind": "straggler_ended", "phase": "forward", "cost_s_per_step": 0.02, "evidence": {"until_step": 40}}
     rows = [{**past, "rank": 5, "since_step": 32}, {**past, "rank": 3, "since_step": 8}]
     fault = "constant:rank=3,share=0.2,since=48"
@@ -170,7 +173,7 @@ def test_verdict_on_what_was_not_planted_is_listed() -> None:
 
 
 def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
-    """Also where a fault after it draws random numbers."""
+    # The stalls draw random numbers, which must not change the steps at the first fault.
     with_both = simulation("intermittent:rank=1,share=0.3", "stalls:rank=2,share=2,every=5", topology=Topology(4))
     first, second = with_both.effects(40)
     alone = simulation("intermittent:rank=1,share=0.3", topology=Topology(4))
@@ -185,8 +188,8 @@ def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
     assert second.cost_ns.tolist() == np.concatenate(expected).tolist()
 
 
-def test_256_ranks_have_a_page_and_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page's tables leave ranks out, and its sentences quote ranks of collectives that no verdict names."""
+def test_page_and_top_show_the_slow_one_of_256_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With this many ranks, the page's tables omit some. Its texts name ranks without verdicts."""
     out = tmp_path / "run"
     topology, fault = "dp=32,tp=8", "constant:rank=77,share=0.3"
     assert simulate("--topology", topology, "--steps", "24", "--fault", fault, "--out", str(out), *QUIET) == 0

@@ -1,4 +1,7 @@
-"""Simulated ranks whose work is on a device: judged by the device's clock, which tells its times late or not at all."""
+"""Simulated ranks whose work is on a device. They are judged by the device's clock.
+
+Device times are reported late, or are missing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ FAULTS = [
 
 
 def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findings:
-    """What the sidecar finds in a run of such ranks."""
+    """Record a run with this fault and device, and return the sidecar's findings."""
     run = make_run(folder)
     made = simulation(*([fault] if fault else []), noise=0.05)
     record(made, STEPS, run, "note", device)
@@ -49,8 +52,8 @@ def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findin
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_judged_as_by_the_host_where_that_shows_it(fault: str, tmp_path: Path) -> None:
-    """The same faults on a device, of which the host's times show nothing, lead to the verdicts of a CPU's run."""
+def test_device_run_has_the_same_verdicts_as_a_cpu_run(fault: str, tmp_path: Path) -> None:
+    """Faults on a device are not visible in the host's times. Verdicts are the same as on a CPU."""
     found = recorded(tmp_path, fault, SimulatedDevice())
     expected = judged(simulation(*([fault] if fault else []), noise=0.05), STEPS)
 
@@ -59,16 +62,19 @@ def test_judged_as_by_the_host_where_that_shows_it(fault: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("late_steps", [0, 7, 64])
-def test_device_times_that_come_late_or_never(late_steps: int, tmp_path: Path) -> None:
-    """The device is up to 64 steps behind, and tells nothing of one step in twenty, another one on each rank."""
+def test_rank_is_named_when_device_times_are_late_or_missing(late_steps: int, tmp_path: Path) -> None:
+    """The device is up to 64 steps behind.
+
+    Times of one step in twenty are missing, a different one on each rank.
+    """
     found = recorded(tmp_path, FAULTS[1], SimulatedDevice(late_steps, missing=0.05))
 
     assert [(each.rank, each.phase) for each in found.episodes] == [(2, "data")]
     assert found.compared == 8
 
 
-def test_the_hosts_times_show_nothing(tmp_path: Path) -> None:
-    """A device that tells nothing: no rank is reported, and the report does not say that no rank is slow."""
+def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path: Path) -> None:
+    """The report names no slow rank, and does not claim that no rank is slow."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
     report = build(run.run_id, node_state.load_all(run))
@@ -78,8 +84,8 @@ def test_the_hosts_times_show_nothing(tmp_path: Path) -> None:
     assert kinds[0] == "not_compared"
 
 
-def test_a_replay_says_the_same(tmp_path: Path) -> None:
-    """What is rebuilt from the kept records is judged by the device's clock too."""
+def test_replay_has_the_same_verdicts_as_the_live_run(tmp_path: Path) -> None:
+    """Findings that are rebuilt from the stored records are judged by the device's clock too."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05))
     (live,) = node_state.load_all(run)
@@ -101,7 +107,10 @@ LAUNCH_BOUND = SimulatedDevice(launch_bound=True)
 
 
 def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any], RunDirectory]:
-    """What is found in, and said of, eight ranks whose hosts run ahead of their devices; and the run."""
+    """Record eight ranks whose hosts run ahead of their devices.
+
+    Return the findings, the report and the run.
+    """
     run = make_run(folder)
     made = Simulation(Topology(8), faults=[parse_fault(each) for each in faults], noise=0.05)
     record(made, STEPS, run, "note", LAUNCH_BOUND)
@@ -109,8 +118,11 @@ def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any], 
     return states[0].findings, checked(build(run.run_id, states)), run
 
 
-def test_nobody_is_named_where_hosts_run_ahead(tmp_path: Path) -> None:
-    """All but the last rank wait in communication for more than half of the step, and that is not what limits it."""
+def test_no_rank_is_named_when_hosts_run_ahead(tmp_path: Path) -> None:
+    """All ranks but the last wait in communication for more than half of the step.
+
+    The bottleneck is the launch of the kernels nevertheless.
+    """
     found, report, _ = launch_bound(tmp_path)
     bottleneck = report["verdicts"][-1]
 
@@ -119,12 +131,16 @@ def test_nobody_is_named_where_hosts_run_ahead(tmp_path: Path) -> None:
     assert bottleneck["evidence"].launch_share > 0.9
     assert bottleneck["text"].startswith("The GPU waits for its host in 98% of a step's work (2")
     assert report["steps"]["own_time"]["hidden_share"] > 0.5
-    assert report["heat"] is None  # by their devices, most ranks do nothing
+    # Most ranks are idle by device time, so the report has no heat map.
+    assert report["heat"] is None
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "data", "host"])
-def test_a_slow_host_costs_the_difference(phase: str, tmp_path: Path) -> None:
-    """20 ms of 200. The others come to wait for room in the queues of their devices, and that is none of their work."""
+def test_slow_host_costs_its_excess_time(phase: str, tmp_path: Path) -> None:
+    """The excess is 20 ms of 200.
+
+    Other hosts begin to wait for room in their devices' queues, which is not work.
+    """
     found, _, _ = launch_bound(tmp_path, f"constant:rank=2,share=0.1,phase={phase},since=32")
     (episode,) = found.episodes
 
@@ -134,8 +150,13 @@ def test_a_slow_host_costs_the_difference(phase: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("each_step", [True, False])
-def test_the_page_shows_own_times(each_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each step, where there are not too many: by its device, rank 2 would have ten times the others' work."""
+def test_page_compares_hosts_for_each_step_if_there_are_few(
+    each_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 would have ten times the work of other ranks if device times were compared.
+
+    With more steps than the limit, the page has no excess of single steps.
+    """
     if not each_step:
         monkeypatch.setattr(device_grid, "MAX_STEPS", 8 * STEPS - 1)
     _, _, run = launch_bound(tmp_path, "constant:rank=2,share=0.1,phase=forward,since=32")
@@ -153,6 +174,6 @@ def test_the_page_shows_own_times(each_step: bool, tmp_path: Path, monkeypatch: 
     assert "in backward; the others" not in drawn
 
 
-def test_jobs_that_are_not_data_parallel_only() -> None:
+def test_launch_bound_job_with_tensor_parallelism_is_an_error() -> None:
     with pytest.raises(ConfigError, match="data parallel only"):
         Hosts(Topology(dp=2, tp=2))

@@ -1,4 +1,7 @@
-"""Runs made of simulated ranks: the files, the command, and the verdicts, which are those of the rows."""
+"""Runs of simulated ranks: their files, the `simulate` command, and the verdicts.
+
+Verdicts on files and on rows in memory must be the same.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,17 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
-    """What a person would be told, without the figures' last digits."""
+    """Return the content of each verdict, with rounded costs so that runs can be compared."""
     return [
         (e.rank, e.phase, e.since_step, e.until_step, e.named_step, round(e.excess_ns / 1e5)) for e in findings.episodes
     ]
 
 
 def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
-    """What the recorder writes of simulated steps, read back, has their durations, parts, workload and flags to the
-    nanosecond, and the mesh's groups as a real rank tells them."""
+    """Durations, parts, workload and flags in the ring file are exact to the nanosecond.
+
+    The groups of the mesh are described as by a real rank.
+    """
     run, topology = make_run(tmp_path), Topology(2, 2, 2, node_size=2)
     steps = simulation(
         "variable_length:reported=yes", "pauses:share=0.2,every=4", topology=topology, noise=0.5
@@ -48,7 +53,8 @@ def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
     for rank in range(topology.ranks):
         simulated = SimulatedRank(run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note")
         path = run.registered_rings("node-0000")[-1]
-        assert path.is_relative_to(run.path)  # nothing in shared memory, should it be interrupted
+        # Ring files are not in shared memory, where an interrupted simulation would leave them.
+        assert path.is_relative_to(run.path)
         simulated.record(timeline)
         simulated.close()
         reader = Reader(path)
@@ -59,13 +65,16 @@ def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
         assert described == {"default_pg", "mesh_tp", "mesh_dp", "mesh_pp"}
         for name in ("step", "start_ns", "duration_ns", "workload", "flags"):
             assert (getattr(table, name) == getattr(expected, name)).all(), name
-        close = np.abs(table.parts_ns - expected.parts_ns) <= 8  # a nanosecond each time that a part was divided
+        # Each division of a part may round by a nanosecond.
+        close = np.abs(table.parts_ns - expected.parts_ns) <= 8
         assert close.all()
 
 
-def test_collectives_tell_who_came_last(tmp_path: Path) -> None:
-    """Of a collective's records, by group and sequence number, the shortest is that of the rank that came last, and all
-    members leave it together."""
+def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None:
+    """Records of a collective are matched by group and sequence number.
+
+    All members leave it together.
+    """
     topology = Topology(2, 2)
     run = make_run(tmp_path)
     steps = simulation("constant:rank=2,share=0.5,phase=backward", topology=topology, noise=0.02).block(0)
@@ -86,7 +95,8 @@ def test_collectives_tell_who_came_last(tmp_path: Path) -> None:
             left.setdefault(names[name_id], []).append(chosen["start_ns"] + chosen["duration_ns"])
 
     in_tensor_group = waited["allreduce group=tp-2 dtype=bfloat16"]
-    assert (in_tensor_group[2][1::2] < in_tensor_group[3][1::2]).all()  # each second one is in backward
+    # Every second collective of a tensor-parallel group is in backward, where rank 2 is slow.
+    assert (in_tensor_group[2][1::2] < in_tensor_group[3][1::2]).all()
     in_data_group = waited["allreduce group=dp-0 dtype=bfloat16"]
     assert (in_data_group[2] < in_data_group[0]).all()
     assert set(waited["allreduce group=0 dtype=bfloat16"]) == {0, 1, 2, 3}
@@ -95,29 +105,29 @@ def test_collectives_tell_who_came_last(tmp_path: Path) -> None:
         assert np.abs(first - second).max() < 100, group
 
 
-def test_metadata_is_that_of_a_real_rank(tmp_path: Path) -> None:
-    """A simulated rank tells the sidecar the same facts as a watch does, so that a new one is not forgotten here."""
+def test_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> None:
+    """A key that is added to the recorder must be added to simulated ranks too."""
     run = make_run(tmp_path)
     real = Rank(run, 0)
     simulated = SimulatedRank(run, "node-0000", Topology(2), 1, Anchor(1, 2, 3), "note")
-    told = []
+    metadata = []
     for path in (real.ring_path, run.registered_rings("node-0000")[-1]):
         reader = Reader(path)
-        told.append(reader.metadata())
+        metadata.append(reader.metadata())
         reader.close()
     real.close()
     simulated.close()
 
-    assert told[0].keys() == told[1].keys()
-    assert told[0]["identity"].keys() == told[1]["identity"].keys()
-    assert told[0]["settings"].keys() == told[1]["settings"].keys()
+    assert metadata[0].keys() == metadata[1].keys()
+    assert metadata[0]["identity"].keys() == metadata[1]["identity"].keys()
+    assert metadata[0]["settings"].keys() == metadata[1]["settings"].keys()
 
 
 @pytest.mark.parametrize(
     "fault", ["constant:rank=3,share=0.1,phase=forward,since=64", "moving:ranks=1+4,share=0.1,every=70", ""]
 )
-def test_files_and_rows_say_the_same(fault: str, tmp_path: Path) -> None:
-    """Through ring files and the sidecar, and straight to the judge, a run leads to the same verdicts."""
+def test_files_and_rows_have_the_same_verdicts(fault: str, tmp_path: Path) -> None:
+    """One run goes through ring files and the sidecar, the other goes directly to the detector."""
     run = make_run(tmp_path)
     faults = [fault] if fault else []
     record(simulation(*faults, noise=0.05), 160, run, "note")
@@ -129,8 +139,8 @@ def test_files_and_rows_say_the_same(fault: str, tmp_path: Path) -> None:
     assert from_files.rows == from_rows.rows
 
 
-def test_modules_of_a_slow_rank_are_judged_too(tmp_path: Path) -> None:
-    """The sidecar knows which modules are slower on the rank that it names, without the report's tables."""
+def test_slower_modules_of_a_slow_rank_are_found(tmp_path: Path) -> None:
+    """The sidecar finds them itself, without the report's tables."""
     run = make_run(tmp_path)
     record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
     state = node_state.load_all(run)[0]
@@ -139,13 +149,15 @@ def test_modules_of_a_slow_rank_are_judged_too(tmp_path: Path) -> None:
 
     assert (group.lead.rank, len(group.slower_modules_ns)) == (3, 3)
     assert group.slower_modules_ns.keys() < names.keys()
-    assert min(group.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)  # the fault is in all of them alike
+    # The fault slows all modules by the same share.
+    assert min(group.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)
 
 
-def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
-    """Every step of every rank is in the run's segments, nothing was lost, and no ring file is left behind."""
+def test_all_recorded_steps_are_stored(tmp_path: Path) -> None:
+    """No record is lost, and no ring file remains."""
     run = make_run(tmp_path)
-    record(simulation(topology=Topology(4, 2, 2, node_size=8)), 300, run, "note")  # more than a ring file holds
+    # A ring file has room for fewer steps than these.
+    record(simulation(topology=Topology(4, 2, 2, node_size=8)), 300, run, "note")
     state = node_state.load_all(run)[0]
 
     assert {p.identity.rank for p in state.processes.values()} == set(range(16))
@@ -156,8 +168,8 @@ def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ring"))
 
 
-def test_the_process_that_simulates_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel tells of it, as that it waits for a CPU, is nothing that a simulated rank did."""
+def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's figures are those of the simulating process and not of a simulated rank."""
     monkeypatch.setattr(host_signals, "_MIN_INTERVAL_S", 0.0)
     run = make_run(tmp_path)
     record(simulation(topology=Topology(2)), 300, run, "note")
@@ -167,7 +179,7 @@ def test_the_process_that_simulates_is_no_rank(tmp_path: Path, monkeypatch: pyte
 
 
 def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
-    """The collectives of simulated ranks join, and a slow group among its peers is told from slow ranks."""
+    """Collectives of simulated ranks are matched. The verdict is a slow group, not a slow rank."""
     run = make_run(tmp_path)
     record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
     report = build(run.run_id, node_state.load_all(run))
@@ -184,47 +196,46 @@ def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
         ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance", (2,)),
     ],
 )
-def test_alerts_on_what_is_no_ranks_work(
+def test_slow_link_and_imbalance_raise_one_alert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, topology: Topology, kind: str, where: tuple[int, ...]
 ) -> None:
-    """What the report says besides slow ranks is told as an alert, once; a replay tells it under the same id."""
+    """A replay exports the alert with the same id."""
     live, again, run = InMemoryExporter(), InMemoryExporter(), make_run(tmp_path)
     monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live)
     record(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)
     report = build(run.run_id, node_state.load_all(run))
     (verdict,) = [each for each in report["verdicts"] if each["kind"] == kind]
-    (told,) = [each for each in live.alerts if each.kind == kind]
+    (alert,) = [each for each in live.alerts if each.kind == kind]
 
-    assert (told.change, told.ranks) == ("started", where)
-    assert told.text.partition(":")[0] == verdict["text"].partition(":")[0]
-    assert told.cost_s_per_step == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
-    assert [each.id for each in again.alerts if each.kind == kind] == [told.id]
+    assert (alert.change, alert.ranks) == ("started", where)
+    assert alert.text.partition(":")[0] == verdict["text"].partition(":")[0]
+    assert alert.cost_s_per_step == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert [each.id for each in again.alerts if each.kind == kind] == [alert.id]
 
 
 def command(*arguments: str) -> int:
-    """As the command line calls it, but for what it makes of errors."""
+    """Run `simulate` as the command line does, but let errors pass."""
     options = _parser().parse_args(["simulate", *arguments])
     code: int = options.command(options)
     return code
 
 
-def test_command_makes_a_run_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --out there is a run directory, and the report on it names the rank that was planted, and says that it is
-    simulated."""
+def test_command_writes_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report names the planted rank and says that the run is simulated."""
     out = tmp_path / f"{tmp_path.name}-run"
     fault = "constant:rank=3,share=0.25,phase=forward,since=40"
     assert command("--topology", "dp=4,tp=2", "--fault", fault, "--steps", "120", "--out", str(out)) == 0
 
-    said = capsys.readouterr().out
-    assert "SLOW RANK   rank 3 (node-0000)   forward" in said
-    assert "since step 40" in said
-    assert f"simulated: {fault}" in said
+    printed = capsys.readouterr().out
+    assert "SLOW RANK   rank 3 (node-0000)   forward" in printed
+    assert "since step 40" in printed
+    assert f"simulated: {fault}" in printed
     assert "Rank 3" in RunDirectory(out).report.read_text()
 
 
-def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --rows hundreds of ranks are judged, stages apart."""
+def test_rows_of_hundreds_of_ranks_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each pipeline stage is judged separately."""
     fault = "constant:rank=300,share=0.08,since=64"
     assert (
         command("--rows", "--topology", "dp=32,tp=4,pp=4", "--fault", fault, "--steps", "128", "--noise", "0.05") == 0
@@ -241,20 +252,19 @@ def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "why"),
     [(["--ranks", "8", "--steps", "8"], "8 steps are too few"), (["--ranks", "1"], "no two ranks do the same work")],
 )
-def test_command_says_that_nothing_could_be_compared(
+def test_command_gives_the_reason_when_nothing_is_comparable(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nothing was compared, that is said, and no figure stands for it."""
     assert command("--rows", *arguments) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
 
-    assert said.startswith(f"Nothing could be compared: {why}.\n")
-    assert "inf" not in said
-    assert "Smallest detectable slowdown" not in said
+    assert printed.startswith(f"Nothing could be compared: {why}.\n")
+    assert "inf" not in printed
+    assert "Smallest detectable slowdown" not in printed
 
 
-def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow node costs what all of its ranks do, now and afterwards; the last slow step is told, not the one after."""
+def test_slow_node_costs_as_much_as_all_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """This is true during and after the fault. The text names the last slow step as its end."""
     assert command("--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0") == 0
     now = capsys.readouterr().out
     fault = "node:node=1,share=0.1,since=64,until=128"
@@ -263,14 +273,17 @@ def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
 
     (cost_ms,) = re.findall(r"^Node node-0001 is slow .* costs the job ([\d.]+) ms", now, re.MULTILINE)
     assert float(cost_ms) > 15
-    told = r"^Rank \d+ was slow in computing, .* from step 64 to step 12[37]: .* cost the job ([\d.]+) ms"
-    costs_ms = re.findall(told, over, re.MULTILINE)
+    ended = r"^Rank \d+ was slow in computing, .* from step 64 to step 12[37]: .* cost the job ([\d.]+) ms"
+    costs_ms = re.findall(ended, over, re.MULTILINE)
     assert len(costs_ms) == 8
     assert min(map(float, costs_ms)) > 15
 
 
-def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 2 ms are judged some sixteen at a time, as in life, and a last piece that fills no row is left out."""
+def test_short_steps_are_joined_into_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 2 ms are judged about sixteen at a time, as in a real run.
+
+    An incomplete last row is dropped.
+    """
     assert command("--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2") == 0
 
     assert "Rank 1 (node-0000) is slow" in capsys.readouterr().out
@@ -309,8 +322,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         ([], "--out DIR is missing"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
-    """What a user gets wrong is a ConfigError of one line that says what to do."""
+def test_wrong_arguments_raise_an_error_of_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         command(*arguments)
 
@@ -318,15 +330,14 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_run_directory_is_not_overwritten(tmp_path: Path) -> None:
-    """A run directory that is there already is left alone."""
+def test_existing_run_directory_is_not_overwritten(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(TorchlensPerfError, match="is a run directory already: choose another --out"):
         command("--out", str(run.path))
 
 
-def test_same_time_on_all_hosts(tmp_path: Path) -> None:
-    """A step ends at the same time on all ranks, by the one monotonic clock that a sidecar knows and by the wall."""
+def test_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
+    """The times are equal both by the sidecar's monotonic clock and by the wall clock."""
     run = make_run(tmp_path)
     record(simulation(), 20, run, "note")
     times = {}
@@ -338,7 +349,7 @@ def test_same_time_on_all_hosts(tmp_path: Path) -> None:
     assert len({since for _, since in times.values()}) == 1
 
 
-def test_rows_refuse_a_run_directory(tmp_path: Path) -> None:
+def test_rows_and_out_together_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rows writes no files: leave out --rows or --out"):
         command("--rows", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,7 @@
-"""Simulated training: what is planted is there and nothing else; ranks wait for each other; noise is as recorded."""
+"""Simulated training has the planted faults and no others.
+
+Its ranks wait for each other, and its noise is as recorded.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology, reco
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 WORK_NS = 200e6
-AT_FAULT = [
+RANKS_AT_FAULT = [
     "constant:rank=3,share=0.2,since=10,until=50",
     "constant:rank=3,share=0.2,phase=data",
     "drifting:rank=3,share=0.2,since=10,over=60",
@@ -25,7 +28,7 @@ AT_FAULT = [
     "node:node=1,share=0.2,since=10",
     "stalls:rank=3,share=2,every=10,since=10",
 ]
-NOBODYS = ["link:rank=3,share=0.2", "pauses:share=0.3,every=10", "variable_length:spread=0.2"]
+NO_RANK_AT_FAULT = ["link:rank=3,share=0.2", "pauses:share=0.3,every=10", "variable_length:spread=0.2"]
 
 
 def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
@@ -38,11 +41,18 @@ def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
     pp=st.integers(1, 4),
     noise=st.floats(0, 4),
     seed=st.integers(0, 1 << 30),
-    faults=st.lists(st.sampled_from([text for text in AT_FAULT if "rank=" in text] + NOBODYS), max_size=2),
+    faults=st.lists(
+        st.sampled_from([text for text in RANKS_AT_FAULT if "rank=" in text] + NO_RANK_AT_FAULT), max_size=2
+    ),
 )
-def test_ranks_wait_for_each_other(dp: int, tp: int, pp: int, noise: float, seed: int, faults: list[str]) -> None:
-    """In any job, with any noise and faults, steps last equally long on all ranks: own work, and waiting that is never
-    negative, of which the tensor-parallel part is a part. Without stages, all wait for the last gradients."""
+def test_steps_last_equally_long_on_all_ranks(
+    dp: int, tp: int, pp: int, noise: float, seed: int, faults: list[str]
+) -> None:
+    """A step is work and waiting, in any job, with any noise and faults. Waiting is never negative.
+
+    Tensor-parallel waiting is a part of it.
+    Without pipeline stages, all ranks wait for the last gradients.
+    """
     topology = Topology(dp, tp, pp)
     planted = [text.replace("rank=3", f"rank={topology.ranks - 1}") for text in faults]
     steps = simulation(*planted, topology=topology, noise=noise, seed=seed).block(1)
@@ -63,8 +73,8 @@ def test_ranks_wait_for_each_other(dp: int, tp: int, pp: int, noise: float, seed
         assert (table.parts_ns.sum(axis=1) == table.duration_ns).all()
 
 
-def test_same_seed_same_run() -> None:
-    """A block depends on the seed and its number alone, whichever was made before; another seed is another run."""
+def test_same_seed_makes_the_same_run() -> None:
+    """A block depends only on the seed and its number, not on the blocks made before it."""
     first, again = (
         simulation("stalls:rank=1,share=1,every=3", seed=5),
         simulation("stalls:rank=1,share=1,every=3", seed=5),
@@ -77,8 +87,11 @@ def test_same_seed_same_run() -> None:
     assert (first.block(0).parts_ns != first.block(1).parts_ns).mean() > 0.5
 
 
-def test_noise_is_cut_out_of_recordings() -> None:
-    """A rank's deviations are an unbroken excerpt of some recorded rank's, and one of what its run had in common."""
+def test_noise_is_an_excerpt_of_recordings() -> None:
+    """A rank's deviations are the sum of two unbroken excerpts.
+
+    One is of a recorded rank, the other is of the deviations common to a recorded run.
+    """
     recorded = recorded_noise()
     steps = simulation(noise=0.01, spread=0.0, topology=Topology(1)).block(0)
     deviations = (steps.parts_ns[0] / WORK_NS - recorded.profile)[:, recorded.parts] / 0.01
@@ -89,11 +102,11 @@ def test_noise_is_cut_out_of_recordings() -> None:
     errors = [np.abs(excerpts + common - deviations).max(axis=(2, 3)).min() for run in commons for common in run]
 
     assert min(errors) < 1e-3
-    assert np.median(errors) > 0.1  # of all other pairs none fits
+    # Only the right pair of excerpts fits.
+    assert np.median(errors) > 0.1
 
 
-def test_noise_is_in_proportion() -> None:
-    """Twice the noise is twice the deviation, and none is none."""
+def test_deviation_is_proportional_to_the_noise_setting() -> None:
     deviations = []
     for noise in (0.0, 0.05, 0.1):
         work = parts(simulation(noise=noise, spread=0.0)).sum(axis=2)
@@ -104,10 +117,12 @@ def test_noise_is_in_proportion() -> None:
     assert deviations[2] == pytest.approx(0.1 * recorded_noise().deviation[0], rel=0.4)
 
 
-@pytest.mark.parametrize("text", AT_FAULT)
-def test_fault_is_where_it_is_planted(text: str) -> None:
-    """Own work differs from that of the same run without the fault on the ranks and steps at fault, and nowhere else;
-    by the share that was asked for."""
+@pytest.mark.parametrize("text", RANKS_AT_FAULT)
+def test_fault_slows_only_its_ranks_and_steps(text: str) -> None:
+    """Compared with the same run without the fault, work grows by the requested share.
+
+    Work of other ranks and steps stays the same.
+    """
     faulty, clean = simulation(text), simulation()
     extra = (parts(faulty).astype(float) - parts(clean)).sum(axis=2) / WORK_NS
     for step in range(extra.shape[1]):
@@ -120,17 +135,20 @@ def test_fault_is_where_it_is_planted(text: str) -> None:
         assert at_fault == pytest.approx([0.2] * len(at_fault), abs=1e-5)
 
 
-@pytest.mark.parametrize("text", NOBODYS)
-def test_nobody_is_at_fault(text: str) -> None:
-    """A slow link, pauses of all ranks and variable lengths change the run and are no rank's fault."""
+@pytest.mark.parametrize("text", NO_RANK_AT_FAULT)
+def test_fault_of_no_rank_changes_the_run(text: str) -> None:
+    """Slow links, pauses of all ranks and variable lengths change step times. No rank is slow."""
     changed, clean = simulation(text), simulation()
 
     assert changed.slow_ranks(20) == frozenset()
     assert np.abs(changed.block(0).duration_ns - clean.block(0).duration_ns).max() > 0.05 * WORK_NS
 
 
-def test_slow_link_is_nobodys_work() -> None:
-    """A slow link makes every step longer by what its group's transfer takes, and no rank's own work."""
+def test_slow_link_makes_steps_longer_without_work() -> None:
+    """Every step is longer by the time of the slow group's transfer.
+
+    The work of all ranks stays the same.
+    """
     slow, clean = simulation("link:rank=3,share=0.2").block(0), simulation().block(0)
 
     assert (slow.parts_ns == clean.parts_ns).all()
@@ -138,17 +156,20 @@ def test_slow_link_is_nobodys_work() -> None:
     assert np.flatnonzero((slow.transfer_ns > clean.transfer_ns).all(axis=1)).tolist() == [1, 3, 5, 7]
 
 
-def test_told_workload_is_in_proportion() -> None:
-    """Tokens are told where asked for, and computing takes as long as they are many."""
-    told, silent = simulation("variable_length:reported=yes", noise=0).block(0), simulation("variable_length:", noise=0)
-    forward = told.parts_ns[:, :, OWN_PARTS.index("forward")]
+def test_reported_workload_is_proportional_to_compute_time() -> None:
+    """The number of tokens is reported only if the fault has `reported=yes`."""
+    reported, unreported = (
+        simulation("variable_length:reported=yes", noise=0).block(0),
+        simulation("variable_length:", noise=0),
+    )
+    forward = reported.parts_ns[:, :, OWN_PARTS.index("forward")]
 
-    assert np.corrcoef(told.workload.ravel(), forward.ravel())[0, 1] > 0.99
-    assert (silent.block(0).workload == -1).all()
+    assert np.corrcoef(reported.workload.ravel(), forward.ravel())[0, 1] > 0.99
+    assert (unreported.block(0).workload == -1).all()
 
 
-def test_pauses_are_flagged() -> None:
-    """A step with a pause says that garbage was collected, on those ranks that paused: one at a time, or all."""
+def test_steps_with_pauses_are_flagged_as_garbage_collection() -> None:
+    """Only ranks that paused have the flag: single ranks, or all ranks with `together=yes`."""
     alone, together = (
         simulation(f"pauses:share=0.3,every=10{how}").block(0).flags & Flag.COLLECTED > 0
         for how in ("", ",together=yes")
@@ -160,8 +181,7 @@ def test_pauses_are_flagged() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_rows_are_those_of_the_sidecar(width: int) -> None:
-    """The rows that go straight to the judge are those that the sidecar makes of the same steps."""
+def test_rows_equal_those_that_the_sidecar_makes(width: int) -> None:
     steps = simulation("variable_length:reported=yes", "pauses:share=0.2", topology=Topology(2, 2, 2)).block(2)
     for population, block in steps.blocks(width):
         for index, rank in enumerate(block.ranks.tolist()):
@@ -175,8 +195,8 @@ def test_rows_are_those_of_the_sidecar(width: int) -> None:
                 assert getattr(block, name)[index] == pytest.approx(getattr(made, name)[0], rel=1e-5, abs=10), name
 
 
-def test_coordinates_and_groups() -> None:
-    """Ranks are numbered as Megatron does; a group shares all coordinates but one; stages are not compared."""
+def test_ranks_are_numbered_as_in_megatron() -> None:
+    """Ranks of a group differ in one coordinate only. Pipeline stages are not compared."""
     topology = Topology(dp=2, tp=2, pp=2, node_size=4)
 
     assert topology.coordinates(5) == {"tp": 1, "dp": 0, "pp": 1}
@@ -185,8 +205,8 @@ def test_coordinates_and_groups() -> None:
     assert (topology.host(3), topology.host(4)) == ("node-0000", "node-0001")
 
 
-def test_recorded_noise_is_small_and_whole() -> None:
-    """The noise that ships has no gaps, is centred, and sums up to the work."""
+def test_recorded_noise_is_complete_and_centred() -> None:
+    """The recorded noise in the package has no gaps, and its profile sums up to the work."""
     noise = recorded_noise()
 
     assert np.isfinite(noise.individual).all()
