@@ -1,4 +1,4 @@
-"""The reader of Parquet files: it skips, it filters, and it names what it cannot read."""
+"""The reader of Parquet files skips row groups, filters rows, and reports unreadable files."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from torchlens_perf.store.reader import (
     noted_in,
 )
 
-ROWS = 1000
-"""In each of the two row groups."""
+ROWS_PER_GROUP = 1000
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One file: steps 0 to 999 in one row group, 1000 to 1999 in the other."""
-    steps = np.arange(2 * ROWS)
+    """Write a file with steps 0 to 999 in one row group and 1000 to 1999 in the other.
+
+    Return its folder.
+    """
+    steps = np.arange(2 * ROWS_PER_GROUP)
     kinds = pa.array([("step", "data")[step % 2] for step in steps.tolist()]).dictionary_encode()
     made = tmp_path / "spans"
     made.mkdir()
     pq.write_table(
         pa.table({"step": steps, "kind": kinds}), made / "node-000001.parquet",
-        row_group_size=ROWS, write_page_checksum=True, use_dictionary=["kind"],
+        row_group_size=ROWS_PER_GROUP, write_page_checksum=True, use_dictionary=["kind"],
     )  # fmt: skip
     return made
 
 
 def flip_a_bit(path: Path, row_group: int) -> None:
-    """In the values of the steps."""
+    """Damage the values of the steps."""
     chunk = pq.read_metadata(path).row_group(row_group).column(0)
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
@@ -59,7 +61,7 @@ def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
     ]
 
 
-def test_rows_are_filtered_in_their_order(folder: Path) -> None:
+def test_filtered_rows_keep_their_order(folder: Path) -> None:
     where = {"step": [1500, 3, 4], "kind": ["data"]}
     (table,) = Files(folder).read(lambda file: file.table(where=where))
     assert table.to_pylist() == [{"step": 3, "kind": "data"}]
@@ -67,7 +69,7 @@ def test_rows_are_filtered_in_their_order(folder: Path) -> None:
 
 
 def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
-    """A changed bit in the second row group is noticed only by a reader of its rows."""
+    """Damage in the second row group is an error only for a reader of its rows."""
     flip_a_bit(folder / "node-000001.parquet", 1)
     notes: list[str] = []
     assert steps_of(folder, notes, 3, 999) == [3, 999]
@@ -77,13 +79,13 @@ def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
     assert note.startswith("spans/node-000001.parquet cannot be read, its rows are missing: ")
 
 
-def test_extremes_need_no_row(folder: Path) -> None:
+def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
     for row_group in (0, 1):
         flip_a_bit(folder / "node-000001.parquet", row_group)
-    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [(0, 2 * ROWS - 1)]
+    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [(0, 2 * ROWS_PER_GROUP - 1)]
 
 
-def test_large_files_come_in_pieces(folder: Path) -> None:
+def test_large_file_is_read_in_batches(folder: Path) -> None:
     steps = np.arange(300_000)
     pq.write_table(pa.table({"step": steps}), folder / "node-000001.parquet")
     (sizes,) = Files(folder).read(lambda file: [batch.num_rows for batch in file.batches(["step"])])
@@ -91,7 +93,7 @@ def test_large_files_come_in_pieces(folder: Path) -> None:
     assert max(sizes) <= 1 << 16
 
 
-def test_files_of_nodes_only(folder: Path) -> None:
+def test_files_of_given_nodes_are_listed_in_their_order(folder: Path) -> None:
     for name in ("node-000002", "node-1-000001", "other-000001", ".hidden-000001", "node-x"):
         (folder / f"{name}.parquet").touch()
     assert [path.stem for path in Files(folder, ["other", "node"]).paths] == [
@@ -100,8 +102,8 @@ def test_files_of_nodes_only(folder: Path) -> None:
     assert len(Files(folder).paths) == 5
 
 
-def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sidecar tries again later; a page shows the rest."""
+def test_disk_error_does_not_count_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar raises the error and tries again later. A page omits the file with a note."""
 
     def failing(path: Path) -> int:
         raise OSError(errno.EIO, "Input/output error", str(path))
@@ -115,19 +117,19 @@ def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPat
     assert len(notes) == 1
 
 
-def test_a_missing_column_is_an_error_of_its_file(folder: Path) -> None:
+def test_file_without_a_wanted_column_is_reported(folder: Path) -> None:
     pq.write_table(pa.table({"rank": [1]}), folder / "node-000002.parquet")
     notes: list[str] = []
     assert steps_of(folder, notes, 5) == [5]
     assert ["node-000002.parquet" in note for note in notes] == [True]
 
 
-def test_tables_of_two_versions() -> None:
+def test_column_that_an_older_table_lacks_is_null() -> None:
     older, newer = pa.table({"step": [1]}), pa.table({"step": [2], "work_ns": [3]})
     assert concatenated([older, newer])["work_ns"].to_pylist() == [None, 3]
 
 
-def test_a_command_that_reads_imports_no_pandas(folder: Path) -> None:
+def test_reading_does_not_import_pandas(folder: Path) -> None:
     program = (
         "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import main; main(); "
         "import pathlib; from torchlens_perf.store.reader import Files, ParquetFile; "
@@ -135,11 +137,11 @@ def test_a_command_that_reads_imports_no_pandas(folder: Path) -> None:
         "print(len(table), 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == f"{2 * ROWS} False\n"
+    assert done.stdout == f"{2 * ROWS_PER_GROUP} False\n"
 
 
 def test_rows_are_decoded_on_one_thread(tmp_path: Path) -> None:
-    """The processors belong to the job. Arrow's pool would get one thread for each."""
+    """CPUs are left to the job. Arrow's CPU pool would start one thread for each of them."""
     columns = {f"column {at}": np.arange(200_000) for at in range(30)}
     pq.write_table(pa.table(columns), tmp_path / "node-000001.parquet", row_group_size=20_000)
     program = f"""
@@ -154,4 +156,5 @@ print(len(table), len(os.listdir("/proc/self/task")) - before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     rows, threads = map(int, done.stdout.split())
     assert rows == 200_000
-    assert threads < 8  # those that wait for the disk
+    # Threads that wait for the disk are allowed: they need no CPU.
+    assert threads < 8

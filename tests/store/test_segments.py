@@ -1,4 +1,4 @@
-"""The run directory's Parquet files: whole, readable without us, bounded."""
+"""Parquet files of a run are complete, readable with other tools, and limited in size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def origin(rank: int = 0) -> Origin:
 
 
 def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
-    """New steps in the rig's ring, read back as one chunk."""
+    """Record new steps in the rig's ring and read them back as one chunk."""
     for _ in range(steps):
         rig.span(Kind.DATA, "data", 2 * MS)
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
@@ -58,8 +58,8 @@ def rig(tmp_path: Path):
     made.close()
 
 
-def test_records_come_back(rig: Rig, tmp_path: Path) -> None:
-    """What was written is read back record for record, in order, with names, kinds, times and origin."""
+def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
+    """Order, names, kinds, times and origin stay the same."""
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     first, second = chunk(rig, 3), chunk(rig, 2)
@@ -77,8 +77,8 @@ def test_records_come_back(rig: Rig, tmp_path: Path) -> None:
     assert nodes_of(run.spans) == [HOST]
 
 
-def test_columns_that_a_reader_seeks_by_have_extremes(rig: Rig, tmp_path: Path) -> None:
-    """A reader skips files by step, time and rank. Times have no dictionaries: no two of them are the same."""
+def test_step_time_and_rank_have_extremes(rig: Rig, tmp_path: Path) -> None:
+    """Readers skip files by the extremes of these columns."""
     run = make_run(tmp_path)
     SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 5)])
     (path,) = run.spans.glob("*.parquet")
@@ -88,6 +88,7 @@ def test_columns_that_a_reader_seeks_by_have_extremes(rig: Rig, tmp_path: Path) 
     assert (columns["step"].statistics.min, columns["step"].statistics.max) == (0, 4)
     assert columns["time"].statistics.has_min_max
     assert columns["rank"].statistics.has_min_max
+    # Times have no dictionary, which would be as long as the column: no two of them are equal.
     assert {name for name, column in columns.items() if column.has_dictionary_page} == {
         "host",
         "process",
@@ -96,8 +97,7 @@ def test_columns_that_a_reader_seeks_by_have_extremes(rig: Rig, tmp_path: Path) 
     }
 
 
-def test_several_ranks_share_a_segment(rig: Rig, tmp_path: Path) -> None:
-    """Ranks of a node are rows of the same files, told apart by their columns."""
+def test_ranks_of_a_node_share_a_segment(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     one, two = chunk(rig, 2, rank=0), chunk(rig, 3, rank=1)
     SegmentWriter(run, HOST, 1 << 30).write([one, two])
@@ -106,8 +106,7 @@ def test_several_ranks_share_a_segment(rig: Rig, tmp_path: Path) -> None:
     assert len(list(run.spans.iterdir())) == 1
 
 
-def test_gap_between_segments_is_loss(rig: Rig, tmp_path: Path) -> None:
-    """Records that are missing between two segments are counted when they are read."""
+def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     writer.write([chunk(rig, 1)])
@@ -117,8 +116,8 @@ def test_gap_between_segments_is_loss(rig: Rig, tmp_path: Path) -> None:
     assert [lost for *_, lost in read_chunks(run, HOST)] == [0, 12]
 
 
-def test_duckdb_and_pandas_read_it_without_us(rig: Rig, tmp_path: Path) -> None:
-    """Plain SQL and pandas get step times by rank, and UTC times, from the files alone."""
+def test_duckdb_and_pandas_read_the_files(rig: Rig, tmp_path: Path) -> None:
+    """Step times by rank and UTC times need no code of this package."""
     run = make_run(tmp_path)
     made = chunk(rig, 4, rank=3)
     SegmentWriter(run, HOST, 1 << 30).write([made])
@@ -136,8 +135,11 @@ def test_duckdb_and_pandas_read_it_without_us(rig: Rig, tmp_path: Path) -> None:
     assert set(steps["micro_steps"]) == {2}
 
 
-def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of all nodes' segments, by rank and step, with the columns that the files have. A damaged one costs its rows."""
+def test_steps_of_all_nodes_are_one_sorted_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows are sorted by rank and step and have the columns of the files.
+
+    Only the rows of a damaged file are missing.
+    """
     run = make_run(tmp_path)
     with pytest.raises(RunStoreError, match="has no steps yet"):
         frames.write_table(run, "steps", io.BytesIO())
@@ -163,8 +165,8 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     assert f"{files[0]} cannot be read" in caplog.text
 
 
-def test_cap_keeps_the_newest(rig: Rig, tmp_path: Path) -> None:
-    """Beyond the cap the oldest segments go, spans and steps together; the newest always stays."""
+def test_cap_deletes_the_oldest_segments(rig: Rig, tmp_path: Path) -> None:
+    """Spans and steps are deleted together. The newest segment is kept even beyond the cap."""
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])
@@ -177,15 +179,16 @@ def test_cap_keeps_the_newest(rig: Rig, tmp_path: Path) -> None:
     assert kept == [f"{HOST}-{number:06d}.parquet" for number in (8, 9, 10)]
     assert sorted(path.name for path in run.steps.glob(f"{HOST}*")) == kept
     assert writer.dropped_segments == 7
-    assert len(list(run.spans.glob("measured*"))) == 1  # another node's files are its own business
+    # A writer deletes only files of its own node.
+    assert len(list(run.spans.glob("measured*"))) == 1
 
     tiny = SegmentWriter(run, HOST, cap_bytes=1)
     tiny.write([chunk(rig, 1)])
     assert [path.name for path in run.spans.glob(f"{HOST}*")] == [f"{HOST}-000011.parquet"]
 
 
-def test_a_failed_segment_leaves_nothing(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a file of spans without its steps, nor one that is not whole; the next one has another number."""
+def test_failed_write_leaves_no_file(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans are not kept without their steps. The next segment has a new number."""
     run = make_run(tmp_path)
     writer, write = SegmentWriter(run, HOST, 1 << 30), pq.write_table
 
@@ -205,8 +208,7 @@ def test_a_failed_segment_leaves_nothing(rig: Rig, tmp_path: Path, monkeypatch: 
     assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [f"{HOST}-000002.parquet"] * 2
 
 
-def test_host_names_may_look_alike(rig: Rig, tmp_path: Path) -> None:
-    """A host whose name begins like another's does not get its segments."""
+def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for host in ("gpu-1", "gpu-1-000001", "gpu"):
         SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
@@ -215,8 +217,7 @@ def test_host_names_may_look_alike(rig: Rig, tmp_path: Path) -> None:
     assert [len(list(read_chunks(run, host))) for host in nodes_of(run.spans)] == [1, 1, 1]
 
 
-def test_damaged_file_is_named(rig: Rig, tmp_path: Path) -> None:
-    """A Parquet file that was cut off raises RunStoreError with its name."""
+def test_error_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 50)])
     (path,) = run.spans.iterdir()
@@ -245,8 +246,11 @@ while True:
 """
 
 
-def test_killed_writer_leaves_only_whole_files(tmp_path: Path) -> None:
-    """After SIGKILL at random moments every file can be read, and holds at least what was reported as written."""
+def test_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
+    """After SIGKILL at random times every file can be read.
+
+    The files contain at least all records that were reported as written.
+    """
     random = np.random.default_rng(7)
     for attempt in range(6):
         folder = tmp_path / str(attempt)
