@@ -1,4 +1,4 @@
-"""`opentelemetry-instrument`, the real one, around training: what it records, and what it leaves alone."""
+"""Training under the real `opentelemetry-instrument` is recorded, and its results do not change."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torchlens_perf.exporters import semantics
 pytestmark = pytest.mark.distributed
 
 TRAIN = str(SCRIPTS / "train_traced.py")
-# What the console script of that name calls.
+# The console script `opentelemetry-instrument` makes the same call.
 INSTRUMENT = [sys.executable, "-c", "from opentelemetry.instrumentation.auto_instrumentation import run; run()"]
 EVERY_STEP = {"TORCHLENS_PERF_TRACE_EVERY": "1"}
-NOT_SET_UP = "Failed to auto initialize OpenTelemetry"  # as its loader says it
-NOWHERE = {f"OTEL_{signal}_EXPORTER": "none" for signal in ("TRACES", "METRICS", "LOGS")}
+# OpenTelemetry's loader logs this if an exporter or instrumentor cannot be loaded.
+LOADER_FAILED = "Failed to auto initialize OpenTelemetry"
+NO_EXPORTERS = {f"OTEL_{signal}_EXPORTER": "none" for signal in ("TRACES", "METRICS", "LOGS")}
 
 
 def losses(stdout: str) -> list[str]:
@@ -29,8 +30,8 @@ def losses(stdout: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """The losses without us and without OpenTelemetry's SDK, by the number of ranks."""
+def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """Return the losses by the number of ranks, without this package and OpenTelemetry's SDK."""
     folder = tmp_path_factory.mktemp("unwatched")
     found = {
         1: losses(run_warm([sys.executable, TRAIN], folder).stdout),
@@ -40,9 +41,10 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     return found
 
 
-def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path: Path) -> None:
-    """Both ranks are recorded: their steps arrive beside the user's own spans, nothing twice, and the losses are the
-    same to the bit."""
+def test_spans_of_both_ranks_are_exported_once(
+    receiver: Receiver, expected_losses: dict[int, list[str]], tmp_path: Path
+) -> None:
+    """The user's own spans arrive too. The losses are the same to the bit."""
     done = run(
         [*INSTRUMENT, *torchrun(TRAIN)],
         tmp_path,
@@ -51,18 +53,21 @@ def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path:
         **EVERY_STEP,
     )
     assert done.returncode == 0, done.stderr
-    assert NOT_SET_UP not in done.stderr, done.stderr
-    assert losses(done.stdout) == unwatched[2]
+    assert LOADER_FAILED not in done.stderr, done.stderr
+    assert losses(done.stdout) == expected_losses[2]
     value = only_report(tmp_path)
-    assert "torchlens_perf recorded nothing" not in done.stderr  # torchrun itself trains nothing
+    # The process of torchrun is instrumented too. It trains nothing and must not warn about that.
+    assert "torchlens_perf recorded nothing" not in done.stderr
     assert [rank["steps"] for rank in value["ranks"]] == [7, 7]
 
     spans = receiver.spans()
     assert len({(span.trace_id, span.span_id) for span in spans}) == len(spans)
-    users, ours = by_rank(spans, "users"), by_rank(spans, semantics.SCOPE)
-    assert users == {(rank, name): count for rank in (0, 1) for name, count in (("my training", 1), ("my step", 8))}
+    user_spans, our_spans = by_rank(spans, "users"), by_rank(spans, semantics.SCOPE)
+    assert user_spans == {
+        (rank, name): count for rank in (0, 1) for name, count in (("my training", 1), ("my step", 8))
+    }
     steps_of = {f"{semantics.SPAN_RANK} {rank}" for rank in (0, 1)}
-    assert {key: count for key, count in ours.items() if key[1] in {semantics.SPAN_STEP, *steps_of}} == {
+    assert {key: count for key, count in our_spans.items() if key[1] in {semantics.SPAN_STEP, *steps_of}} == {
         (0, semantics.SPAN_STEP): 7, (0, f"{semantics.SPAN_RANK} 0"): 7, (1, f"{semantics.SPAN_RANK} 1"): 7,
     }  # fmt: skip
     assert {span.scope.partition(" ")[0] for span in spans} == {"users", semantics.SCOPE}
@@ -77,12 +82,15 @@ def test_torchrun(receiver: Receiver, unwatched: dict[int, list[str]], tmp_path:
 
 
 def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
-    """How many spans of a scope came, by rank and name. The rank is that of the resource: our detector's, or ours."""
+    """Count a scope's spans by rank and name.
+
+    The rank is in the resource: the resource detector or the exporter has set it.
+    """
     return Counter((span.resource[semantics.RANK], span.name) for span in spans if span.scope.startswith(scope))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "variables"),
     [
         (["--watch"], {"TORCHLENS_PERF": "1"}),
         *long(
@@ -94,16 +102,17 @@ def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
         ),
     ],
 )
-def test_one_run(arguments: list[str], told: dict[str, str], unwatched: dict[int, list[str]], tmp_path: Path) -> None:
-    """However many ways to start are there at once, one run is recorded."""
-    done = run([*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NOWHERE, **told)
+def test_several_ways_to_start_make_one_run(
+    arguments: list[str], variables: dict[str, str], expected_losses: dict[int, list[str]], tmp_path: Path
+) -> None:
+    done = run([*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NO_EXPORTERS, **variables)
     assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == unwatched[1]
+    assert losses(done.stdout) == expected_losses[1]
     assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [8 if arguments else 7]
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("variables", "message"),
     [
         ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "requests, torchlens_perf"}, ""),
         *long(
@@ -114,44 +123,49 @@ def test_one_run(arguments: list[str], told: dict[str, str], unwatched: dict[int
         ),
     ],
 )
-def test_no_run(told: dict[str, str], said: str, unwatched: dict[int, list[str]], tmp_path: Path) -> None:
-    """Where it is switched off, or a variable is wrong, the job runs as without us, and says so once."""
-    done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **NOWHERE, **told)
+def test_disabled_or_misconfigured_job_runs_unrecorded(
+    variables: dict[str, str], message: str, expected_losses: dict[int, list[str]], tmp_path: Path
+) -> None:
+    """A wrong variable is reported once."""
+    done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **NO_EXPORTERS, **variables)
     assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == unwatched[1]
-    assert done.stderr.count("torchlens_perf") == said.count("torchlens_perf")
-    assert said in done.stderr
+    assert losses(done.stdout) == expected_losses[1]
+    assert done.stderr.count("torchlens_perf") == message.count("torchlens_perf")
+    assert message in done.stderr
     assert runs(tmp_path) == []
 
 
-@pytest.mark.parametrize(("told", "recorded"), [({}, False), *long(({"TORCHLENS_PERF": "1"}, True))])
-def test_an_exporter_that_is_not_installed(
-    told: dict[str, str], recorded: bool, unwatched: dict[int, list[str]], tmp_path: Path
+@pytest.mark.parametrize(("variables", "recorded"), [({}, False), *long(({"TORCHLENS_PERF": "1"}, True))])
+def test_exporter_that_is_not_installed_prevents_instrumentation(
+    variables: dict[str, str], recorded: bool, expected_losses: dict[int, list[str]], tmp_path: Path
 ) -> None:
-    """OpenTelemetry's loader gives up before it comes to us, as the docs say; TORCHLENS_PERF=1 does not need it."""
-    nowhere = {**NOWHERE, "OTEL_TRACES_EXPORTER": "not_installed"}
-    done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **nowhere, **told)
+    """OpenTelemetry's loader stops before it loads this package's instrumentor.
+
+    With TORCHLENS_PERF=1 the run is recorded nevertheless.
+    """
+    exporters = {**NO_EXPORTERS, "OTEL_TRACES_EXPORTER": "not_installed"}
+    done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **exporters, **variables)
     assert done.returncode == 0, done.stderr
-    assert NOT_SET_UP in done.stderr
-    assert losses(done.stdout) == unwatched[1]
+    assert LOADER_FAILED in done.stderr
+    assert losses(done.stdout) == expected_losses[1]
     assert len(runs(tmp_path)) == recorded
 
 
-def test_options(tmp_path: Path) -> None:
-    """Each setting is an option of opentelemetry-instrument, which goes before the variable."""
+def test_option_overrides_the_environment_variable(tmp_path: Path) -> None:
+    """Each setting is an option of `opentelemetry-instrument`."""
     chosen = tmp_path / "chosen"
     done = run(
         [*INSTRUMENT, "--torchlens_perf_dir", str(chosen / "torchlens-perf"), sys.executable, TRAIN],
         tmp_path,
         TORCHLENS_PERF_DIR=str(tmp_path / "not this one"),
-        **NOWHERE,
+        **NO_EXPORTERS,
     )
     assert done.returncode == 0, done.stderr
     assert only_report(chosen)["ranks"][0]["steps"] == 7
     assert not (tmp_path / "not this one").exists()
 
 
-BY_HAND = """
+INSTRUMENT_IN_CODE = """
 import os, sys, torch
 from torchlens_perf.instrumentation.instrumentor import TorchlensPerfInstrumentor
 from torchlens_perf.watch import running
@@ -179,15 +193,18 @@ assert running() is None
 """
 
 
-def test_by_hand(tmp_path: Path) -> None:
-    """instrument() and uninstrument() in a script, after torch was imported: what lies between them is recorded."""
-    done = run_warm([sys.executable, "-c", BY_HAND], tmp_path)
+def test_steps_between_instrument_and_uninstrument_are_recorded(tmp_path: Path) -> None:
+    """The script calls both functions after it has imported torch."""
+    done = run_warm([sys.executable, "-c", INSTRUMENT_IN_CODE], tmp_path)
     assert done.returncode == 0, done.stderr
     assert only_report(tmp_path)["ranks"][0]["steps"] == 5
 
 
 def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The folder that instruments every Python is not handed on to the sidecar; the user's other folders are."""
+    """OpenTelemetry's folder instruments each Python process that has it in PYTHONPATH.
+
+    The sidecar's PYTHONPATH contains the user's other folders only.
+    """
     from opentelemetry.instrumentation import auto_instrumentation
 
     from torchlens_perf.run import children

@@ -1,4 +1,4 @@
-"""What our resource detector says of a process, by launcher; and what it costs."""
+"""The resource detector sets the attributes of each launcher without importing torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def among(found: dict[str, str | int], names: str) -> dict[str, str | int]:
     return {name: value for name, value in found.items() if name.startswith(names)}
 
 
-def test_alone() -> None:
-    """Without a launcher there is no rank: it may be the launcher itself, or no training at all."""
+def test_process_without_a_launcher_has_no_rank() -> None:
+    """The process may be the launcher itself, or may not train at all."""
     found = resource_attributes({})
     assert ALWAYS.items() <= found.items()
     assert among(found, "torch.") == {}
 
 
-def test_torchrun() -> None:
+def test_torchrun_sets_rank_and_run_id() -> None:
     found = resource_attributes(TORCHRUN)
     assert among(found, "torch.") == {
         semantics.RANK: 3, semantics.WORLD_SIZE: 4, semantics.LOCAL_RANK: 1, semantics.RESTART_COUNT: 2,
@@ -48,8 +48,8 @@ def test_torchrun() -> None:
     }  # fmt: skip
 
 
-def test_srun() -> None:
-    """The run's id is that which the run gets: a job of Slurm has one on all nodes."""
+def test_srun_sets_rank_and_run_id() -> None:
+    """The run has the same id on all nodes: the Slurm job and step."""
     found = resource_attributes(SRUN)
     assert among(found, "torch.") == {
         semantics.RANK: 1, semantics.WORLD_SIZE: 2, semantics.LOCAL_RANK: 0, semantics.RESTART_COUNT: 0,
@@ -59,7 +59,7 @@ def test_srun() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, TORCHRUN, SRUN], ids=["alone", "torchrun", "srun"])
-def test_the_users_run_id(environ: dict[str, str]) -> None:
+def test_run_id_of_the_user_has_priority(environ: dict[str, str]) -> None:
     assert resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID] == "mine"
 
 
@@ -71,8 +71,8 @@ print(json.dumps([found.get("torch.distributed.rank"), found.get("service.name")
 """
 
 
-def test_the_sdk_loads_it(tmp_path: Path) -> None:
-    """By its entry point and the variable, without torch; the user's own attributes stay."""
+def test_sdk_loads_the_detector_without_torch(tmp_path: Path) -> None:
+    """The SDK finds the detector by its entry point. The user's own attributes remain."""
     done = run(
         [sys.executable, "-c", DETECT],
         tmp_path,
@@ -83,24 +83,27 @@ def test_the_sdk_loads_it(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.returncode) == ('[3, "mine", false]', 0), done.stderr
 
 
-def test_node_has_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sidecar inherits the detector and the rank that started it: its metrics are of all ranks of the node."""
+def test_sidecar_metrics_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar inherits the detector and the variables of the rank that started it.
+
+    Its metrics cover all ranks of the node.
+    """
     for name, value in {**SRUN, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "*"}.items():
         monkeypatch.setenv(name, value)
     identity = Identity("run", 1, 0, 2, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
-    of_process = {"process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT}
+    process_attributes = {"process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT}
     found = node_resource(identity).attributes
-    assert of_process & set(found) == set()
+    assert process_attributes & set(found) == set()
     assert found[semantics.RUN_ID] == "run"
 
 
-def test_entry_points() -> None:
-    """All three are there; the variables are the settings, each once."""
+def test_entry_points_are_installed_and_list_every_setting() -> None:
     groups = ("instrumentor", "resource_detector", "environment_variables")
     for group in groups:
         assert entry_points(group=f"opentelemetry_{group}", name="torchlens_perf"), "install the package again"
     (listed,) = entry_points(group="opentelemetry_environment_variables", name="torchlens_perf")
     names = {name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")}
-    settings = variables().keys() - {EXCHANGE_TOKEN}  # no option: command lines can be read by all users
+    # The token must not be an option: all users of a machine can read command lines.
+    settings = variables().keys() - {EXCHANGE_TOKEN}
     assert names == {"TORCHLENS_PERF", "TORCHLENS_PERF_RUN_ID", *settings}
     assert names == {name.removeprefix("OTEL_PYTHON_") for name in environment_variables.VARIABLES}
