@@ -1,7 +1,8 @@
-"""Every code block of the README and of docs/ is run, or held against the real thing, or skipped with its reason.
+"""Every code block of the README and docs/ is executed, checked, or skipped with a reason.
 
-Python is executed, page by page. Commands for a shell are parsed by the program's own parser; those that end by
-themselves are executed: the README's in `make test`, the others in `make test-long`. SQL is asked of a recorded run.
+Python is executed page by page. Shell commands are parsed by the program's own parser.
+Commands that end by themselves are executed too: those of the README in `make test`, others in
+`make test-long`. SQL queries read a recorded run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torchlens_perf.errors import TorchlensPerfError
 from torchlens_perf.exporters import semantics
 
 BLOCKS = blocks()
-# Names that a page's examples take as given.
-GIVEN = """
+# Names that the examples of all pages use without defining them.
+SETUP = """
 import torch, pandas
 from torch import nn
 import torchlens_perf as perf
@@ -35,7 +36,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = [torch.randn(8, 16) for _ in range(12)]
 requests = [torch.randn(1, 16) for _ in range(6)]
 """
-MORE_GIVEN = {
+SETUP_OF_PAGE = {
     "README.md": """
 class Answer(nn.Module):
     def __init__(self):
@@ -51,55 +52,57 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 PYTHON_NOT_RUN = {
     "docs/guides/frameworks.md": "needs the frameworks: tests/frameworks/test_jobs.py compares it with its jobs",
     "docs/guides/gpu.md": "needs a CUDA device: run by tests/device and `make gpu-check`",
-    "docs/guides/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
+    "docs/guides/notebook.md": "see tests/results/test_docs_notebook.py, tests/frameworks/test_notebook.py",
 }
-# Programs that are parsed and not executed, by what their command begins with.
+# Commands that are parsed and not executed, by their first words.
 NOT_EXECUTED = {
-    "make": "installs an environment, or runs for minutes to hours; `make --dry-run` takes it",
+    "make": "installs an environment, or runs for minutes to hours; checked by `make --dry-run`",
     "pip install": "downloads; its extras are in pyproject.toml",
     "python -m benchmarks": "runs for minutes to hours; its options are in its source",
-    "torchlens-perf report --fail-on": "its exit code is the run's: tests/commands/test_fail_on.py",
+    "torchlens-perf report --fail-on": "exits with the run's result: tests/commands/test_fail_on.py",
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
-    "torchlens-perf capture": "needs a run that is alive: tests/distributed/test_capture_live.py",
+    "torchlens-perf capture": "needs a live run: tests/distributed/test_capture_live.py",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
     "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",
-    "torchlens-perf simulate --device": "is run by tests/simulate/test_simulated_devices.py",
+    "torchlens-perf simulate --device": "run by tests/simulate/test_simulated_devices.py",
 }
-# Programs of others, and words of the shell: not parsed here, and not executed.
+# Other programs and shell keywords, which are neither parsed nor executed here.
 ELSEWHERE = {
     "while": "a loop over lines: tests/backends/test_autotel.py",
     "printf": "a loop over lines: tests/backends/test_autotel.py",
     "done": "a loop over lines: tests/backends/test_autotel.py",
-    "curl": "is run by tests/prometheus/test_docs.py",
-    "promtool": "is run by tests/prometheus/test_docs.py",
-    "ls": "is run by tests/prometheus/test_docs.py",
-    "sh": "is run by tests/prometheus/test_docs.py",
+    "curl": "run by tests/prometheus/test_docs.py",
+    "promtool": "run by tests/prometheus/test_docs.py",
+    "ls": "run by tests/prometheus/test_docs.py",
+    "sh": "run by tests/prometheus/test_docs.py",
     "ssh": "needs another machine",
 }
-PAGES_ELSEWHERE = {  # by what their commands are executed
+# Pages whose commands another test executes.
+PAGES_ELSEWHERE = {
     "docs/guides/prometheus.md": "tests/prometheus/test_docs.py",
     "docs/guides/kubernetes.md": "tests/prometheus/test_docs.py",
     "docs/guides/slurm.md": "tests/prometheus/test_docs.py",
 }
-SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
+SQL_ELSEWHERE = {"docs/guides/backends.md": "for ClickHouse: tests/backends/test_clickhouse.py"}
+# Blocks that contain no code: page and first words, with the source of the text.
 NO_CODE = {
     ("docs/tutorials/quickstart.md", "torchlens_perf  train.py"): "the report of one run, whose times vary",
-    ("docs/guides/recipes.md", "BOTTLENECK  data"): "of the run in docs/tutorials/quickstart.md",
-    ("docs/guides/recipes.md", "SLOW RANK"): "of examples/train_gpt.py on a busy machine",
-    ("docs/guides/recipes.md", "HANG"): "of a run whose rank 1 slept: tests/distributed/test_hang_live.py",
-    ("docs/guides/recipes.md", "BOTTLENECK  CPU"): "of examples/train_gpt.py on a busy machine",
-    ("docs/guides/recipes.md", "step        p50"): "of examples/serve_model.py",
-    ("docs/guides/troubleshooting.md", "system"): "what doctor prints: tests/commands/test_doctor.py",
+    ("docs/guides/recipes.md", "BOTTLENECK  data"): "the report of the run in docs/tutorials/quickstart.md",
+    ("docs/guides/recipes.md", "SLOW RANK"): "a report on examples/train_gpt.py on a busy machine",
+    ("docs/guides/recipes.md", "HANG"): "a report on a run whose rank 1 slept: tests/distributed/test_hang_live.py",
+    ("docs/guides/recipes.md", "BOTTLENECK  CPU"): "a report on examples/train_gpt.py on a busy machine",
+    ("docs/guides/recipes.md", "step        p50"): "a report on examples/serve_model.py",
+    ("docs/guides/troubleshooting.md", "system"): "output of doctor: tests/commands/test_doctor.py",
     ("docs/guides/read-the-report.md", "torchlens_perf  simulation"): "reports: tests/docs/test_shown_reports.py",
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
-    ("docs/explanation/verdicts.md", "SLOW RANK"): "what a report says; tests/simulate/test_planted.py",
-    ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
+    ("docs/explanation/verdicts.md", "SLOW RANK"): "part of a report: tests/simulate/test_planted.py",
+    ("docs/guides/gpu.md", "Typical step of each rank"): "part of a report: tests/simulate/test_simulated_devices.py",
     ("CONTRIBUTING.md", "training process"): "a drawing",
     ("README.md", "torchlens_perf  simulation"): "a report: tests/docs/test_shown_reports.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
-    ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
-    ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
+    ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "output of simulate: tests/simulate/test_planted.py",
+    ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of files that are deleted when a run ends: tests/run",
 }
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]
 # Indented blocks whose first word is a program, or a variable before one.
@@ -109,8 +112,8 @@ OTHERS = [block for block in BLOCKS if block not in SHELL and block.language not
 LISTING = "torchlens-perf/20261121-013205-3fa9c1d2/\n"
 
 
-def test_there_are_blocks() -> None:
-    """The pages are where this looks, and every language is one that it knows."""
+def test_blocks_are_found_and_exceptions_are_used() -> None:
+    """Every block's language is known, and every exception in the tables above has a block."""
     assert len(BLOCKS) > 30
     assert len(COMMANDS) > 30
     known = {"python", "sh", "bash", "shell", "console", "sql", "plain", "indented", "yaml"}
@@ -137,25 +140,25 @@ def shell(command: Command) -> str:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
-def test_python(page: str, recorded: Path, tmp_path: Path) -> None:
-    """A page's blocks run one after another, as a reader pastes them."""
+def test_python_blocks_run_without_errors(page: str, recorded: Path, tmp_path: Path) -> None:
+    """All blocks of a page run in one process, in their order."""
     code = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
     compile(code, page, "exec")
     if page in PYTHON_NOT_RUN:
         pytest.skip(f"{page}: {PYTHON_NOT_RUN[page]}")
     shutil.copytree(recorded, tmp_path, dirs_exist_ok=True, symlinks=True)
     code = code.replace("20261121-013205-3fa9c1d2", run_id(recorded))
-    done = run_warm([sys.executable, "-c", GIVEN + MORE_GIVEN.get(page, "") + code], tmp_path)
+    done = run_warm([sys.executable, "-c", SETUP + SETUP_OF_PAGE.get(page, "") + code], tmp_path)
     assert done.returncode == 0, done.stderr
     runs(tmp_path)
 
 
-# -- a recorded run, which others refer to
+# -- a recorded run and the blocks that read it
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the scripts that commands name, and with a run."""
+    """Return a folder with one recorded run and the scripts that the commands start."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "package").mkdir()
     for name in ("train.py", "package/train.py"):
@@ -172,8 +175,8 @@ def run_id(folder: Path) -> str:
     return one
 
 
-def test_sql(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each query is one that DuckDB takes, over a run's own files; of hardware, over a file without rows."""
+def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DuckDB runs each query. Queries of GPU samples read a file without rows."""
     import duckdb
 
     from torchlens_perf.analysis.statistics.hardware import GpuSample
@@ -188,11 +191,11 @@ def test_sql(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     answers = [duckdb.sql(query).fetchall() for query in queries]
     assert len(queries) >= 4
-    assert len(answers[0]) == 10  # the slowest steps
+    # The first query asks for the ten slowest steps.
+    assert len(answers[0]) == 10
 
 
-def test_listing_of_a_run_directory(recorded: Path) -> None:
-    """Every file of a run is in the page's listing."""
+def test_listing_of_a_run_directory_names_every_file(recorded: Path) -> None:
     (listing,) = [block for block in OTHERS if block.text.startswith(LISTING)]
     names = [line.split()[0] for line in listing.text.splitlines()[1:]]
     patterns = [re.escape(name).replace("NODE", r"[\w.-]+").replace("000001", r"\d+") for name in names]
@@ -202,44 +205,44 @@ def test_listing_of_a_run_directory(recorded: Path) -> None:
     assert [file for file in files if not any(re.fullmatch(each, file) for each in patterns)] == []
 
 
-# -- a shell's
+# -- shell commands
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: f"{each.block.place} {each}"[:90])
-def test_commands_are_understood(command: Command) -> None:
-    """By the real parser of each program: no option that is not there, no script that is not there."""
+def test_commands_are_accepted_by_their_parsers(command: Command) -> None:
+    """Options and scripts that a command names exist."""
     for variable in command.variables:
         name = variable.partition("=")[0]
-        assert name.startswith(("TORCHLENS_PERF", "OTEL_")), f"what reads {name}?"
-    understand(command.words)
+        assert name.startswith(("TORCHLENS_PERF", "OTEL_")), f"no program reads {name}"
+    check_command(command.words)
 
 
-def understand(words: Sequence[str]) -> None:
+def check_command(words: Sequence[str]) -> None:
     program, arguments = words[0], list(words[1:])
     if program in ELSEWHERE:
         return
     if program == "torchlens-perf" or words[:3] == ("python", "-m", "torchlens_perf"):
-        ours(arguments if program == "torchlens-perf" else arguments[2:])
+        check_torchlens_perf(arguments if program == "torchlens-perf" else arguments[2:])
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         options = get_args_parser().parse_args(arguments)
         if options.module:
             assert options.training_script == "torchlens_perf"
-            ours(options.training_script_args)
+            check_torchlens_perf(options.training_script_args)
         else:
-            script(options.training_script)
+            check_script(options.training_script)
     elif program == "opentelemetry-instrument":
-        instrument(arguments)
+        check_instrument(arguments)
     elif program == "export":
         for assigned in arguments:
-            assert assigned.startswith(("TORCHLENS_PERF", "OTEL_")), f"what reads {assigned}?"
+            assert assigned.startswith(("TORCHLENS_PERF", "OTEL_")), f"no program reads {assigned}"
     elif words[:2] == ("python", "-m"):
-        benchmark(arguments[1:])
+        check_benchmark(arguments[1:])
     elif program == "python":
-        script(arguments[0])
+        check_script(arguments[0])
     elif program == "pip":
-        pip(arguments)
+        check_pip(arguments)
     elif program == "make":
         done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -247,7 +250,7 @@ def understand(words: Sequence[str]) -> None:
         raise AssertionError(f"no parser is known for {program}: add it here")
 
 
-def ours(arguments: list[str]) -> None:
+def check_torchlens_perf(arguments: list[str]) -> None:
     if arguments[0] == "run":
         assert run.split_options(arguments[1:])[1]
         return
@@ -257,32 +260,33 @@ def ours(arguments: list[str]) -> None:
         raise AssertionError(f"torchlens-perf {' '.join(arguments)}: {error}") from None
 
 
-def script(name: str) -> None:
+def check_script(name: str) -> None:
     assert name == "train.py" or (ROOT / name).is_file(), name
 
 
-def pip(arguments: list[str]) -> None:
+def check_pip(arguments: list[str]) -> None:
     (wanted,) = arguments[1:]
     if wanted == "torch":
         return
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     name, extra = re.fullmatch(r"([\w.-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
-    assert name == "."  # in a clone
+    # The docs install from a clone.
+    assert name == "."
     assert extra is None or extra in extras
 
 
-def instrument(arguments: list[str]) -> None:
-    """Its options are what the entry points list: see opentelemetry/instrumentation/auto_instrumentation."""
+def check_instrument(arguments: list[str]) -> None:
+    # `opentelemetry-instrument` makes its options from these entry points in the same way.
     variables = [n for each in entry_points(group="opentelemetry_environment_variables") for n in dir(each.load())]
     options = {"--" + re.sub("^OTEL_(PYTHON_)?", "", name).lower() for name in variables if name.startswith("OTEL_")}
     while arguments[0].startswith("--"):
         assert arguments[0] in options
         arguments = arguments[2:]
-    understand(tuple(arguments))
+    check_command(tuple(arguments))
 
 
-def benchmark(arguments: list[str]) -> None:
-    """There is such a file, and its options and parts are words of its source."""
+def check_benchmark(arguments: list[str]) -> None:
+    """Check that the benchmark exists and that its source contains the options and parts."""
     module = ROOT.joinpath(*arguments[0].split("."))
     sources = [module.with_suffix(".py")] if module.with_suffix(".py").is_file() else [*module.glob("*.py")]
     assert sources, arguments[0]
@@ -291,16 +295,17 @@ def benchmark(arguments: list[str]) -> None:
     kind = sources[0].stem.partition("_")[0]
     text += "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{kind}*.py"))
     for word in arguments[1:]:
-        if word.isupper():  # stands for what the reader has; of what is no option's value, the usage says the same
+        # A word in capitals is a placeholder. As a first argument it must be in the usage too.
+        if word.isupper():
             assert word != arguments[1] or word in text.split('"""')[1], f"{arguments[0]} takes no {word}"
         elif word.startswith("--") or (word == arguments[1] and arguments[0] != "benchmarks"):
-            assert f'"{word}"' in text, f"{arguments[0]} knows no {word}"
+            assert f'"{word}"' in text, f"{arguments[0]} has no {word}"
     if arguments[0] == "benchmarks":
         assert (ROOT / "benchmarks" / f"{arguments[1]}.py").is_file(), arguments[1]
 
 
-def executed() -> list[object]:
-    """The README's at once, the others in `make test-long`."""
+def executed_commands() -> list[object]:
+    """Return all commands. Those outside the README are marked for `make test-long`."""
     return [
         pytest.param(
             command,
@@ -321,9 +326,12 @@ SHIMS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", executed())
-def test_commands_are_executed(command: Command, recorded: Path, tmp_path: Path) -> None:
-    """In bash, as they stand there: 2 ranks for 4 or 8, the run's name for RUN_DIR, nobody's port for a collector."""
+@pytest.mark.parametrize("command", executed_commands())
+def test_commands_succeed(command: Command, recorded: Path, tmp_path: Path) -> None:
+    """Bash executes each command with few changes.
+
+    Jobs have 2 ranks. RUN_DIR is the recorded run. The collector's address is an unused port.
+    """
     for begin, reason in NOT_EXECUTED.items():
         if shell(command).startswith(begin):
             pytest.skip(f"{command}: {reason}")
@@ -361,12 +369,15 @@ def test_commands_are_executed(command: Command, recorded: Path, tmp_path: Path)
         assert ranks[0]["steps"] >= 12
 
 
-# -- the others
+# -- other blocks
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=lambda each: each.place)
-def test_others(block: Block) -> None:
-    """Rules for Prometheus name metrics that are sent; a run's listing is tested above. What is no code is said."""
+def test_other_blocks_are_checked_or_have_a_source(block: Block) -> None:
+    """Rules for Prometheus may use only exported metrics.
+
+    The listing of a run directory has a test of its own.
+    """
     if block.text.startswith(LISTING):
         return
     if block.text.startswith("groups:"):
@@ -376,12 +387,12 @@ def test_others(block: Block) -> None:
         assert used <= set(prometheus_names())
         return
     reasons = [reason for (page, begin), reason in NO_CODE.items() if is_at(block, page, begin)]
-    assert reasons, f"{block.place}: what is it? Run it, hold it against something, or say in NO_CODE why not"
+    assert reasons, f"{block.place}: unknown block. Execute or check it, or add it to NO_CODE"
     pytest.skip(f"{block.place}: {reasons[0]}")
 
 
 def prometheus_names() -> Iterator[str]:
-    """Of the metrics, as Prometheus writes them: with the unit, and what a histogram or a counter ends in."""
+    """Return names of metrics and labels in Prometheus, with unit and suffix of the instrument."""
     units = {"s": "_seconds", "By": "_bytes", "1": "_ratio"}
     ends = {"histogram": ("_sum", "_count", "_bucket"), "counter": ("_total",)}
     for metric in semantics.METRICS:

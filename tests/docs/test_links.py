@@ -1,4 +1,4 @@
-"""Links between pages: where they lead is there, and every page can be found from the README."""
+"""Links between pages have existing targets, and every page can be reached from the README."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """The files that a page links to, each with the heading in it, or ""."""
+    """Return the file and the heading of each link on a page. The heading may be empty."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = [target for target in _LINK.findall(text) if "://" not in target]
     split = [target.partition("#") for target in targets]
@@ -23,22 +23,20 @@ def links(page: Path) -> list[tuple[Path, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What headings are called in addresses: by GitHub's rule."""
+    """Return the anchors of a page's headings, formed by GitHub's rule."""
     headings = _HEADING.findall(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", pages())
-def test_they_lead_somewhere(page: str) -> None:
-    """To a file that is there, and to a heading of it."""
+def test_targets_of_links_exist(page: str) -> None:
     found = links(ROOT / page)
     assert [str(path) for path, _ in found if not path.exists()] == []
     named = [(path, heading) for path, heading in found if heading]
     assert [f"{path.name}#{heading}" for path, heading in named if heading not in anchors(path)] == []
 
 
-def test_every_page_is_found() -> None:
-    """By links alone, from the README."""
+def test_every_page_is_reachable_from_the_readme() -> None:
     reached, waiting = set(), [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()

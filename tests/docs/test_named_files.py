@@ -1,4 +1,4 @@
-"""Files, and tests in them, that pages for contributors name in backticks are there."""
+"""Files and tests that pages for contributors name in backticks exist."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from tests.support.processes import ROOT
 
 PAGES = ["CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/internals/*.md"))]
-NOT_HERE = {
+# Files outside this repository, with their owner.
+ELSEWHERE = {
     "ATen/cuda/CUDAGraph.cpp": "torch's",
     "src/device/common.h": "NCCL's",
     "src/proxy.cc": "NCCL's",
     "straggler/reporting.py": "nvidia-resiliency-ext's",
-    "_native.c": "a way that was not taken",
+    "_native.c": "a rejected design",
 }
 _FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|pyi|cpp|cc|c|h|js|css|md|toml|sh|svg|npz))(?:::(test_\w+))?`")
 _TEST = re.compile(r"`((?:[\w-]+/)+test_\w+)::(test_\w+)`")
@@ -32,13 +33,13 @@ def tracked() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page: str, tracked: list[str]) -> None:
-    """Paths may leave out the folders that the page is about."""
+    """Pages may omit the leading folders of a path."""
     text = (ROOT / page).read_text()
     named = set(_FILE.findall(text)) | {(f"{file}.py", test) for file, test in _TEST.findall(text)}
     wrong = []
     for file, test in sorted(named):
         found = [path for path in tracked if path.endswith(f"/{file}")]
-        if not found and file not in NOT_HERE:
+        if not found and file not in ELSEWHERE:
             wrong.append(file)
         elif test and not any(f"def {test}" in Path(f"{ROOT}{path}").read_text() for path in found):
             wrong.append(f"{file}::{test}")

@@ -1,4 +1,4 @@
-"""Reports that the docs show are those that the command above them prints."""
+"""Each report in the docs equals the output of the command above it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_reports_of_a_slow_and_a_healthy_job_are_shown() -> None:
 def test_shown_lines_are_printed(
     command: str, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the order shown. `...` stands for lines left out, and times of day differ."""
+    """The order must be the same. `...` stands for omitted lines, and times of day may differ."""
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     printed = iter(_CLOCK.sub("", capsys.readouterr().out).splitlines())

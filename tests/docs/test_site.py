@@ -14,8 +14,8 @@ import torchlens_perf
 from tests.support.processes import ROOT
 
 pytest.importorskip("mkdocs", reason="the site is built by mkdocs, of the extra `test`")
+# The function, whose short name in the package is the same as its module's.
 WATCH = "torchlens_perf.watch.watch"
-"""The function. The module has the same name as it has in the package."""
 
 
 @pytest.fixture(scope="module")

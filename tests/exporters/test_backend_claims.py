@@ -1,4 +1,7 @@
-"""Tests and variables exist that docs/internals/backend-tests.md and docs/guides/backends.md name."""
+"""Claims of docs/internals/backend-tests.md and docs/guides/backends.md match the tests.
+
+The tests, variables and versions that these pages name exist.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts
 _FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
 
 
-def table(first_header: str, page: str = PAGE) -> list[list[str]]:
-    """The cells of the page's table whose header begins so, its header first."""
-    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
+def table(header_pattern: str, page: str = PAGE) -> list[list[str]]:
+    """Return the cells of the table whose header row matches a pattern, including that row."""
+    (start,) = re.findall(rf"^\| {header_pattern} \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in start.splitlines()]
     return [rows[0], *rows[2:]]
 
@@ -28,8 +31,8 @@ def functions(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_cell_is_backed() -> None:
-    """It works, by a test that is there; or it does not, and the cell says why."""
+def test_every_cell_names_a_test_or_a_reason() -> None:
+    """A cell reads "works" with an existing test, or "does not" with a reason."""
     header, *rows = table("backend .* trace tree with all ranks.*")
     assert header == ["backend", *COLUMNS]
     assert len(rows) == 8
@@ -43,8 +46,8 @@ def test_every_cell_is_backed() -> None:
             assert (re.match(r"works\b.*\(`", cell) and named) or re.match(r"does not: \w+", cell), f"{backend}: {cell}"
 
 
-def test_the_guide_says_yes_where_a_test_does() -> None:
-    """In the same rows and columns."""
+def test_guide_claims_exactly_what_tests_show() -> None:
+    """The guide and the internal page have the same rows and columns."""
     _, *backed = table("backend .* trace tree with all ranks.*")
     _, *claimed = table("backend .* traces .*", GUIDE)
     assert len(claimed) == len(backed)
@@ -53,8 +56,7 @@ def test_the_guide_says_yes_where_a_test_does() -> None:
         assert [claim.startswith("yes") for claim in claims] == [cell.startswith("works") for cell in cells], name
 
 
-def test_named_tests_are_there() -> None:
-    """All that are named with their file."""
+def test_named_tests_exist_and_every_backend_test_is_named() -> None:
     named = re.findall(rf"`({_FILE})(?:::({_TEST}))?`", PAGE)
     assert len(named) > 20
     for path, test in named:
@@ -63,14 +65,12 @@ def test_named_tests_are_there() -> None:
     assert files <= {path for path, _ in named}
 
 
-def test_table_of_faults_matches_the_test() -> None:
-    """Every case of the test is in the table, and every one of the table is in the test."""
+def test_table_of_faults_lists_the_cases_of_the_test() -> None:
     _, *rows = table("the endpoint")
     assert {case for row in rows for cell in row for case in re.findall(r"\[([^]`]+)\]", cell)} == set(FAULTS)
 
 
 def test_documented_versions_are_the_installed_ones() -> None:
-    """Those that are installed are those that were run."""
     script = (ROOT / "scripts" / "install_backend.sh").read_text()
     versions = re.findall(r'="from_\w+ (?:trixie )?(\w[\w-]*)(?:==|@|=)([\w.]+)', script)
     assert len(versions) == 6
@@ -80,14 +80,14 @@ def test_documented_versions_are_the_installed_ones() -> None:
 
 @pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
 def test_documented_settings_are_those_of_the_test(name: str) -> None:
-    """The variables of the page are those that the test sets, and no others; so are paths and headers."""
+    """The page names exactly the variables that the test sets, with the same paths and headers."""
     title = {"autotel": "autotel-devtools", "victoria_metrics": "VictoriaMetrics", "mlflow": "MLflow"}.get(name, name)
     (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     lines = re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE)
     tests = ROOT / "tests" / "backends"
     code = (tests / f"test_{name}.py").read_text() + (tests / "rotel.py").read_text() * (name == "rotel")
-    told = set(re.findall(r'"(OTEL_EXPORTER_OTLP_\w+)"', code)) - {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"}
-    assert {variable for variable, _ in lines} == told
+    set_by_test = set(re.findall(r'"(OTEL_EXPORTER_OTLP_\w+)"', code)) - {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"}
+    assert {variable for variable, _ in lines} == set_by_test
     for variable, value in lines:
         path = re.sub(r"^http://[^/]+", "", value)
         assert not variable.endswith(("ENDPOINT", "HEADERS")) or path in code, value
