@@ -1,4 +1,4 @@
-"""An argument parser over the fields of a dataclass, as transformers' HfArgumentParser is: annotations are types."""
+"""Make an argument parser from a dataclass, like HfArgumentParser: annotations must be types."""
 import argparse
 import dataclasses
 import typing

@@ -1,4 +1,4 @@
-"""An event loop that is interrupted."""
+"""Run an event loop that SIGINT interrupts."""
 import asyncio
 import os
 import signal

@@ -1,2 +1,2 @@
-"""A module that fails as libraries do that miss a library."""
+"""Fail on import like a package whose shared library is missing."""
 raise OSError("libfabric.so.1: cannot open shared object file")

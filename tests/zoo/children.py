@@ -1,4 +1,4 @@
-"""Processes that are started by a command line: what they inherit."""
+"""Start processes by command lines and by fork, and print what they inherit."""
 import json
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Closes its own streams before it ends."""
+"""Close standard output and standard error before the end."""
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""Ends in one of the ways in which scripts end."""
+"""End in the way that the first argument names."""
 import atexit
 import os
 import resource

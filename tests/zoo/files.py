@@ -1,4 +1,4 @@
-"""Writes files beside itself and where it stands, and lets modules be compiled."""
+"""Write files next to the script and in the working directory, and import a module."""
 import os
 import pathlib
 

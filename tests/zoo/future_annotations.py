@@ -1,4 +1,4 @@
-"""A script that asks for annotations as text gets them, and barry_as_FLUFL does not leak from anywhere."""
+"""Annotations are text by the script's own __future__ import, and no other flag is set."""
 from __future__ import annotations
 
 

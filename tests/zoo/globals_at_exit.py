@@ -1,4 +1,4 @@
-"""What lives in __main__ when Python ends, and in which order it goes."""
+"""Print the order in which the objects of __main__ are deleted when Python ends."""
 import sys
 
 

@@ -1,4 +1,4 @@
-"""A group of exceptions, where Python has them."""
+"""Raise an exception group, or one exception before Python 3.11."""
 import sys
 
 if sys.version_info >= (3, 11):

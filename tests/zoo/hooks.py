@@ -1,4 +1,4 @@
-"""Hooks of the script's own for exceptions: in the main thread, in others, and where nobody can catch."""
+"""Install hooks for exceptions in the main thread, in other threads and in destructors."""
 import sys
 import threading
 import traceback

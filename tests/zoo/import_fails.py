@@ -1,2 +1,2 @@
-"""An import of the script's own that fails inside."""
+"""Import a module that raises an exception while it is imported."""
 import broken

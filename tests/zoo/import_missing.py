@@ -1,2 +1,2 @@
-"""An import of a name that is not there."""
+"""Import a name that its package does not define."""
 from package import part, no_such_part

@@ -1,4 +1,4 @@
-"""A module that imports __main__, and the script by its own name: the one is the same module, the other is another."""
+"""Import __main__, which is this module, and the script by name, which is a second module."""
 import sys
 
 if __name__ == "__main__":

@@ -1,2 +1,2 @@
-"""What is looked at afterwards, from the keyboard."""
+"""Set a variable that the interactive prompt can read after the script (`python -i`)."""
 value = 41

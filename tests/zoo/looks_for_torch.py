@@ -1,4 +1,4 @@
-"""Asks whether torch is there without importing it, and by importing it where there is none."""
+"""Look for torch without an import, and import it when it is not installed."""
 import importlib.metadata
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Raises an error of our own kinds: in a script it is an error like any other."""
+"""Raise an error class of torchlens_perf, which must be handled like any other error."""
 import sys
 
 from torchlens_perf import errors

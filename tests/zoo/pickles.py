@@ -1,4 +1,4 @@
-"""Objects of a class in __main__, pickled and read again, here and in another process of Python."""
+"""Pickle objects of classes in __main__, and load them here and in another Python process."""
 import pickle
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Prints all that a script can see of itself and of its process, as JSON."""
+"""Print the properties of the script, the interpreter and the process as JSON."""
 import sys
 
 _modules = list(sys.modules)

@@ -1,4 +1,4 @@
-"""Processes by each of multiprocessing's methods: how they find __main__ again, and what they say when they fail."""
+"""Start processes with a method of multiprocessing: they import __main__ again, and one fails."""
 import concurrent.futures
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A script that reads its input by line, whole, and from the descriptor."""
+"""Read standard input by line, from the file descriptor, and to the end."""
 import os
 import sys
 

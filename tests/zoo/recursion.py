@@ -1,4 +1,4 @@
-"""How deep a script can go, and the traceback of going too deep."""
+"""Print the depth at which recursion fails, and fail again with a long traceback."""
 depth = 0
 
 

@@ -1,4 +1,4 @@
-"""Finders of the script's own, and modules that are found, made, reloaded and kept out."""
+"""Install import finders, one of which blocks torch, and create and reload a module."""
 import importlib
 import importlib.abc
 import importlib.util

@@ -1,4 +1,4 @@
-"""A script that reads its own source, by all the ways there are."""
+"""Read the script's own source with inspect, linecache, tokenize and the loader."""
 import inspect
 import linecache
 import os

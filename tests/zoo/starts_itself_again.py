@@ -1,4 +1,4 @@
-"""A script that replaces itself by itself, as launchers that change LD_LIBRARY_PATH do."""
+"""Replace the process by the same command, like launchers that change LD_LIBRARY_PATH."""
 import os
 import sys
 

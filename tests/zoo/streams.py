@@ -1,4 +1,4 @@
-"""Bytes and text on both streams, unflushed when it ends."""
+"""Write bytes and text to both output streams, and end without a flush."""
 import sys
 
 sys.stdout.buffer.write(b"\xff\x00bytes\n")

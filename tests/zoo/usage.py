@@ -1,4 +1,4 @@
-"""argparse says how the program was called."""
+"""Parse arguments with argparse, whose usage message contains the program's name."""
 import argparse
 
 parser = argparse.ArgumentParser(description="trains")

@@ -1,4 +1,4 @@
-"""Warnings that only __main__ shows, once a place, with the line of source."""
+"""Warnings that are shown only in __main__, once for each place, with the source line."""
 import warnings
 
 

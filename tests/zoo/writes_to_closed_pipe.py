@@ -1,3 +1,3 @@
-"""Prints more than anybody reads."""
+"""Print more lines than the reader of the pipe reads."""
 for line in range(100_000):
     print("step", line)

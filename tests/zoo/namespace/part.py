@@ -1,2 +1,2 @@
-"""A module in a folder that has no __init__.py."""
+"""A module in a folder without __init__.py."""
 print(__name__, __package__, __spec__.name, __spec__.parent)

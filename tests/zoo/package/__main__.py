@@ -1,4 +1,4 @@
-"""A package that is run."""
+"""The main module of a package that is executed with `-m`."""
 import sys
 
 from . import name, part
