@@ -51,7 +51,11 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Any:
         ("node:node=1,share=0.1", {8, 9, 10, 11, 12, 13, 14, 15}),
     ],
 )
-def test_fault_of_ranks_is_found_by_a_straggler_verdict(fault: str, ranks: set[int], answer: Any) -> None:
+def test_fault_of_ranks_is_found_by_a_straggler_verdict(
+    fault: str,
+    ranks: set[int],
+    answer: Any,
+) -> None:
     found = answer("--rows", "--ranks", "32", "--steps", "96", "--fault", fault, *QUIET)
     (planted,) = found["planted"]
 
@@ -98,7 +102,12 @@ def test_fault_is_found_by_a_verdict_on_a_run_directory(
         ("link:rank=5,share=0.2,since=500", ("--topology", "dp=4,tp=4"), "it does not begin within the 96 steps"),
     ],
 )
-def test_missed_fault_has_a_reason(fault: str, arguments: tuple[str, ...], why: str, answer: Any) -> None:
+def test_missed_fault_has_a_reason(
+    fault: str,
+    arguments: tuple[str, ...],
+    why: str,
+    answer: Any,
+) -> None:
     (planted,) = answer("--rows", "--steps", "96", "--fault", fault, *arguments, *QUIET)["planted"]
 
     assert planted["found"] is False
@@ -113,7 +122,13 @@ def test_missed_fault_has_a_reason(fault: str, arguments: tuple[str, ...], why: 
         ("link:rank=1,share=0.01", "dp=4,tp=4", "too small: transfers take 1.3 times as long"),
     ],
 )
-def test_missed_slow_link_has_a_reason(fault: str, topology: str, why: str, tmp_path: Path, answer: Any) -> None:
+def test_missed_slow_link_has_a_reason(
+    fault: str,
+    topology: str,
+    why: str,
+    tmp_path: Path,
+    answer: Any,
+) -> None:
     arguments = ("--topology", topology, "--steps", "64", "--fault", fault, "--out", str(tmp_path / "run"))
     (planted,) = answer(*arguments)["planted"]
 
@@ -188,7 +203,10 @@ def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
     assert second.cost_ns.tolist() == np.concatenate(expected).tolist()
 
 
-def test_page_and_top_show_the_slow_one_of_256_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_top_show_the_slow_one_of_256_ranks(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With this many ranks, the page's tables omit some. Its texts name ranks without verdicts."""
     out = tmp_path / "run"
     topology, fault = "dp=32,tp=8", "constant:rank=77,share=0.3"

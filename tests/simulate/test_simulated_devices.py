@@ -62,7 +62,10 @@ def test_device_run_has_the_same_verdicts_as_a_cpu_run(fault: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("late_steps", [0, 7, 64])
-def test_rank_is_named_when_device_times_are_late_or_missing(late_steps: int, tmp_path: Path) -> None:
+def test_rank_is_named_when_device_times_are_late_or_missing(
+    late_steps: int,
+    tmp_path: Path,
+) -> None:
     """The device is up to 64 steps behind.
 
     Times of one step in twenty are missing, a different one on each rank.
@@ -90,6 +93,7 @@ def test_replay_has_the_same_verdicts_as_the_live_run(tmp_path: Path) -> None:
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05))
     (live,) = node_state.load_all(run)
     (path,) = run.nodes.glob("*.json")
+    # Delete the live state, so that the second one is the replay's.
     path.unlink()
     replay(run, None)
     (again,) = node_state.load_all(run)
@@ -158,6 +162,7 @@ def test_page_compares_hosts_for_each_step_if_there_are_few(
     With more steps than the limit, the page has no excess of single steps.
     """
     if not each_step:
+        # The 8 ranks have one step more than this limit.
         monkeypatch.setattr(device_grid, "MAX_STEPS", 8 * STEPS - 1)
     _, _, run = launch_bound(tmp_path, "constant:rank=2,share=0.1,phase=forward,since=32")
     page = contents(run)

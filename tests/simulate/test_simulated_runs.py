@@ -168,8 +168,12 @@ def test_all_recorded_steps_are_stored(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.ring"))
 
 
-def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The kernel's figures are those of the simulating process and not of a simulated rank."""
+    # A simulation is short: without this, the sidecar might not sample the process at all.
     monkeypatch.setattr(host_signals, "_MIN_INTERVAL_S", 0.0)
     run = make_run(tmp_path)
     record(simulation(topology=Topology(2)), 300, run, "note")
@@ -221,7 +225,10 @@ def command(*arguments: str) -> int:
     return code
 
 
-def test_command_writes_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_a_run_and_its_report(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The report names the planted rank and says that the run is simulated."""
     out = tmp_path / f"{tmp_path.name}-run"
     fault = "constant:rank=3,share=0.25,phase=forward,since=40"

@@ -54,6 +54,7 @@ def test_steps_last_equally_long_on_all_ranks(
     Without pipeline stages, all ranks wait for the last gradients.
     """
     topology = Topology(dp, tp, pp)
+    # Small topologies have no rank 3, so faults are planted on the last rank.
     planted = [text.replace("rank=3", f"rank={topology.ranks - 1}") for text in faults]
     steps = simulation(*planted, topology=topology, noise=noise, seed=seed).block(1)
 
@@ -112,6 +113,7 @@ def test_deviation_is_proportional_to_the_noise_setting() -> None:
         work = parts(simulation(noise=noise, spread=0.0)).sum(axis=2)
         deviations.append(float((work - work.mean(axis=0)).std() / WORK_NS))
 
+    # Without noise, all ranks have the same work.
     assert deviations[0] < 1e-6
     assert deviations[2] == pytest.approx(2 * deviations[1], rel=0.05)
     assert deviations[2] == pytest.approx(0.1 * recorded_noise().deviation[0], rel=0.4)
@@ -153,6 +155,7 @@ def test_slow_link_makes_steps_longer_without_work() -> None:
 
     assert (slow.parts_ns == clean.parts_ns).all()
     assert slow.duration_ns - clean.duration_ns == pytest.approx(np.full(BLOCK, 0.2 * WORK_NS), rel=1e-3)
+    # Ranks 1, 3, 5 and 7 are the data-parallel group of rank 3.
     assert np.flatnonzero((slow.transfer_ns > clean.transfer_ns).all(axis=1)).tolist() == [1, 3, 5, 7]
 
 
@@ -175,6 +178,7 @@ def test_steps_with_pauses_are_flagged_as_garbage_collection() -> None:
         for how in ("", ",together=yes")
     )
 
+    # A pause every 10 steps on average is a share of 0.1.
     assert 0.05 < alone.mean() < 0.2
     assert ((alone.sum(axis=0) > 0) & (alone.sum(axis=0) < 8)).any()
     assert set(together.sum(axis=0).tolist()) == {0, 8}
