@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     kinds = pa.array([("step", "data")[step % 2] for step in steps.tolist()]).dictionary_encode()
     made = tmp_path / "spans"
     made.mkdir()
+    # Without checksums, a changed bit would be read as another value.
     pq.write_table(
         pa.table({"step": steps, "kind": kinds}), made / "node-000001.parquet",
         row_group_size=ROWS_PER_GROUP, write_page_checksum=True, use_dictionary=["kind"],
@@ -113,6 +114,7 @@ def test_disk_error_does_not_count_as_damage(folder: Path, monkeypatch: pytest.M
     with pytest.raises(UnreadableFileError, match="Input/output error"):
         list(Files(folder, unreadable=damage_noted_in(notes)).read(ParquetFile.table))
     assert notes == []
+    # A page uses noted_in(), which treats disk errors like damage.
     assert list(Files(folder, unreadable=noted_in(notes)).read(ParquetFile.table)) == []
     assert len(notes) == 1
 

@@ -110,6 +110,7 @@ def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     writer.write([chunk(rig, 1)])
+    # These 3 steps of 4 records each are read from the ring and never written.
     chunk(rig, 3)
     writer.write([chunk(rig, 1)])
 
@@ -135,7 +136,11 @@ def test_duckdb_and_pandas_read_the_files(rig: Rig, tmp_path: Path) -> None:
     assert set(steps["micro_steps"]) == {2}
 
 
-def test_steps_of_all_nodes_are_one_sorted_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_of_all_nodes_are_one_sorted_stream(
+    rig: Rig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Rows are sorted by rank and step and have the columns of the files.
 
     Only the rows of a damaged file are missing.
@@ -171,6 +176,7 @@ def test_cap_deletes_the_oldest_segments(rig: Rig, tmp_path: Path) -> None:
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])
     size = sum(path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir())
+    # Three segments of this size fit.
     writer = SegmentWriter(run, HOST, cap_bytes=int(3.5 * size))
     for _ in range(10):
         writer.write([chunk(rig, 100)])
@@ -187,11 +193,16 @@ def test_cap_deletes_the_oldest_segments(rig: Rig, tmp_path: Path) -> None:
     assert [path.name for path in run.spans.glob(f"{HOST}*")] == [f"{HOST}-000011.parquet"]
 
 
-def test_failed_write_leaves_no_file(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(
+    rig: Rig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Spans are not kept without their steps. The next segment has a new number."""
     run = make_run(tmp_path)
     writer, write = SegmentWriter(run, HOST, 1 << 30), pq.write_table
 
+    # Spans are written, and the disk is full when the steps follow.
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
         if Path(file.name).parent == run.steps:
             raise OSError(28, "No space left on device")
@@ -208,7 +219,10 @@ def test_failed_write_leaves_no_file(rig: Rig, tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [f"{HOST}-000002.parquet"] * 2
 
 
-def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(rig: Rig, tmp_path: Path) -> None:
+def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(
+    rig: Rig,
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path)
     for host in ("gpu-1", "gpu-1-000001", "gpu"):
         SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
@@ -221,6 +235,7 @@ def test_error_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 50)])
     (path,) = run.spans.iterdir()
+    # A Parquet file ends with its footer, without which it cannot be read.
     path.write_bytes(path.read_bytes()[:-100])
 
     with pytest.raises(RunStoreError, match=path.name):
