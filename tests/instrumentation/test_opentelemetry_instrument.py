@@ -108,6 +108,7 @@ def test_several_ways_to_start_make_one_run(
     done = run([*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NO_EXPORTERS, **variables)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == expected_losses[1]
+    # With --watch the script records from its start, otherwise recording begins in the first step.
     assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [8 if arguments else 7]
 
 
