@@ -55,6 +55,7 @@ $(INTEL_MPI)/ready: $(TEST)/ready
 
 check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
+	$(TEST)/bin/python scripts/lint_language.py
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports --no-logo --no-cache

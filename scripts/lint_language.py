@@ -1,0 +1,59 @@
+"""Find docstrings, comments, messages and docs that break the rules for plain language in CONTRIBUTING.md.
+
+usage: python scripts/lint_language.py [FILE ...]    Lines of scripts/language_exceptions.txt, `FILE: WORD`, may stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXCEPTIONS = (ROOT / "scripts" / "language_exceptions.txt").read_text().splitlines()
+FRAGMENT = re.compile(r"(Of|That|Those|Whose|As|By|To|What|Where|Who|Which|How|Whether|It)\b")
+PHRASE = re.compile(
+    r"\b(is none|are none|of none|no other one|as without us|[Nn]obody|[Ss]omebody|[Ww]hoever|[Bb]esides?|beforehand)\b"
+)
+
+
+def main() -> int:
+    names = sys.argv[1:] or subprocess.check_output(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, text=True).split()
+    found = 0
+    for name in names:
+        for line, word, text in broken(name):
+            if f"{name}: {word}" not in EXCEPTIONS:
+                print(f"{name}:{line}: {word!r} in {' '.join(text.split())[:80]!r}")
+                found += 1
+    return bool(found)
+
+
+def broken(name: str) -> Iterator[tuple[int, str, str]]:
+    """Return (line, word, text) of each text that breaks a rule."""
+    path = ROOT / name
+    if path.suffix == ".md":
+        texts = list(enumerate(path.read_text().splitlines(), 1))
+    else:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        for node in nodes:
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if match := FRAGMENT.match(text):
+                    yield node.body[0].lineno, match[1], text
+        texts = [
+            (node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
+        ]
+        with path.open("rb") as file:
+            tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        texts += [(token.start[0], token.string) for token in tokens]
+    for line, text in texts:
+        if match := PHRASE.search(text):
+            yield line, match[1], text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
