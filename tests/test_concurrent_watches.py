@@ -110,7 +110,7 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["recorded", "joined", "off", "inside"])
-def test_a_watch_is_entered_once(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_that_ended_cannot_be_entered_again(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models are gone after its end, so entering it again would record something else."""
     if how == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
@@ -127,7 +127,7 @@ def test_a_watch_is_entered_once(tmp_path: Path, how: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_patches_end_in_any_order(order: tuple[int, ...]) -> None:
+def test_patches_can_be_removed_in_any_order(order: tuple[int, ...]) -> None:
     class Owner:
         def method(self) -> str:
             return "original"
@@ -148,7 +148,7 @@ def test_patches_end_in_any_order(order: tuple[int, ...]) -> None:
         assert not [key for key in patch._patches if key[0] == id(owner)]
 
 
-def test_child_forked_while_another_thread_starts_a_watch(tmp_path: Path) -> None:
+def test_child_forked_while_a_watch_starts_has_no_hooks(tmp_path: Path) -> None:
     """The child does not inherit the lock that the thread holds, and has no hooks."""
     before, held, forked = state_of_torch(), threading.Event(), threading.Event()
 
@@ -174,7 +174,7 @@ def test_child_forked_while_another_thread_starts_a_watch(tmp_path: Path) -> Non
     assert wait_for(child) == 0
 
 
-def test_child_forked_while_hooks_are_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_forked_while_hooks_are_attached_detaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child detaches all hooks so far and writes nothing into its parent's ring."""
     from torchlens_perf.hooks import attach
 
@@ -205,7 +205,7 @@ def wait_for(child: int) -> int:
         time.sleep(0.01)
 
 
-def test_waiting_for_a_first_step_ends_below_another_patch() -> None:
+def test_wait_for_a_first_step_may_end_after_a_watch_began() -> None:
     """The wait for a first step patches the same places as a watch, and may end after the watch
     began.
     """

@@ -50,8 +50,7 @@ from torchlens_perf.errors import ConfigError
         ({"export_limit": 99}, "export_limit"),
     ],
 )
-def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
-    """An invalid value raises ConfigError at watch() with the field and the value."""
+def test_invalid_setting_raises_with_field_and_value(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}=") as caught:
         perf.watch(**settings)
 
@@ -65,7 +64,7 @@ def test_invalid_exit_timeout_raises(wrong: float) -> None:
         Config(_exit_timeout_s=wrong)
 
 
-def test_at_most_20_settings() -> None:
+def test_keywords_of_watch_are_the_at_most_20_fields_of_config() -> None:
     """Keywords of watch() are the public fields of Config, each with the field's type and default."""
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()
@@ -252,8 +251,7 @@ def test_exchange_url_is_parsed() -> None:
         {"_exchange_token": "S3CRET"},
     ],
 )
-def test_token_is_not_shown(settings: dict[str, str]) -> None:
-    """Only the private field contains the token."""
+def test_token_is_only_in_the_private_field(settings: dict[str, str]) -> None:
     config = Config(**settings)
 
     assert config._exchange_token == "S3CRET"
@@ -268,7 +266,7 @@ def test_token_is_not_shown(settings: dict[str, str]) -> None:
     ["grpc://head?token=S3CRET", "http://head:1?token=S3CRET&name=x", "grpc://S3CRET@head:1", "grpc://[::1?token=S3CRET",
      "grpc://head:1?certs=x&token=S3CRET", "grpc://head:1?token=/S3CRET"],
 )  # fmt: skip
-def test_token_is_in_no_error(wrong: str) -> None:
+def test_token_is_not_in_error_messages(wrong: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(exchange=wrong)
     assert "S3CRET" not in str(caught.value)
@@ -340,12 +338,12 @@ def test_every_field_is_a_variable() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("all", "all"), (" 3 ", 3), ("none", "none"), ("head", ("head",))])
-def test_modules_from_the_environment(text: str, value: object) -> None:
+def test_modules_variable_accepts_keywords_levels_and_patterns(text: str, value: object) -> None:
     """TORCHLENS_PERF_MODULES accepts the keywords, a number of levels, or patterns."""
     assert from_environment({"TORCHLENS_PERF_MODULES": text}) == {"modules": value}
 
 
-def test_keywords_overrule_the_environment() -> None:
+def test_keywords_have_priority_over_the_environment() -> None:
     """Code has priority over the environment, and the environment over the default."""
     told = from_environment({"TORCHLENS_PERF_BACKWARD_EVERY": "4", "TORCHLENS_PERF_TRACE_EVERY": "9"})
     config = from_settings({"backward_every": 2}, told)

@@ -103,7 +103,7 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert report(made)["ranks"][0]["steps"] == 60
 
 
-def test_without_a_sidecar_the_rings_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rings_stay_in_the_run_directory_without_a_sidecar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With sidecar=False no process is started.
 
     The ring file stays in the run directory for the command.
@@ -123,7 +123,6 @@ def test_without_a_sidecar_the_rings_stay(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_each_watch_is_a_separate_run(tmp_path: Path) -> None:
-    """Each watch of a process is a separate run."""
     model, optimizer = make_model()
     folders = []
     for steps in (10, 20):
@@ -135,7 +134,7 @@ def test_each_watch_is_a_separate_run(tmp_path: Path) -> None:
     assert all((folder / "rings").is_dir() for folder in folders)
 
 
-def test_watch_is_entered_once(tmp_path: Path) -> None:
+def test_entering_a_watch_again_raises(tmp_path: Path) -> None:
     """Entering a watch again, inside or after itself, raises an error that explains the mistake."""
     watch = perf.watch(dir=str(tmp_path), sidecar=False, report="off")
     with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
@@ -174,7 +173,7 @@ def test_variable_0_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
-def test_importing_does_nothing() -> None:
+def test_importing_the_package_has_no_side_effects() -> None:
     """Importing the package imports no torch, NumPy or OpenTelemetry, starts no thread and opens no
     file.
     """
@@ -270,7 +269,7 @@ def patches(model: nn.Module) -> list[object]:
     ]  # fmt: skip
 
 
-def test_many_forks_do_not_hang(tmp_path: Path) -> None:
+def test_forked_children_end_while_another_thread_marks(tmp_path: Path) -> None:
     """Forty forks happen while another thread marks without pause, and every child ends."""
     stop = threading.Event()
 
@@ -297,7 +296,7 @@ def test_many_forks_do_not_hang(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_errors_of_ours_do_not_reach_training(
+def test_errors_of_hooks_do_not_reach_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failing hook is logged, counted, disabled and reported, and training continues."""
@@ -323,7 +322,7 @@ def test_errors_of_ours_do_not_reach_training(
     assert any("failed and was switched off" in note for note in value["quality"]["notes"])
 
 
-def test_watch_inside_a_watch_without_a_model(tmp_path: Path) -> None:
+def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> None:
     """The outer watch still finds the model at the first optimizer step."""
     model, optimizer = make_model()
     with perf.watch(dir=str(tmp_path), sidecar=False, report="off"), perf.watch(optimizer=optimizer):

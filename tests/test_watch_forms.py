@@ -179,7 +179,7 @@ def test_old_methods_name_the_new_one(old: str, new: str) -> None:
     assert not hasattr(watch, old)
 
 
-def test_public_names_of_a_watch() -> None:
+def test_watch_has_only_the_documented_public_names() -> None:
     """All other attributes begin with an underscore."""
     names = {name for name in (*dir(perf.Watch), *vars(perf.watch())) if not name.startswith("_")}
     assert names == {

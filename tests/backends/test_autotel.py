@@ -113,12 +113,12 @@ def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
             assert abs(mine / 1e6 - theirs) <= 0.00025
 
 
-def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
     """All spans are there once, although the run was sent twice."""
     assert_same(found, recorded)
 
 
-def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
+def test_lines_of_an_otlp_json_file_can_be_posted(tmp_path: Path, recorded: Recorded) -> None:
     """Posting the lines of an otlp_json_file one by one gives the same spans."""
     recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
     later = Autotel(tmp_path)
@@ -130,27 +130,26 @@ def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
         later.server.close()
 
 
-def test_takes_no_gzip(autotel: Autotel) -> None:
+def test_gzip_over_http_is_rejected(autotel: Autotel) -> None:
     """Over HTTP, gzip is rejected, and the same request without it is accepted."""
     assert status_of(f"{autotel.address}/v1/traces") == 200
     assert status_of(f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}) == 400
 
 
-def test_links(found: list[dict[str, Any]]) -> None:
-    """Only the roots are linked to the caller's span."""
+def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}
 
 
-def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_spans_of_each_rank_have_their_own_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
     """The spans of each rank have their own resource, so a trace has two."""
     resources = recorded.resources()
     for each in found:
         assert subset(resources[each["attributes"][semantics.RANK]], each["attributes"])
 
 
-def test_alert(autotel: Autotel, recorded: Recorded) -> None:
+def test_each_alert_is_one_log_record(autotel: Autotel, recorded: Recorded) -> None:
     """Each alert is one log record, although the run was sent twice.
 
     That of the slow rank has the report's sentence, the rank and its span's ids.
@@ -180,7 +179,7 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
     return found
 
 
-def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
+def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Recorded) -> None:
     """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
 
     The second replay adds a second point to the same series. The count of an exponential histogram
@@ -200,7 +199,7 @@ def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
                 assert (point["min"], point["max"]) == (min(values), max(values))
 
 
-def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
+def test_exemplars_have_the_ids_of_a_sampled_span(autotel: Autotel, recorded: Recorded) -> None:
     """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
     for of_series in points(autotel, semantics.STEP_DURATION).values():
@@ -211,7 +210,7 @@ def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
 
 
 @shots.shots
-def test_picture(autotel: Autotel, recorded: Recorded) -> None:
+def test_screenshot_of_a_trace_is_taken(autotel: Autotel, recorded: Recorded) -> None:
     """Take a screenshot of a step's trace."""
     with shots.page(height=1520) as shown:
         shown.goto(autotel.address)

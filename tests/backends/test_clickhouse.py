@@ -99,14 +99,16 @@ def span_of(row: dict[str, Any]) -> ReceivedSpan:
     )
 
 
-def test_trace_tree(found: list[ReceivedSpan], recorded: Recorded) -> None:
+def test_all_spans_are_stored_with_their_parents(found: list[ReceivedSpan], recorded: Recorded) -> None:
     """All fields of each span of both ranks are right, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id({as_tuple(span) for span in found}) == expected
 
 
-def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded) -> None:
+def test_replay_doubles_rows_and_limit_1_by_ids_removes_them(
+    clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded
+) -> None:
     """MergeTree tables have no unique keys, so each row is there twice after two replays.
 
     LIMIT 1 BY the ids returns it once, as docs/guides/backends.md explains.
@@ -119,13 +121,12 @@ def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], 
     assert int(one[0]["n"]) == expected
 
 
-def test_links(found: list[ReceivedSpan]) -> None:
-    """Only the roots are linked to the caller's span."""
+def test_only_roots_link_to_the_callers_span(found: list[ReceivedSpan]) -> None:
     assert {span.links for span in found if span.parent_id is None} == {(CALLER,)}
     assert {span.links for span in found if span.parent_id is not None} == {()}
 
 
-def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
+def test_spans_of_each_rank_have_their_own_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
     """The spans of each rank have their own resource, as text."""
     resources = recorded.resources()
     for span in found:
@@ -133,7 +134,7 @@ def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
         assert subset({key: str(value) for key, value in of_rank.items()}, span.resource)
 
 
-def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_documented_query_returns_the_own_time_of_each_rank(clickhouse: ClickHouse, recorded: Recorded) -> None:
     """The query in docs/guides/backends.md returns the median own time by rank, computed from spans."""
     query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
@@ -148,7 +149,7 @@ def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
         assert row["own_ms"] == pytest.approx(1e3 * statistics.median(own_s), rel=1e-9)
 
 
-def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_histograms_have_the_values_of_all_steps(clickhouse: ClickHouse, recorded: Recorded) -> None:
     """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
 
     Each replay is a point.
@@ -172,7 +173,7 @@ def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
     assert len(clickhouse.ask(f"SELECT 1 FROM otel.otel_metrics_exponential_histogram {newest}")) == len(expected)
 
 
-def test_counter_and_gauge(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_counter_and_gauge_have_their_values_and_units(clickhouse: ClickHouse, recorded: Recorded) -> None:
     """The steps of each rank, and its memory after the last step, have the right values and units."""
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
@@ -184,7 +185,7 @@ def test_counter_and_gauge(clickhouse: ClickHouse, recorded: Recorded) -> None:
         assert (usage["MetricUnit"], usage["Value"]) == ("By", memory_bytes)
 
 
-def test_exemplars(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_exemplars_have_the_ids_of_a_sampled_span(clickhouse: ClickHouse, recorded: Recorded) -> None:
     """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
     rows = clickhouse.ask(
@@ -198,7 +199,7 @@ def test_exemplars(clickhouse: ClickHouse, recorded: Recorded) -> None:
             assert spans[in_trace, of_span] == value
 
 
-def test_alert(clickhouse: ClickHouse) -> None:
+def test_alert_is_stored_with_its_sentence_severity_and_ids(clickhouse: ClickHouse) -> None:
     """The slow rank's alert has its sentence, its severity and its span's ids.
 
     The table has no column for the event name. Rows of a replay have the same log.record.uid.

@@ -86,7 +86,7 @@ def found(mlflow: Mlflow) -> list[dict[str, Any]]:
     return mlflow.ask()
 
 
-def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
     """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
     name, attributes, error, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
@@ -94,8 +94,7 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
     assert by_id(as_tuple(span_of(each)) for each in found) == expected
 
 
-def test_links(found: list[dict[str, Any]]) -> None:
-    """Only the roots are linked to the caller's span."""
+def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}
@@ -106,7 +105,7 @@ def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
     assert {each["state"] for each in found} == {"OK"}
 
 
-def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_trace_tags_have_the_resource_of_a_rank(found: list[dict[str, Any]], recorded: Recorded) -> None:
     """A trace's tags have the resource of one of its ranks.
 
     Attributes that all ranks share are right on all traces.
@@ -120,18 +119,17 @@ def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
         assert shared.items() <= tags.items()
 
 
-def test_wants_an_experiment(mlflow: Mlflow) -> None:
-    """Without the header that names the experiment, requests are rejected."""
+def test_request_without_an_experiment_header_is_rejected(mlflow: Mlflow) -> None:
     assert status_of(f"{mlflow.address}/v1/traces") == 422
 
 
-def test_takes_traces_only(mlflow: Mlflow) -> None:
+def test_metrics_and_alerts_are_not_accepted(mlflow: Mlflow) -> None:
     """MLflow does not accept metrics and alerts, as docs/guides/backends.md states."""
     assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
 
 
 @shots.shots
-def test_picture(mlflow: Mlflow, recorded: Recorded) -> None:
+def test_screenshot_of_a_trace_is_taken(mlflow: Mlflow, recorded: Recorded) -> None:
     """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     with shots.page(height=1130) as shown:

@@ -90,7 +90,7 @@ def found(phoenix: Phoenix) -> list[dict[str, Any]]:
     return phoenix.ask()
 
 
-def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
     """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
     name, attributes, error, and times to the microsecond."""
     expected = by_id(as_tuple(span, in_microseconds) for span in recorded.spans())
@@ -98,7 +98,7 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
     assert by_id(as_tuple(span_of(each), in_microseconds) for each in found) == expected
 
 
-def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
+def test_links_and_resources_are_dropped(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
     """Phoenix keeps neither links nor resources, as docs/guides/backends.md states.
 
     The rank is an attribute of the span.
@@ -110,13 +110,13 @@ def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]])
     assert all(semantics.RANK in each["attributes"] for each in found)
 
 
-def test_takes_traces_only(phoenix: Phoenix) -> None:
+def test_metrics_and_alerts_are_not_accepted(phoenix: Phoenix) -> None:
     """Phoenix does not accept metrics and alerts, as docs/guides/backends.md states."""
     assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [405, 405]
 
 
 @shots.shots
-def test_picture(phoenix: Phoenix, recorded: Recorded) -> None:
+def test_screenshot_of_a_trace_is_taken(phoenix: Phoenix, recorded: Recorded) -> None:
     """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     (project,) = get(f"{phoenix.address}/v1/projects")["data"]

@@ -58,7 +58,7 @@ def hop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         receiver.close()
 
 
-def test_trace_tree(hop: Hop) -> None:
+def test_all_spans_arrive_once_with_their_parents(hop: Hop) -> None:
     """Each span of both ranks is there once, with ids, parent, name, attributes, error, duration to
     the nanosecond, and start to the millisecond."""
     expected = by_id(as_tuple(span) for span in hop.recorded.spans())
@@ -72,20 +72,18 @@ def test_trace_tree(hop: Hop) -> None:
         assert abs(start_found_ns - start_ns) < _MOST_NS
 
 
-def test_links(hop: Hop) -> None:
-    """Only the roots are linked to the caller's span."""
+def test_only_roots_link_to_the_callers_span(hop: Hop) -> None:
     assert [span.links for span in hop.spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in hop.spans if span.parent_id is not None} == {()}
 
 
-def test_resource(hop: Hop) -> None:
-    """The spans of each rank have their own resource."""
+def test_spans_of_each_rank_have_their_own_resource(hop: Hop) -> None:
     resources = hop.recorded.resources()
     for span in hop.spans:
         assert subset(resources[span.attributes[semantics.RANK]], span.resource)
 
 
-def test_metrics(hop: Hop) -> None:
+def test_histograms_counter_and_gauge_have_their_values_and_units(hop: Hop) -> None:
     """Histograms have the count and sum of all steps.
 
     The counter and the gauge have the right units and values.
@@ -109,7 +107,7 @@ def test_metrics(hop: Hop) -> None:
         assert ("By", "gauge", memory_bytes) == (memory.unit, memory.form, memory.value)
 
 
-def test_exemplars(hop: Hop) -> None:
+def test_exemplars_have_the_ids_of_a_sampled_span(hop: Hop) -> None:
     """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(span.trace_id, span.span_id): span.duration_ns / 1e9 for span in hop.spans}
     for point in hop.last(semantics.STEP_DURATION).values():
@@ -118,7 +116,7 @@ def test_exemplars(hop: Hop) -> None:
             assert spans[in_trace, of_span] == value
 
 
-def test_alert(hop: Hop) -> None:
+def test_slow_rank_alert_arrives_once_with_its_sentence_and_ids(hop: Hop) -> None:
     """The slow rank's event is there once with its name, sentence, severity, span ids and the
     node's resource. Other programs may make another rank slow for a while."""
     assert len({event.attributes[semantics.ALERT_UID] for event in hop.events}) == len(hop.events)

@@ -68,7 +68,7 @@ def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
     return [series["values"] for series in victoria.ask(f"{metric}[1h]")]
 
 
-def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded: Recorded) -> None:
     """The steps of each rank, and its memory after the last step, are right."""
     memory_bytes = recorded.memory_bytes()
     for rank in RANKS:
@@ -78,7 +78,7 @@ def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> Non
         assert victoria.value(f"torch_train_memory_usage_bytes{of_rank}") == memory_bytes[rank]
 
 
-def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+def test_histograms_have_exact_sums_and_close_quantiles(victoria: VictoriaMetrics, recorded: Recorded) -> None:
     """Count and sum are exact, and quantiles are right within the width of a bucket."""
     names = {
         semantics.STEP_DURATION: "torch_train_step_duration_seconds",
@@ -95,7 +95,7 @@ def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
             assert below / _BUCKET <= quantile <= above * _BUCKET
 
 
-def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(victoria: VictoriaMetrics, recorded: Recorded) -> None:
     """The gauge used by the alert rule has the slow rank and its phase.
 
     The own times also show the rank.
@@ -108,7 +108,7 @@ def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> No
     assert most["metric"][_RANK] == str(SLOW_RANK)
 
 
-def test_replay_adds_nothing(victoria: VictoriaMetrics) -> None:
+def test_replay_does_not_increase_counters(victoria: VictoriaMetrics) -> None:
     """A replay adds samples with the same values, so counters do not grow."""
     for metric in ("torch_train_steps_total", "torch_train_step_duration_seconds_sum"):
         found = _samples(victoria, metric)
@@ -118,8 +118,7 @@ def test_replay_adds_nothing(victoria: VictoriaMetrics) -> None:
             assert len({value for _, value in samples}) == 1
 
 
-def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The node's resource is on each series as labels."""
+def test_resource_of_the_node_becomes_labels(victoria: VictoriaMetrics, recorded: Recorded) -> None:
     (resource, *_) = recorded.resources().values()
     for found in victoria.ask("torch_train_steps_total"):
         labels = found["metric"]
@@ -128,13 +127,13 @@ def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
         assert labels["service_instance_id"].endswith("/node")
 
 
-def test_takes_metrics_only(victoria: VictoriaMetrics) -> None:
+def test_spans_and_alerts_are_not_accepted(victoria: VictoriaMetrics) -> None:
     """VictoriaMetrics does not accept spans and alerts, as docs/guides/backends.md states."""
     for signal in ("traces", "logs"):
         assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
-def test_keeps_no_exemplars(victoria: VictoriaMetrics) -> None:
+def test_exemplars_are_dropped(victoria: VictoriaMetrics) -> None:
     """VictoriaMetrics drops exemplars, as docs/guides/backends.md states."""
     query = urllib.parse.urlencode({"query": "torch_train_step_duration_seconds_bucket", "start": 0})
     assert get(f"{victoria.address}/api/v1/query_exemplars?{query}")["data"] == []

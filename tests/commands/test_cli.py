@@ -30,7 +30,9 @@ def finished(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_report(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_plain_text_if_stdout_is_no_terminal(
+    finished: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`report` prints the report of a run, without colours if stdout is no terminal."""
     assert main(["report", str(finished.path)]) == 0
     out = capsys.readouterr().out
@@ -40,15 +42,16 @@ def test_report(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> N
     assert "\x1b" not in out
 
 
-def test_report_as_json(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """`report --json` prints one JSON value with its schema's number."""
+def test_report_json_prints_one_value_with_its_schema_number(
+    finished: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(finished.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
 
     assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (2, finished.run_id, 50)
 
 
-def test_report_finds_the_newest(
+def test_report_uses_the_newest_run_without_an_argument(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a run directory, `report` uses the newest run in TORCHLENS_PERF_DIR."""
@@ -80,7 +83,9 @@ def test_report_finds_the_newest(
         (["run", "-m"], "a script is needed"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_line_with_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A user's mistake gives exit code 2 and one line on stderr about the cause."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
@@ -90,14 +95,17 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert err.count("\n") == 1
 
 
-def test_no_run_here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`report` in a folder without runs explains that."""
+def test_report_explains_that_a_folder_has_no_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
     assert "no run in torchlens-perf: record one with `torchlens-perf run train.py`" in capsys.readouterr().err
 
 
-def test_no_data_yet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_run_without_data_and_other_folders_have_different_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A run without data, a folder that is no run, and a folder of runs have different messages."""
     make_run(tmp_path)
     (run,) = (path.parent for path in tmp_path.rglob("nodes"))
@@ -111,8 +119,9 @@ def test_no_data_yet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 99}', '{"schema": 1, "host": 3}', "\x00\x01"])
-def test_damaged_state_is_named(finished: RunDirectory, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A damaged state file gives one line and exit code 2, never a traceback."""
+def test_damaged_state_file_gives_one_line_and_exit_code_2(
+    finished: RunDirectory, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     finished.node_state(HOST).write_text(text)
     assert main(["report", str(finished.path)]) == 2
     err = capsys.readouterr().err
@@ -121,15 +130,14 @@ def test_damaged_state_is_named(finished: RunDirectory, text: str, capsys: pytes
     assert err.count("\n") == 1
 
 
-def test_reader_that_stops_early(finished: RunDirectory) -> None:
-    """`report | head` ends without an error when the pipe is closed."""
+def test_report_ends_without_an_error_when_its_pipe_is_closed(finished: RunDirectory) -> None:
     command = f"{sys.executable} -m torchlens_perf report {finished.path} --json | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
 
     assert (done.stdout, done.stderr, done.returncode) == ("{\n", "", 0)
 
 
-def test_replay_by_command(finished: RunDirectory) -> None:
+def test_sidecar_command_replays_a_finished_run(finished: RunDirectory) -> None:
     """`sidecar` replays a finished run and prints what it did and what it did not send."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(finished.path), "--host", HOST]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -138,7 +146,7 @@ def test_replay_by_command(finished: RunDirectory) -> None:
     assert done.stdout == "replayed 50 steps, 200 records; no OTLP endpoint is configured, so nothing was sent\n"
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     program = (
         "import contextlib, sys; from torchlens_perf.commands.cli import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
@@ -150,7 +158,7 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.endswith("False\n")
 
 
-def test_version() -> None:
+def test_version_option_prints_versions_without_importing_torch() -> None:
     """`--version` prints the versions of this package, torch and Python, without importing torch."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main\n"
@@ -164,7 +172,9 @@ def test_version() -> None:
     assert done.stdout == f"torchlens-perf {VERSION} (torch {torch}, Python {python})\nFalse\n"
 
 
-def test_version_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_works_if_torch_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -174,7 +184,7 @@ def test_version_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_each_public_command_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The help begins with three commands for new users, and lists each public command once."""
     assert main(arguments) == 0
     first, *lines = capsys.readouterr().out.splitlines()
@@ -186,7 +196,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted([*listed, "results"]) == sorted(everything)  # type: ignore[type-var,arg-type]
 
 
-def test_hidden_command_is_in_no_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_commands_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["result"], ["qqq"]):
         main(arguments)
         assert "results" not in "".join(capsys.readouterr())

@@ -18,7 +18,7 @@ def by_subject() -> dict[str, Check]:
     return {check.subject: check for check in examine()}
 
 
-def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checks_pass_in_the_test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the test environment all checks pass, and torch has all private names."""
     monkeypatch.chdir(tmp_path)
     checks = by_subject()
@@ -29,7 +29,7 @@ def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(tmp_path.iterdir()) == [], "the doctor must leave no files behind"
 
 
-def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """A private name that torch lacks is one line with the lost feature.
 
     All working names share a line.
@@ -65,7 +65,7 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("OTEL_SDK_DISABLED", "true", "OpenTelemetry", OK, "off"),
     ],
 )
-def test_environment(
+def test_effect_of_environment_variables_is_shown_without_secrets(
     variable: str, value: str, subject: str, severity: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The effect of the environment is shown with the remedy and without secrets."""
@@ -92,7 +92,9 @@ def test_unusable_shared_memory_is_reported() -> None:
     assert "--shm-size" in done.stdout
 
 
-def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_exit_code_is_1_only_if_a_check_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The exit code is 1 if a check is broken, and otherwise 0."""
     from torchlens_perf.commands.cli import main
 
@@ -103,7 +105,7 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert main(["doctor"]) == 1
 
 
-def test_command_has_the_findings_of_the_function(tmp_path: Path) -> None:
+def test_doctor_command_prints_all_groups_and_nothing_to_do(tmp_path: Path) -> None:
     """The command does not hide pandas, which would look like a missing Dynamo."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

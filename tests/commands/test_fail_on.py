@@ -49,7 +49,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield simulation
 
 
-def test_clean_run(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_is_0_without_verdicts(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without verdicts the exit code is 0, and the report is printed as usual."""
     assert main(["report", str(clean)]) == 0
     report = capsys.readouterr()
@@ -59,8 +59,7 @@ def test_clean_run(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(clean), "--fail-on", "slow-link"]) == 3  # Its ranks form only one group.
 
 
-def test_slow_rank(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow rank fails only if its verdict is requested."""
+def test_slow_rank_fails_only_if_its_verdict_is_requested(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(slow)]) == 0
     report = capsys.readouterr()
     assert main(["report", str(slow), "--fail-on", "slow-rank,hang"]) == 1
@@ -71,7 +70,7 @@ def test_slow_rank(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(slow), "--fail-on", "hang", "--fail-on", "slow-rank"]) == 1
 
 
-def test_other_forms(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_page_are_written_as_usual(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """JSON and pages are written as usual, and --quiet omits the line about the verdicts."""
     assert main(["report", str(slow), "--fail-on", "slow-rank", "--json", "--quiet"]) == 1
     found = capsys.readouterr()
@@ -82,13 +81,15 @@ def test_other_forms(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
-def test_rank_that_was_slow(tmp_path: Path) -> None:
+def test_ended_straggler_does_not_fail(tmp_path: Path) -> None:
     """A verdict that is over does not count."""
     run = simulated(tmp_path, ENDED_FAULT, blocks=12)
     assert main(["report", str(run), "--fail-on", "slow-rank"]) == 0
 
 
-def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
+    live: LiveSimulation, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A hanging job fails on `hang`. Whether a rank is slow is unknown meanwhile."""
     assert main(["report", str(live.run.path), "--fail-on", "hang"]) == 0
     live.sidecar.state.hang = hang(live.steps)
@@ -101,7 +102,9 @@ def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
-def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulation) -> None:
+def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
+    over: bool, blocks: int, code: int, live: LiveSimulation
+) -> None:
     """A hang at the end of the run counts.
 
     A hang that ended counts only if it cost at least 5% of the run.
@@ -114,7 +117,7 @@ def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulatio
 
 
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
-def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
+def test_ranks_that_were_not_compared_are_inconclusive(kind: str, code: int) -> None:
     """Slow ranks are unknown if a verdict states that ranks were not compared."""
     evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
@@ -122,7 +125,7 @@ def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
     assert exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
 
 
-def test_slow_rank_among_ranks_without_cpus() -> None:
+def test_slow_rank_is_found_among_ranks_that_all_lack_cpus() -> None:
     """If all ranks lack CPUs and one lacks them more, a single verdict covers both."""
     row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
     for changed, slow_rank, contention in (({}, 1, 1), ({"rank": None}, 3, 1), ({"is_over": True}, 3, 3)):
@@ -144,10 +147,9 @@ def test_slow_rank_among_ranks_without_cpus() -> None:
         (2, 8, "slow-rank", "slow-rank: the ranks were not compared"),
     ],
 )
-def test_too_little_data(
+def test_exit_code_is_3_if_a_missing_verdict_is_inconclusive(
     ranks: int, steps: int, asked: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is 3 with a reason if a missing verdict is inconclusive."""
     run = recorded(tmp_path, ranks, steps)
     code = main(["report", str(run.path), "--fail-on", asked])
     found = capsys.readouterr()
@@ -173,17 +175,19 @@ def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
         (["--fail-on", "hang", "--schema"], "--fail-on judges a run"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_fail_on_arguments_are_one_line_with_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", "nowhere", *arguments]) == 2
     found = capsys.readouterr()
     assert (found.out, found.err.count("\n")) == ("", 1)
     assert message in found.err
 
 
-def test_no_run_is_a_mistake(tmp_path: Path) -> None:
+def test_missing_run_is_an_error_with_exit_code_2(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--fail-on", EVERY]) == 2
 
 
-def test_every_name_is_a_verdict() -> None:
+def test_every_accepted_name_is_a_kind_of_verdict() -> None:
     assert set(KINDS.values()) <= set(EVIDENCE)
     assert all(name == name.lower() and "_" not in name for name in KINDS)

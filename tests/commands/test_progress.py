@@ -90,7 +90,7 @@ class Terminal:
         return self.shown.rpartition("\x1b[2K")[2].strip()
 
 
-def test_shown_on_a_terminal_and_gone_at_the_end() -> None:
+def test_progress_line_is_shown_on_a_terminal_and_erased_at_the_end() -> None:
     """The line has its literal text and the progress, is erased at the end, and is not on stdout."""
     terminal = Terminal("-c", WORK)
     terminal.read_until("25%")
@@ -102,7 +102,7 @@ def test_shown_on_a_terminal_and_gone_at_the_end() -> None:
     assert out == "asked for\nat the end\n"
 
 
-def test_quiet_shows_nothing() -> None:
+def test_quiet_shows_no_progress() -> None:
     terminal = Terminal("-c", WORK, "quiet")
 
     assert terminal.end() == "asked for\nat the end\n"
@@ -110,7 +110,7 @@ def test_quiet_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize("colors", ["", "1"])
-def test_nothing_without_a_terminal(colors: str) -> None:
+def test_no_progress_is_shown_without_a_terminal(colors: str) -> None:
     """Colours that are forced, as in a CI's log, make no difference."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
     done = subprocess.run(
@@ -121,7 +121,7 @@ def test_nothing_without_a_terminal(colors: str) -> None:
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
+def test_ctrl_c_exits_with_130_and_one_line(files: bool, tmp_path: Path) -> None:
     """A long command shows its progress.
 
     After Ctrl-C it exits with 130 and one line, and leaves nothing in shared memory.
@@ -162,7 +162,7 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
         yield str(run.path)
 
 
-def test_ctrl_c_in_a_replay(run_dir: str) -> None:
+def test_ctrl_c_ends_a_replay_to_a_silent_endpoint_at_once(run_dir: str) -> None:
     """A replay to a silent endpoint ends at once and leaves nothing in shared memory."""
     with silent() as address:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
@@ -189,7 +189,7 @@ def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("replayed 50 steps")
 
 
-def test_progress_of_replay_and_report(tmp_path: Path) -> None:
+def test_replay_counts_segments_and_report_counts_files_of_nodes(tmp_path: Path) -> None:
     """A replay counts segments, including a damaged one, and a report counts the nodes' files."""
     with run_without_traces(tmp_path) as run:
         rank = Rank(run, 0, 1)
@@ -216,13 +216,12 @@ def test_progress_of_replay_and_report(tmp_path: Path) -> None:
         assert calls == [(1, 1)]
 
 
-def test_quiet_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report itself is printed."""
+def test_quiet_report_prints_only_the_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", run_dir, "--quiet"]) == 0
     assert "50 steps" in capsys.readouterr().out
 
 
-def test_quiet_replay(run_dir: str) -> None:
+def test_quiet_replay_prints_errors_only(run_dir: str) -> None:
     """Only the success is not reported. Errors are."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", "--quiet", "--host", HOST]
     done = subprocess.run([*command, run_dir], capture_output=True, text=True)
@@ -244,7 +243,7 @@ logger.warning("what went wrong")
 """
 
 
-def test_quiet_log(run_dir: str) -> None:
+def test_quiet_sidecar_logs_problems_only(run_dir: str) -> None:
     """A sidecar started by hand logs to stderr, and with --quiet only problems."""
     command = [sys.executable, "-c", _LOGS, run_dir, HOST]
     usual, quiet = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["quiet"]))
@@ -254,8 +253,7 @@ def test_quiet_log(run_dir: str) -> None:
     assert "WARNING what went wrong" in quiet.stderr
 
 
-def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Passed checks are not listed."""
+def test_quiet_doctor_omits_passed_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     checks = [Check(OK, "recorder", "native"), Check(LIMITED, "tap", "missing", "build it")]
     monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
     assert main(["doctor", "--quiet"]) == 0
@@ -264,14 +262,16 @@ def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "ok      recorder: native\nlimited tap: missing; build it\n"
 
 
-def test_quiet_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_build_prints_nothing_on_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tap_build, "build", lambda: Path("/there/tap.so"))
     assert (main(["build-tap", "--quiet"]), capsys.readouterr().out) == (0, "")
     assert (main(["build-tap"]), capsys.readouterr().out) == (0, "/there/tap.so\n")
 
 
 @pytest.mark.parametrize("wanted", ["1", "0"])
-def test_quiet_run(wanted: str, tmp_path: Path) -> None:
+def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> None:
     """`run --quiet` prints no report unless the user asks for one, and no note if recording is off."""
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
@@ -284,7 +284,7 @@ def test_quiet_run(wanted: str, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("text\n", "")
 
 
-def test_every_command_has_it() -> None:
+def test_every_command_accepts_quiet() -> None:
     (commands,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
     assert len(commands.choices) >= 7
     assert [name for name, each in commands.choices.items() if "--quiet" not in each.format_help()] == []

@@ -35,7 +35,9 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
         (["-X"], ["-X"], []),
     ],
 )
-def test_options_are_split_as_python_does(arguments: list[str], options: list[str], rest: list[str]) -> None:
+def test_interpreter_options_are_split_from_the_script_as_in_python(
+    arguments: list[str], options: list[str], rest: list[str]
+) -> None:
     """Options end at a script, -m, -c, - or --, and the value of -W or -X may follow."""
     assert split_options(arguments) == (options, rest)
 
@@ -52,7 +54,7 @@ def test_options_are_split_as_python_does(arguments: list[str], options: list[st
         (["python", "-O"], []),
     ],
 )
-def test_typed_options_are_carried_over(command_line: list[str], options: list[str]) -> None:
+def test_options_before_the_module_apply_to_the_script(command_line: list[str], options: list[str]) -> None:
     """Options before `-m torchlens_perf` apply to the script.
 
     Options in a console script's first line do not.
@@ -60,7 +62,7 @@ def test_typed_options_are_carried_over(command_line: list[str], options: list[s
     assert typed_options(command_line) == options
 
 
-def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
+def test_script_imports_its_neighbours_despite_options_of_the_console_script(tmp_path: Path) -> None:
     """Distributions install console scripts with `-I` or `-sP`.
 
     The user's script can still import its neighbours.
@@ -88,7 +90,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help(option: str, tmp_path: Path) -> None:
+def test_run_help_is_printed_only_before_the_script(option: str, tmp_path: Path) -> None:
     """`run -h` prints help on `run`. After a script, -h belongs to the script."""
     done = run([*RUN, option], tmp_path)
     (tmp_path / "x.py").write_text("import sys; print(sys.argv)")
@@ -110,16 +112,16 @@ def test_help(option: str, tmp_path: Path) -> None:
          "(ModuleNotFoundError: __path__ attribute not found on 'os' while trying to find 'os.nomod')"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
-    """If the script cannot be run, there is one line on stderr and Python's exit code."""
+def test_script_that_cannot_run_is_one_line_with_the_exit_code_of_python(
+    arguments: list[str], code: int, message: str, tmp_path: Path
+) -> None:
     done = run([*RUN, *arguments], tmp_path)
 
     assert done.returncode == code
     assert done.stderr == message.format(python=sys.executable, folder=tmp_path) + "\n"
 
 
-def test_missing_interpreter_is_one_line(tmp_path: Path) -> None:
-    """An interpreter that was deleted gives one line and exit code 2."""
+def test_deleted_interpreter_is_one_line_with_exit_code_2(tmp_path: Path) -> None:
     program = (
         "import sys; sys.executable = '/nowhere/python'\n"
         "from torchlens_perf.commands.cli import main; sys.exit(main(['run', 'x']))"
@@ -152,14 +154,16 @@ def test_missing_interpreter_is_one_line(tmp_path: Path) -> None:
         (["-W", "ignore::UserWarning", "-X", "int_max_str_digits=0"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ""),
     ],
 )  # fmt: skip
-def test_says_when_it_cannot_record(options: list[str], environment: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_script_runs_with_one_line_if_recording_is_impossible(
+    options: list[str], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
     """If nothing will be recorded, one line explains it, and the script runs."""
     done = run([*RUN, *options, "-c", "print('ran')"], tmp_path, **environment)
 
     assert (done.stdout, done.stderr, done.returncode) == ("ran\n", said, 0)
 
 
-def test_broken_installation(tmp_path: Path) -> None:
+def test_script_runs_with_one_line_if_the_package_cannot_be_imported(tmp_path: Path) -> None:
     """If this package cannot be imported, one line explains it and the script continues."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("value = 7")
@@ -171,7 +175,7 @@ def test_broken_installation(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_starts_without_a_readable_environment(tmp_path: Path) -> None:
+def test_script_starts_if_proc_self_environ_is_unreadable(tmp_path: Path) -> None:
     """Without /proc/self/environ, os.environ is used."""
     program = (
         "import builtins, os, sys\n"

@@ -82,7 +82,7 @@ def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["package writable by its group", "package in a writable folder"])
-def test_tap_is_not_written_next_to_a_package_that_others_can_write(wrong: str, cache: Path, cxx: Path) -> None:
+def test_tap_goes_to_the_cache_if_others_can_write_to_the_package(wrong: str, cache: Path, cxx: Path) -> None:
     """In an environment shared by a group, each user builds in the own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
@@ -90,7 +90,7 @@ def test_tap_is_not_written_next_to_a_package_that_others_can_write(wrong: str, 
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
 
-def test_in_the_background_it_goes_to_the_cache(cache: Path, cxx: Path) -> None:
+def test_background_build_writes_the_tap_to_the_cache(cache: Path, cxx: Path) -> None:
     """All environments of a user share the tap, and no file is added to pip's."""
     assert in_background() == cache / native_tap.file_name() == native_tap.loaded_from()
     assert made_in(tap_requirements.SOURCES) == set()
@@ -98,7 +98,7 @@ def test_in_the_background_it_goes_to_the_cache(cache: Path, cxx: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
 @pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
-def test_nobody_else_can_write_what_is_built(
+def test_built_files_are_private_for_any_umask(
     variable: str, umask: int, cache: Path, cxx: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any umask, folders, the tap and the compiler's temporary files are private."""
@@ -120,7 +120,7 @@ def test_nobody_else_can_write_what_is_built(
     assert seen.read_text().split() == ["700", "700", "600"]
 
 
-def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
+def test_loadable_tap_is_not_built_again(cache: Path, cxx: Path) -> None:
     """A tap that can be loaded is kept: a job on another node may have it mapped."""
     built = tap_build.build()
     before = built.stat()
@@ -133,7 +133,7 @@ def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF, and no more", b"text"])
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
-def test_damaged_tap_is_built_anew(
+def test_damaged_tap_is_replaced_by_a_new_build(
     build: Callable[[], Path], content: bytes, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tap that cannot be loaded is replaced, as the doctor suggests a build."""
@@ -159,7 +159,7 @@ def test_folder_of_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
-def test_no_compiler(
+def test_missing_compiler_is_one_line_with_the_package_to_install(
     build: Callable[[], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names the package to install. The command exits with 2 and that line."""
@@ -176,7 +176,7 @@ def test_no_compiler(
 
 
 @pytest.mark.parametrize("command", ["{cxx} -O1", "env -u NOTHING {cxx}", "'{cxx}' -DA='b c'"])
-def test_compiler_with_arguments(command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_may_contain_arguments(command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CXX may have arguments, as in "ccache g++"."""
     monkeypatch.setenv("CXX", command.format(cxx=cxx))
 
@@ -185,14 +185,16 @@ def test_compiler_with_arguments(command: str, cache: Path, cxx: Path, monkeypat
     assert ("-O1" in arguments.split()) == ("-O1" in command)
 
 
-def test_compiler_variable_that_cannot_be_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unbalanced quotation mark gives one line instead of a traceback."""
     monkeypatch.setenv("CXX", "g++ 'a")
 
     assert tap_requirements.obstacle(native_tap.file_name()) == "CXX cannot be read: No closing quotation"
 
 
-def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_python_headers_are_reported_before_compiling(
+    cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Debian without python3-dev is detected before the compiler runs."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
@@ -202,7 +204,9 @@ def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypa
     assert runs(cxx) == []
 
 
-def test_torch_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_headers_are_reported_with_the_searched_folder(
+    cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some distributions omit the headers. The message has the folder that was searched."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     with pytest.raises(BuildError, match="this torch came without its headers") as caught:
@@ -212,7 +216,7 @@ def test_torch_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypat
     assert runs(cxx) == []
 
 
-def test_package_without_sources(cache: Path, cxx: Path) -> None:
+def test_build_without_sources_is_refused(cache: Path, cxx: Path) -> None:
     name = native_tap.file_name()
     shutil.rmtree(tap_requirements.SOURCES)
 
@@ -221,15 +225,16 @@ def test_package_without_sources(cache: Path, cxx: Path) -> None:
         tap_build.build()
 
 
-def test_no_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tap needs the native recorder, and is not built without it."""
+def test_tap_is_not_built_without_the_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "NATIVE", False)
     with pytest.raises(BuildError, match="the native recorder is missing: install a C compiler and reinstall"):
         tap_build.build()
 
 
 @pytest.mark.parametrize("wrong", ["no home", "file in the way", "home not there", "writable home", "no variables"])
-def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folders_are_all_listed_with_their_problems(
+    wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All folders that were tried are listed with the problem of each, and no folder is created."""
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
@@ -256,7 +261,9 @@ def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatc
     assert not any(path.is_dir() for path in (tmp_path / "home").glob("*"))
 
 
-def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_on_a_file_system_without_modes_is_refused(
+    cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On some network disks all users can write to every folder, whatever its mode.
 
     Such folders are refused.
@@ -276,7 +283,9 @@ def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monke
     assert runs(cxx) == []
 
 
-def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folders_are_refused(
+    cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Folders are tested as the kernel would answer a user other than root."""
     refused = {tap_requirements.SOURCES, cache}
     access = os.access
@@ -290,7 +299,7 @@ def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: 
 # -- a compiler that fails
 
 
-def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
+def test_message_has_the_first_compiler_error_and_no_file_is_left(cache: Path, says: Callable[[str], None]) -> None:
     """The message has the first error without warnings and control characters.
 
     No partial file is left.
@@ -304,7 +313,9 @@ def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
     assert native_tap.load() is None
 
 
-def test_compiler_speaks_english(cache: Path, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_runs_in_the_c_locale(
+    cache: Path, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output is searched for "error", so the compiler must not use the user's language."""
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     says('[ "$LC_ALL" = C ] && echo "x.cpp:1: error: found" || echo "x.cpp:1: Fehler"; exit 1')
@@ -312,14 +323,15 @@ def test_compiler_speaks_english(cache: Path, says: Callable[[str], None], monke
         tap_build.build()
 
 
-def test_compiler_that_says_nothing(cache: Path, says: Callable[[str], None]) -> None:
-    """The message has the exit status."""
+def test_message_has_the_exit_status_of_a_compiler_without_output(cache: Path, says: Callable[[str], None]) -> None:
     says("exit 3")
     with pytest.raises(BuildError, match=r"^the compiler failed: status 3$"):
         tap_build.build()
 
 
-def test_compiler_that_cannot_be_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_is_not_a_program_is_reported(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is executable but no program."""
     (tmp_path / "cxx").write_bytes(b"\x00\x01")
     (tmp_path / "cxx").chmod(0o755)
@@ -328,7 +340,7 @@ def test_compiler_that_cannot_be_run(cache: Path, tmp_path: Path, monkeypatch: p
         tap_build.build()
 
 
-def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None]) -> None:
+def test_built_tap_that_cannot_be_loaded_is_not_installed(cache: Path, says: Callable[[str], None]) -> None:
     """The output of a compiler that does not fit Python or torch is not installed."""
     says('echo nothing > "$out"')
     with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
@@ -337,7 +349,7 @@ def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
 
-def test_compiler_that_does_not_end(
+def test_endless_compiler_is_killed_with_its_children(
     cache: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is killed with its children, and the message explains it."""
@@ -353,7 +365,9 @@ def test_compiler_that_does_not_end(
 # -- in the background
 
 
-def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_path: Path) -> None:
+def test_failed_background_build_is_not_repeated_with_the_same_compiler(
+    cache: Path, says: Callable[[str], None], tmp_path: Path
+) -> None:
     """The background build is not repeated with the same compiler, and the message has its error
     and the remedy. A manual build is repeated."""
     says(f"echo x >> {tmp_path / 'cxx.runs'}; echo 'tap.cpp:7: error: too old' >&2; exit 1")
@@ -372,7 +386,7 @@ def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_pat
 
 
 @pytest.mark.parametrize("changed", ["the compiler", "its arguments", "another compiler"])
-def test_another_compiler_is_tried(
+def test_failed_build_is_repeated_with_another_compiler(
     changed: str, cache: Path, tap: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build is repeated with an updated or another compiler.
@@ -419,7 +433,6 @@ def test_transient_failure_is_not_remembered(
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"compiler": 3}', "\0"])
 def test_unreadable_failure_record_is_ignored(content: str, cache: Path, cxx: Path) -> None:
-    """An unreadable record of a failure is ignored."""
     (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
 
     assert tap_requirements.obstacle(native_tap.file_name()) is None
@@ -437,7 +450,7 @@ def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> Non
 
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
-def test_another_process_builds(build: Callable[[], Path], cache: Path, cxx: Path) -> None:
+def test_second_process_does_not_wait_for_a_running_build(build: Callable[[], Path], cache: Path, cxx: Path) -> None:
     """The second process does not wait, and reports why there is no tap yet."""
     place = tap_requirements.SOURCES if build is tap_build.build else cache
     with open(place / "tap.lock", "w") as lock:
@@ -449,7 +462,7 @@ def test_another_process_builds(build: Callable[[], Path], cache: Path, cxx: Pat
     assert build().is_file()
 
 
-def test_lock_that_is_a_link(cache: Path, cxx: Path, tmp_path: Path) -> None:
+def test_lock_that_is_a_link_is_not_followed(cache: Path, cxx: Path, tmp_path: Path) -> None:
     """A link in place of the lock is not followed, and no file is created elsewhere."""
     (cache / "tap.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BuildError, match="no lock in "):
@@ -482,7 +495,7 @@ def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[s
     return [process.communicate(timeout=110)[0].strip() for process in started]
 
 
-def test_eight_sidecars_build_one_tap(cache: Path, tap: Path, tmp_path: Path) -> None:
+def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(cache: Path, tap: Path, tmp_path: Path) -> None:
     """One of all sidecars in all environments of a user compiles, and no other waits."""
     site = tiny_torch(tmp_path / "site")
     cxx = copying(tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done")
@@ -503,7 +516,7 @@ def test_eight_sidecars_build_one_tap(cache: Path, tap: Path, tmp_path: Path) ->
     assert made_in(cache) == {name}
 
 
-def test_torch_is_not_imported_for_nothing(cache: Path, tmp_path: Path) -> None:
+def test_obstacles_are_found_before_torch_is_imported(cache: Path, tmp_path: Path) -> None:
     """Obstacles are found before torch is imported, which takes seconds."""
     site = tmp_path / "site"
     (site / "torch").mkdir(parents=True)

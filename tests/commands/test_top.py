@@ -34,7 +34,9 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield running
 
 
-def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
+    live: LiveSimulation, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--once` prints one frame, without escape sequences if stdout is no terminal."""
     assert main(["top", str(live.run.path), "--once"]) == 0
     out, err = capsys.readouterr()
@@ -45,7 +47,7 @@ def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_once_needs_little(live: LiveSimulation) -> None:
+def test_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
     """`--once` starts fast and works on a login node: it imports no Textual, torch or pyarrow."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\n"
@@ -57,21 +59,22 @@ def test_once_needs_little(live: LiveSimulation) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--once` without data gives one line and exit code 2."""
+def test_once_without_data_is_one_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
     out, err = capsys.readouterr()
 
     assert (out, err) == ("", f"torchlens-perf: there is no directory {tmp_path}/run\n")
 
 
-def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_runs_is_one_line_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["top", "--once"]) == 2
     assert "no run in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
 
 
-def test_finds_the_live_run(
+def test_live_run_is_shown_without_an_argument(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an argument, the live run is shown even if another run ended later.
@@ -90,14 +93,13 @@ def test_finds_the_live_run(
     assert "ENDED" in capsys.readouterr().out
 
 
-def test_folder_of_runs(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_run_of_a_given_folder_is_shown(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
     """The live run of a folder is shown, without a variable that names the folder."""
     assert main(["top", str(live.run.path.parent), "--once"]) == 0
     assert "  live  4 ranks" in capsys.readouterr().out
 
 
-def test_reader_that_stops_early(live: LiveSimulation) -> None:
-    """`top | head` ends without an error when the pipe is closed."""
+def test_top_ends_without_an_error_when_its_pipe_is_closed(live: LiveSimulation) -> None:
     live.ends()
     command = f"{' '.join(COMMAND)} {live.run.path} | head -n 1"
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
@@ -106,7 +108,7 @@ def test_reader_that_stops_early(live: LiveSimulation) -> None:
     assert (done.stdout.count("\n"), done.stderr, done.returncode) == (1, "", 0)
 
 
-def test_pipe(live: LiveSimulation) -> None:
+def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: LiveSimulation) -> None:
     """The output has a first frame, new verdicts, and a last frame about the end of the run."""
     file, states = io.StringIO(), ["goes on", "waits", "goes on", "ends"]
 
@@ -153,7 +155,7 @@ def test_read_error_is_printed_once(live: LiveSimulation) -> None:
     assert rests[2] == rests[3] == rests[4] > rests[0]
 
 
-def test_dumb_terminal(live: LiveSimulation) -> None:
+def test_dumb_terminal_gets_no_escape_sequences(live: LiveSimulation) -> None:
     """With TERM=dumb there are no escape sequences, and Ctrl-C gives no traceback."""
     with OnTerminal([*COMMAND, str(live.run.path)], {"TERM": "dumb"}) as terminal:
         terminal.wait_for("data: 0 of")
@@ -167,7 +169,7 @@ def test_dumb_terminal(live: LiveSimulation) -> None:
     assert "Traceback" not in text
 
 
-def test_without_textual(live: LiveSimulation) -> None:
+def test_missing_textual_is_one_line_and_once_still_works(live: LiveSimulation) -> None:
     """On a terminal there is one line with the package to install, and exit code 2.
 
     --once works, with colours.
@@ -187,7 +189,7 @@ def test_without_textual(live: LiveSimulation) -> None:
     assert re.search(r"\x1b\[1;31mSLOW RANK", frame)
 
 
-def test_locale_without_unicode(live: LiveSimulation) -> None:
+def test_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -> None:
     """The output is ASCII, whatever encoding Python chooses for the locale."""
     environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C"})
     done = subprocess.run([*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ)
@@ -196,8 +198,7 @@ def test_locale_without_unicode(live: LiveSimulation) -> None:
     assert done.stdout.isascii()
 
 
-def test_no_color(live: LiveSimulation) -> None:
-    """With NO_COLOR, a frame on a terminal has no colours."""
+def test_frame_has_no_colours_with_no_color(live: LiveSimulation) -> None:
     with OnTerminal([*COMMAND, str(live.run.path), "--once"], {"NO_COLOR": "1"}) as terminal:
         assert terminal.end() == 0
         assert b"\x1b[31m" not in terminal.written

@@ -50,7 +50,7 @@ def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.Te
         pytest.param(("--evaluates",), id="rank 0 evaluates first", marks=pytest.mark.long),
     ],
 )
-def test_windows_of_all_ranks(
+def test_rank_0_has_statistics_of_all_ranks_and_the_slow_section(
     merged: list[dict[str, Any]], driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Rank 0 has statistics of all ranks' times, and the rank that is slow in one section.
@@ -80,7 +80,7 @@ def test_windows_of_all_ranks(
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
 
 
-def test_parts_of_the_devices_steps(merged: list[dict[str, Any]]) -> None:
+def test_merged_parts_equal_the_planted_device_times(merged: list[dict[str, Any]]) -> None:
     """Medians of each part equal the planted ones in each window.
 
     The slow rank's excess is in its work and its forward pass, and in no other part.
@@ -139,7 +139,9 @@ def test_sections_in_different_orders_are_not_merged(driver_library: Path, shim_
 
 
 @pytest.mark.parametrize("how", long("--unable", "--off"))
-def test_no_merge_without_all_ranks(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+def test_windows_are_not_merged_unless_all_ranks_record(
+    how: str, driver_library: Path, shim_library: Path, tmp_path: Path
+) -> None:
     """No rank waits in a collective. Recording ranks keep their own times and note the reason."""
     ranks = ranks_of(driver_library, shim_library, tmp_path, how)
     others = [rank for rank in ranks if rank["rank"] != 1]
@@ -189,7 +191,7 @@ class Done:
         pass
 
 
-def test_aggregate_needs_a_gpu(tmp_path: Path) -> None:
+def test_aggregate_without_a_gpu_raises_in_watch(tmp_path: Path) -> None:
     """The error is raised by watch(), and the next watch works."""
     import torch
 
@@ -202,7 +204,7 @@ def test_aggregate_needs_a_gpu(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_aggregate_needs_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aggregate_without_a_process_group_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised before anything is created."""
     import torch
 

@@ -12,7 +12,9 @@ from torchlens_perf.errors import DeviceError
 
 
 @pytest.mark.parametrize("line", ["raise RuntimeError('built for CUDA 11')", "import no_such_library_of_cupy"])
-def test_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any exception becomes the same DeviceError at each call."""
     (tmp_path / "cupy.py").write_text(
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n{line}\n"
@@ -31,7 +33,7 @@ def test_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "imports").read_text() == "x"
 
 
-def test_missing_cupy_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_is_searched_again_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook may install it later, and the check is cheap."""
     monkeypatch.setattr(kernels, "has_cupy", lambda: False)
     monkeypatch.setattr(kernels, "_import_error", "")

@@ -44,7 +44,7 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_registers_spills_and_stack(architecture: str, tmp_path: Path) -> None:
+def test_kernels_spill_no_registers_and_fill_a_multiprocessor(architecture: str, tmp_path: Path) -> None:
     """Nothing is spilled or in local memory, and registers allow a full multiprocessor."""
     kernels = report(architecture, tmp_path / "kernels.cubin")
     assert kernels.keys() == MAX_REGISTERS.keys()

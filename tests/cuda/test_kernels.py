@@ -93,7 +93,7 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
     return Sketch.from_numbers([int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()])
 
 
-def test_constants_are_those_of_the_twin() -> None:
+def test_constants_equal_those_of_the_python_twin() -> None:
     source = KERNELS.read_text()
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
     assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
@@ -106,7 +106,7 @@ def test_constants_are_those_of_the_twin() -> None:
 
 
 @pytest.mark.parametrize("places", [2, 64, 512, 2048])
-def test_windows_of_any_length(kernels: ShimKernels, places: int) -> None:
+def test_windows_of_any_length_are_reduced_as_by_the_twin(kernels: ShimKernels, places: int) -> None:
     """Lengths: empty, one, odd, full, and more than the ring holds, also where the counter wraps.
 
     The surplus is counted as lost, and one place of a full ring is not read.
@@ -120,7 +120,9 @@ def test_windows_of_any_length(kernels: ShimKernels, places: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
-def test_many_windows(kernels: ShimKernels, shape: tuple[int, int]) -> None:
+def test_many_windows_of_distinct_durations_are_reduced_as_by_the_twin(
+    kernels: ShimKernels, shape: tuple[int, int]
+) -> None:
     """With distinct durations, median and deviation depend on each comparison of the sort."""
     durations = np.random.default_rng(1).integers(100, 10**9, shape).astype(np.uint64)
     check_reduction(kernels, durations, [shape[1] - 1] * shape[0], [0] * shape[0])
@@ -133,7 +135,7 @@ def test_second_reduction_counts_new_spans_only(kernels: ShimKernels) -> None:
     assert found.sums[:, Sum.COUNT].tolist() == [24, 0]
 
 
-def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
+def test_equal_and_extreme_durations_are_reduced_as_by_the_twin(kernels: ShimKernels) -> None:
     """Cases: no spread, and the largest sum and squares that fit."""
     durations = np.full((4, 128), 12345, np.uint64)
     durations[1] = 0
@@ -145,7 +147,7 @@ def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
     assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 127 * (2**47 + 1) ** 2
 
 
-def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
+def test_duration_on_a_bound_counts_in_the_bucket_that_it_ends(kernels: ShimKernels) -> None:
     """A bound counts in the bucket that it ends, the next integer in the following one."""
     bounds = bucket_bounds()[:BUCKETS].astype(np.uint64)
     durations = np.zeros((2, 2048), np.uint64)
@@ -158,7 +160,7 @@ def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
     assert counts[-1] == 3
 
 
-def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
+def test_merged_rows_equal_a_sketch_of_all_durations(kernels: ShimKernels) -> None:
     """Rows of two ranks and two windows merge by SUM and MAX to the sketch of all durations."""
     rows, whole = [], Sketch()
     for seed in range(4):
@@ -176,7 +178,7 @@ def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
     assert to_sketch(found.sums[0], found.largest[0]).numbers() == Sketch().numbers()
 
 
-def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
+def test_quantiles_of_merged_rows_equal_those_of_the_twin(kernels: ShimKernels) -> None:
     """Cases: sparse, dense, empty and one-bucket histograms, and many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
@@ -208,7 +210,7 @@ def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threa
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 333, 1000])
-def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
+def test_scores_of_ranks_equal_those_of_the_twin(kernels: ShimKernels, ranks: int) -> None:
     """Cases: one slow rank, no spread, ranks without a time (not fast ones), and no time."""
     random = np.random.default_rng(ranks)
     times_ns = (np.exp(random.normal(0, 0.05, (ranks, 6))) * 5e6).astype(np.int64)
@@ -228,7 +230,7 @@ def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
         assert not found.worst.any()
 
 
-def test_a_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
+def test_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
     """A chain of three sections takes four stamps. A close without an open records nothing."""
     slots, places = 3, 4
     opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)

@@ -59,7 +59,7 @@ def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
     assert rows.exact[0, Exact.FIRST_START] >= began_ns
 
 
-def test_a_graph_appends_at_each_replay(device: FakeDevice) -> None:
+def test_captured_graph_appends_one_record_at_each_replay(device: FakeDevice) -> None:
     """Seven replays of a captured section make seven records with their own times."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
@@ -75,7 +75,7 @@ def test_a_graph_appends_at_each_replay(device: FakeDevice) -> None:
     assert rows.exact[0, Exact.LAST_END] - rows.exact[0, Exact.FIRST_START] > 7 * MILLISECOND
 
 
-def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
+def test_twenty_steps_are_recorded_without_a_synchronization(device: FakeDevice) -> None:
     """Sections, a reduction and its collection in each step while the host runs ahead."""
     ring = new_ring(device)
     section(device, ring, "warm up", 1)
@@ -105,7 +105,7 @@ def test_surplus_of_the_ring_is_counted_as_lost(device: FakeDevice) -> None:
     assert rows.sums[0, Sum.LOST] == 37
 
 
-def test_names_beyond_the_slots_get_none(device: FakeDevice) -> None:
+def test_names_beyond_the_slots_are_not_stamped(device: FakeDevice) -> None:
     ring = new_ring(device, slots=2)
     assert [ring.slot(name) for name in ("a", "b", "c", "a")] == [0, 1, NO_SLOT, 0]
 
@@ -126,7 +126,7 @@ def test_no_reduction_before_the_last_one_is_collected(device: FakeDevice) -> No
     assert reduced(device, ring).sums[0, Sum.COUNT] == 1
 
 
-def test_only_stamps_are_captured(device: FakeDevice) -> None:
+def test_reduction_is_not_captured_into_a_graph(device: FakeDevice) -> None:
     """A captured reduction would replay into memory that is being read."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
@@ -134,7 +134,7 @@ def test_only_stamps_are_captured(device: FakeDevice) -> None:
     device.end_capture(stream)
 
 
-def test_a_collected_result_is_a_copy(device: FakeDevice) -> None:
+def test_collected_result_does_not_change_with_the_next_copy(device: FakeDevice) -> None:
     """The next copy from the device uses the same memory."""
     ring = new_ring(device)
     section(device, ring, "a", MILLISECOND)

@@ -448,18 +448,18 @@ def results(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return dict(result)
 
 
-def test_device_is_the_accelerator(results: dict[str, Any]) -> None:
+def test_asynchronous_device_is_the_current_accelerator_of_torch(results: dict[str, Any]) -> None:
     assert results["accelerator"] == DEVICE
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_numbers_equal_those_of_the_cpu(foreach: bool, results: dict[str, Any]) -> None:
+def test_training_results_equal_those_on_the_cpu(foreach: bool, results: dict[str, Any]) -> None:
     """Three steps of a transformer with clipped gradients and AdamW, bit for bit."""
     on_host, on_device = results["transformer"][foreach]
     assert all(torch.equal(*each) for each in zip(on_host, on_device, strict=True))
 
 
-def test_host_runs_ahead(results: dict[str, Any]) -> None:
+def test_host_returns_before_the_device_has_finished(results: dict[str, Any]) -> None:
     """A forward pass of three linear layers and two activations takes 100 ms on the device."""
     for _, device_ms in results["ahead"]:
         assert device_ms == pytest.approx(5 * 20, abs=EXACT_MS)
@@ -467,7 +467,7 @@ def test_host_runs_ahead(results: dict[str, Any]) -> None:
     assert results["free"] < EXACT_MS
 
 
-def test_times_are_exact_on_a_busy_machine(results: dict[str, Any]) -> None:
+def test_device_times_are_exact_on_a_busy_machine(results: dict[str, Any]) -> None:
     assert results["spins"] == pytest.approx([7] * 5, abs=EXACT_MS)
     assert results["slow spin"] == pytest.approx(7 * 1.2, abs=EXACT_MS)
 
@@ -496,14 +496,14 @@ def test_streams_and_events_order_work(results: dict[str, Any]) -> None:
         ("synchronize", "device_synchronizations"),
     ],
 )
-def test_reading_a_value_waits(what: str, counter: str, results: dict[str, Any]) -> None:
+def test_reading_a_value_waits_for_the_device(what: str, counter: str, results: dict[str, Any]) -> None:
     was_held, counted = results["waits"][what]
     assert was_held
     assert counted[counter] == synchronizations(counted) == 1
 
 
 @pytest.mark.parametrize("what", ["to pinned", "kernel"])
-def test_other_operations_do_not_wait(what: str, results: dict[str, Any]) -> None:
+def test_operations_that_read_no_value_do_not_wait_for_the_device(what: str, results: dict[str, Any]) -> None:
     was_held, counted = results["waits"][what]
     assert not was_held
     assert synchronizations(counted) == 0
@@ -534,7 +534,7 @@ def two(built: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 
 
 @pytest.mark.parametrize("how", ["sharded", "tensor parallel"])
-def test_two_ranks_train_as_on_gloo(how: str, two: list[dict[str, Any]]) -> None:
+def test_training_of_two_ranks_equals_that_on_gloo(how: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         on_host, on_device = rank["pairs"][how]
         assert on_device == on_host
@@ -562,7 +562,7 @@ def test_ddp_step_does_not_wait(two: list[dict[str, Any]]) -> None:
         assert synchronizations(counted) == 0
 
 
-def test_collectives(two: list[dict[str, Any]]) -> None:
+def test_each_collective_has_its_expected_result(two: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(two):
         found, shift = rank["collectives"], 10 * number
         assert found["SUM"] == [10, 12]
@@ -635,7 +635,7 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_process_ends_with_pending_work(built: None) -> None:
+def test_process_with_pending_work_ends_normally(built: None) -> None:
     process = program(LEAVES_WORK)
     try:
         output, errors = process.communicate(timeout=60)
@@ -644,7 +644,7 @@ def test_process_ends_with_pending_work(built: None) -> None:
     assert (process.returncode, output) == (0, "done\n"), errors
 
 
-def test_rank_reports_that_its_peer_has_left(built: None, tmp_path: Path) -> None:
+def test_error_is_raised_on_a_rank_whose_peer_has_left(built: None, tmp_path: Path) -> None:
     processes = [program(PEER_LEAVES, str(rank), str(tmp_path / "store")) for rank in range(2)]
     try:
         output, errors = processes[0].communicate(timeout=60)

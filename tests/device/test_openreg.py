@@ -79,7 +79,7 @@ def test_watch_does_not_change_training(ran: dict[str, dict[str, Any]]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
 
 
-def test_watch_adds_no_wait(ran: dict[str, dict[str, Any]]) -> None:
+def test_watch_adds_no_wait_of_the_host_for_the_device(ran: dict[str, dict[str, Any]]) -> None:
     """Each wait of the host is counted."""
     assert ran["abilities"]["counted"] > 0
     assert ran["watched"]["waits"] == ran["plain"]["waits"]

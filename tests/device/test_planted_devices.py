@@ -104,7 +104,7 @@ def test_slow_rank_and_phase_are_named(truth: Truth, runs: Path) -> None:
 
 
 @pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)
-def test_hosts_that_run_ahead(truth: Truth, runs: Path) -> None:
+def test_no_rank_is_named_if_hosts_differ_only_in_launch_gaps(truth: Truth, runs: Path) -> None:
     """With device times alone, the last of the clean ranks would be slow by its launch gaps."""
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     named = [each for each in state.findings.episodes if each.phase != "cpu"]
@@ -117,14 +117,14 @@ def test_hosts_that_run_ahead(truth: Truth, runs: Path) -> None:
         assert each.cost_ns < 2e6 * fault.ms
 
 
-def test_host_times_do_not_show_the_fault(runs: Path) -> None:
+def test_planted_device_fault_is_not_found_by_host_times(runs: Path) -> None:
     """The campaign also scores the same runs by host times."""
     scores = [score(truth, judged_again(runs / truth.name)) for truth in truths()]
 
     assert not any(each.right_phase for each in scores)
 
 
-def test_kinds_and_seeds() -> None:
+def test_same_kind_and_seed_plant_the_same_fault() -> None:
     """The same kind and seed plant the same fault; clean runs have none."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)

@@ -52,7 +52,7 @@ def traced_steps(trace: Path) -> set[int]:
     return {int(name.partition("#")[2]) for name in names}
 
 
-def test_captured_run_is_the_same(tmp_path: Path) -> None:
+def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Path) -> None:
     """Compare with the same training without a capture: bits, Python threads, sockets and step time
     are the same.
 
@@ -89,7 +89,7 @@ def test_captured_run_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_command_and_verdict(tmp_path: Path) -> None:
+def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_path: Path) -> None:
     """A slow rank is named, and captured together with the healthy one, once.
 
     Then the command captures another rank.

@@ -334,7 +334,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_results_are_the_jobs_own(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     """There is no deadlock and no error of ours, and every rank has the tensors of the unwatched
     run.
     """
@@ -344,7 +344,7 @@ def test_results_are_the_jobs_own(name: str, outcomes: list[dict[str, Outcome]])
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_jobs_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+def test_order_group_and_size_of_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     """Order, group and size are the same in c10d's flight recorder on each rank."""
     for rank in outcomes:
         assert rank[name].plain
@@ -352,7 +352,9 @@ def test_jobs_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outc
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - {"watch_after_what_only_some_ranks_count"}))
-def test_a_collective_has_one_number(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+def test_collective_has_the_same_number_on_every_member_of_its_group(
+    name: str, outcomes: list[dict[str, Outcome]]
+) -> None:
     """A call of the job has the same number on every member of its group, and no other call has
     this number.
     """

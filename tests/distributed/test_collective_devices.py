@@ -116,7 +116,7 @@ def test_recorded_end_depends_on_the_tensors_device(order: str, tap: str, ranks:
         assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))
 
 
-def test_device_of_a_gather_without_outputs(ranks: list[dict[str, Any]]) -> None:
+def test_device_of_a_gather_without_outputs_is_that_of_its_input(ranks: list[dict[str, Any]]) -> None:
     """The device is that of the input if the operation's first argument has no tensor."""
     recording = ranks[1]["cpu first"]
     (gathered,) = (each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("gather"))
@@ -125,7 +125,7 @@ def test_device_of_a_gather_without_outputs(ranks: list[dict[str, Any]]) -> None
     assert not gathered.flags & Flag.COMPLETED
 
 
-def test_backend_of_a_device(ranks: list[dict[str, Any]]) -> None:
+def test_backend_of_a_mixed_group_is_found_by_device(ranks: list[dict[str, Any]]) -> None:
     """The name of a mixed group does not tell its backends."""
     for rank in ranks:
         assert rank["name"] == "undefined"

@@ -104,7 +104,7 @@ def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
     assert row.totals()[1]["last"] >= REPEATED - 1
 
 
-def test_late_root_of_a_broadcast_is_a_bound(join: CollectiveJoin) -> None:
+def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: CollectiveJoin) -> None:
     """Both receivers waited equally, at least somewhat and at most the delay.
 
     No rank is blamed on this evidence.
@@ -132,8 +132,7 @@ def test_messages_without_a_known_end_are_matched(join: CollectiveJoin) -> None:
     assert "does not report the end" in told["cannot_tell"][0]
 
 
-def test_every_operation_is_joined(join: CollectiveJoin) -> None:
-    """Every operation of real ranks is accounted for."""
+def test_every_operation_of_real_ranks_is_joined(join: CollectiveJoin) -> None:
     for counts in join.counts().values():
         assert (counts.unjoined, counts.mismatched, counts.late_records, counts.unmatched_records) == (0, 0, 0, 0)
     assert join.pending_operations() == 0

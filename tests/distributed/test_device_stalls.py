@@ -327,7 +327,7 @@ def names(trained: Trained) -> dict[str, float]:
 
 
 @host_is_ahead
-def test_ddp_stalls(tmp_path: Path) -> None:
+def test_ddp_waits_for_gradients_and_buffers_are_stalls(tmp_path: Path) -> None:
     """The other rank waits at the end of its backward pass, and for buffers before its forward
     pass.
     """
@@ -341,7 +341,7 @@ def test_ddp_stalls(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_ddp_stalls_for_any_kind_of_result(tmp_path: Path) -> None:
+def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path: Path) -> None:
     """The tail starts where the engine has computed the last gradient, also inside a checkpoint."""
     ranks = run_ranks(ddp_forms_ranks, tmp_path)
     for form in FORMS:
@@ -352,7 +352,7 @@ def test_ddp_stalls_for_any_kind_of_result(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
+def test_step_on_a_side_stream_is_never_complete(tmp_path: Path) -> None:
     """Stalls of a side stream are not in the steps' stream, so no step of these counts as complete."""
     for rank in run_ranks(side_stream_ranks, tmp_path):
         trained = rank["ddp"]
@@ -362,7 +362,7 @@ def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_fsdp2_stalls(tmp_path: Path) -> None:
+def test_fsdp2_waits_for_parameters_and_gradients_are_stalls(tmp_path: Path) -> None:
     """The rank waits by Stream.wait_event, which no tap records, for each module's parameters and
     its gradients.
     """
@@ -376,7 +376,7 @@ def test_fsdp2_stalls(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_tensor_parallel_stalls(tmp_path: Path) -> None:
+def test_tensor_parallel_waits_are_stalls(tmp_path: Path) -> None:
     """DTensor waits for functional collectives."""
     ranks = run_ranks(tensor_parallel_ranks, tmp_path)
     check(ranks)
@@ -386,7 +386,7 @@ def test_tensor_parallel_stalls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", [exchanging_ranks, *long(exchanging_ranks_in_python)])
 @host_is_ahead
-def test_waits_of_all_kinds(tmp_path: Path, function: Callable[[Path], Any]) -> None:
+def test_each_kind_of_wait_is_a_stall(tmp_path: Path, function: Callable[[Path], Any]) -> None:
     """Cases: collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and
     receives.
     """

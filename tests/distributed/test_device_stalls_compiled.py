@@ -214,7 +214,7 @@ def check_compiled(ranks: list[Compiled], graphs: int) -> list[dict[str, float]]
 
 
 @host_is_ahead
-def test_ddp_in_several_graphs(tmp_path: Path) -> None:
+def test_ddp_stalls_are_recorded_with_several_graphs(tmp_path: Path) -> None:
     """DDPOptimizer splits the graph at the buckets.
 
     A bucket is sent after its graph's backward pass.
@@ -227,7 +227,7 @@ def test_ddp_in_several_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @host_is_ahead
-def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
+def test_fsdp2_stalls_are_recorded_with_compiled_blocks(tmp_path: Path) -> None:
     """FSDP2's waits stay outside the graphs."""
     stalls = check_compiled(run_ranks(fsdp_ranks, tmp_path), graphs=2)
     waits = {"fsdp unshard": 2 + 2, "fsdp reduce-scatter": 1, "fsdp last reduce-scatter": 1, "backward tail": 1}
@@ -236,14 +236,14 @@ def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @host_is_ahead
-def test_tensor_parallel_in_one_graph(tmp_path: Path) -> None:
+def test_tensor_parallel_stalls_are_recorded_in_one_graph(tmp_path: Path) -> None:
     """DTensor's collectives become part of the graph."""
     for stalls in check_compiled(run_ranks(tensor_parallel_ranks, tmp_path), graphs=1):
         assert set(stalls) == {"wait", "backward tail"}
 
 
 @host_is_ahead
-def test_functional_collectives_in_one_graph(tmp_path: Path) -> None:
+def test_functional_collectives_in_one_graph_are_one_stall_each(tmp_path: Path) -> None:
     """The graph waits once for each collective, by torch.ops._c10d_functional.wait_tensor."""
     ranks = run_ranks(exchanging_ranks, tmp_path)
     for key in ranks[0]:

@@ -79,7 +79,7 @@ def test_job_continues_after_a_rank_leaves(tmp_path: Path) -> None:
     assert list(numbers(found[0, 2]).values()) == [first]
 
 
-def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
+def test_report_blames_no_rank_for_one_that_leaves(tmp_path: Path) -> None:
     """With a sidecar, such a run ends without delay.
 
     Its report blames no rank and reports no missing one.
@@ -95,7 +95,7 @@ def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_restart_of_a_failed_rank(tmp_path: Path) -> None:
+def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path) -> None:
     """torchrun restarts all ranks.
 
     The sums are right, and each attempt numbers its collectives from the start.
@@ -187,7 +187,7 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict
 
 
 @pytest.mark.long
-def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
+def test_report_has_all_steps_after_a_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """The sums are those of the unwatched job. The report has all steps of the last attempt."""
     _, value = shrunk
     (first,) = [rank for rank in value["ranks"] if rank["rank"] == 0]
@@ -209,7 +209,7 @@ def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirector
 
 
 @pytest.mark.long
-def test_both_worlds_are_kept(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
+def test_run_directory_has_the_steps_of_both_attempts(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
     """The run directory contains the steps of both attempts, each with separate numbers."""
     import pandas as pd
 

@@ -180,7 +180,9 @@ class TestLinks:
         self._in_hub("link", "set", f"link{number}", state)
 
     @pytest.mark.long
-    def test_a_node_that_is_cut_off_comes_back(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+    def test_node_that_was_cut_off_returns_and_is_silent_meanwhile(
+        self, stack: ExitStack, nodes: list[list[str]]
+    ) -> None:
         """While a node's link is down, the other nodes continue and its silence grows.
 
         Then the node returns.
@@ -225,7 +227,7 @@ class TestLinks:
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
     @pytest.mark.long
-    def test_a_node_is_cut_off_until_the_end(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+    def test_node_that_stays_cut_off_closes_in_bounded_time(self, stack: ExitStack, nodes: list[list[str]]) -> None:
         """A node whose link stays down closes in bounded time.
 
         Node 0 does not count it as having left.
@@ -241,7 +243,7 @@ class TestLinks:
         assert end["longest_s"] < BLOCKED_S
 
     @pytest.mark.long
-    def test_node_0_need_not_host_the_jobs_store(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+    def test_node_0_is_found_if_the_store_is_on_another_node(self, stack: ExitStack, nodes: list[list[str]]) -> None:
         """If the job's store is on another node, node 0 is found by its own address."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
         n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
@@ -256,7 +258,7 @@ class TestProcesses:
     """Nodes on loopback."""
 
     @pytest.mark.long
-    def test_node_0_is_killed_and_started_again(self, stack: ExitStack) -> None:
+    def test_nodes_find_the_successor_of_a_killed_node_0(self, stack: ExitStack) -> None:
         """After node 0's sidecar is killed, the other nodes find its successor, which has another
         port and token.
         """
@@ -279,7 +281,7 @@ class TestProcesses:
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
     @pytest.mark.long
-    def test_a_sidecar_is_killed_and_started_again(self, stack: ExitStack) -> None:
+    def test_successor_of_a_killed_sidecar_is_not_a_second_node(self, stack: ExitStack) -> None:
         """A killed sidecar is silent but has not left.
 
         Its successor continues and is not a second node of that name.
@@ -298,7 +300,7 @@ class TestProcesses:
         assert n0.lines[-1]["notes"] == []
 
     @pytest.mark.long
-    def test_the_job_is_killed(self, stack: ExitStack) -> None:
+    def test_nodes_continue_and_close_after_the_job_is_killed(self, stack: ExitStack) -> None:
         """Without the job's store, which ended with the job, the nodes continue, and close on
         request.
         """
@@ -317,7 +319,7 @@ class TestProcesses:
         assert end["longest_s"] < BLOCKED_S
 
     @pytest.mark.long
-    def test_node_0_is_stopped(self, stack: ExitStack) -> None:
+    def test_stopped_node_0_blocks_no_other_node(self, stack: ExitStack) -> None:
         """A hanging node 0 blocks neither a call nor the end of other nodes."""
         _, port = host_a_store(stack)
         n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))

@@ -139,7 +139,7 @@ def forms(folder: Path) -> Recording:
     return recording
 
 
-def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording]]) -> None:
+def test_each_operation_has_its_group_size_and_shared_number(results: dict[str, list[Recording]]) -> None:
     """Each operation has its group, its payload's size, and a number that is the same on all ranks."""
     for index, rank in enumerate(results["forms"]):
         subgroup = rank.metadata["subgroup"]
@@ -167,7 +167,7 @@ def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording
     assert sequence(in_order(results["forms"][0])[0]) == sequence(in_order(results["forms"][1])[0])
 
 
-def test_where_it_was_issued(results: dict[str, list[Recording]]) -> None:
+def test_parent_of_an_operation_is_the_innermost_open_span(results: dict[str, list[Recording]]) -> None:
     """The parent is the innermost span around the call: a section, a module, the backward pass, or
     the step.
     """
@@ -179,7 +179,7 @@ def test_where_it_was_issued(results: dict[str, list[Recording]]) -> None:
         assert rank.interned[reduced[0].value1 >> 32] == "backward"
 
 
-def test_how_far_each_group_is(results: dict[str, list[Recording]]) -> None:
+def test_ring_has_the_last_issued_and_ended_operation_of_each_group(results: dict[str, list[Recording]]) -> None:
     """The ring's table contains each group's last issued and last ended operation, for finding
     missing ranks.
     """
@@ -194,7 +194,9 @@ def test_how_far_each_group_is(results: dict[str, list[Recording]]) -> None:
         assert rank.metadata["groups"]["0"] == {"ranks": "0-1", "description": "default_pg"}
 
 
-def test_end_of_an_operation(tap: str, results: dict[str, list[Recording]]) -> None:
+def test_duration_is_marked_as_that_of_the_call_if_the_end_is_unknown(
+    tap: str, results: dict[str, list[Recording]]
+) -> None:
     """The duration ends with the operation if its end is known.
 
     Otherwise it is that of the call, and marked as such.
@@ -222,7 +224,7 @@ def test_asynchronous_operations_are_marked(results: dict[str, list[Recording]])
         assert flags == [False, True, False, False, False, True, True, False, True, False, False]
 
 
-def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> None:
+def test_each_wait_of_the_training_thread_is_a_span(results: dict[str, list[Recording]]) -> None:
     """Each wait of the training thread is a span, also the wait inside a blocking call."""
     for rank in results["forms"]:
         waits = Counter(rank.names(Kind.WAIT))
@@ -251,7 +253,7 @@ def late_rank(folder: Path) -> Recording:
     return recording
 
 
-def test_who_waits_and_who_is_waited_for(results: dict[str, list[Recording]]) -> None:
+def test_wait_for_a_late_rank_is_not_own_time_of_the_punctual_rank(results: dict[str, list[Recording]]) -> None:
     """The punctual rank waits for the late one, and its step has that much less time of its own."""
     punctual, late = results["late_rank"]
 
@@ -272,7 +274,7 @@ def messages(folder: Path) -> Recording:
     return recording
 
 
-def test_messages_of_a_pair_have_one_count(results: dict[str, list[Recording]]) -> None:
+def test_messages_are_numbered_by_pair_and_direction(results: dict[str, list[Recording]]) -> None:
     """Messages are numbered by pair and direction, whatever their types."""
     for rank in results["messages"]:
         dtypes = [each.name.split()[2] for each in in_order(rank)]
@@ -310,7 +312,7 @@ def data_parallel(folder: Path) -> Recording:
     return train(DistributedDataParallel(Model()), folder, late=1)
 
 
-def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
+def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Recording]]) -> None:
     """DDP issues from C++ inside the backward pass, and waits after the last gradient.
 
     This tail counts as waiting.
@@ -330,7 +332,7 @@ def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
     assert waited[0] > waited[1]
 
 
-def test_wrapper_is_no_part_of_names(results: dict[str, list[Recording]]) -> None:
+def test_module_names_do_not_contain_ddp_or_fsdp2_wrappers(results: dict[str, list[Recording]]) -> None:
     """Modules inside DDP and FSDP2 keep the names that their author gave them."""
     for name in ("data_parallel", "fully_sharded"):
         for rank in results[name]:
@@ -347,7 +349,7 @@ def fully_sharded(folder: Path) -> Recording:
     return train(fully_shard(model), folder)
 
 
-def test_fully_sharded(results: dict[str, list[Recording]]) -> None:
+def test_fsdp2_gathers_scatters_and_waits_are_recorded(results: dict[str, list[Recording]]) -> None:
     """FSDP2 gathers in forward and backward, and scatters gradients.
 
     Its waits in Python are spans.
@@ -400,7 +402,9 @@ def compiled(folder: Path) -> Recording:
     return recording
 
 
-def test_compiled_collective_is_recorded_once_a_run(results: dict[str, list[Recording]]) -> None:
+def test_compiled_collective_is_recorded_once_per_call_without_a_graph_break(
+    results: dict[str, list[Recording]],
+) -> None:
     """No record is written during compilation, and the graph has no additional break."""
     for rank in results["compiled"]:
         assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
@@ -419,7 +423,7 @@ def other_thread(folder: Path) -> Recording:
     return recording
 
 
-def test_other_thread_does_not_block_the_step(results: dict[str, list[Recording]]) -> None:
+def test_wait_on_another_thread_is_not_time_of_the_training_thread(results: dict[str, list[Recording]]) -> None:
     """A wait on another thread of the user is recorded, but does not count as time of the training
     thread.
     """
@@ -443,7 +447,7 @@ def raising(folder: Path) -> tuple[Recording, str, str]:
     return recording, watched, message()
 
 
-def test_error_of_a_collective(results: dict[str, list[Any]]) -> None:
+def test_error_of_a_collective_is_passed_on_and_recorded(results: dict[str, list[Any]]) -> None:
     """The error is that of an unwatched run.
 
     It is recorded as an error, and the next collective is recorded too.
@@ -470,8 +474,7 @@ def before_the_group(folder: Path) -> Recording:
     return recording
 
 
-def test_watch_before_the_group(results: dict[str, list[Recording]]) -> None:
-    """A group that is created inside the watch is recorded."""
+def test_group_created_inside_the_watch_is_recorded(results: dict[str, list[Recording]]) -> None:
     for rank in results["before_the_group"]:
         assert "allreduce group=0 dtype=float32" in rank.names(Kind.COLLECTIVE)
 
@@ -533,7 +536,7 @@ def detached(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> None:
+def test_operators_are_not_tapped_after_the_watch(results: dict[str, list[dict[str, Any]]]) -> None:
     """Every operator is tapped inside the watch.
 
     Outside, ours passes calls on. A handle outlives the watch.
@@ -548,7 +551,7 @@ def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> Non
         assert rank["recording"].of(Kind.WAIT) == []
 
 
-def test_payload() -> None:
+def test_payload_counts_tensors_in_nested_lists() -> None:
     """Tensors in nested lists count. Other first arguments of an operation do not."""
     tensor = torch.ones(3, dtype=torch.float64)
     assert payload_bytes([[tensor, tensor], [tensor]]) == 72

@@ -41,7 +41,7 @@ KILLS = 1000
 
 @pytest.mark.parametrize("kills", [10, *long(KILLS)])
 @pytest.mark.timeout(3600)
-def test_killed_at_any_instant(kills: int, tmp_path: Path) -> None:
+def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: Path) -> None:
     """Each SIGKILL comes in the first moments of a run whose ring is not read yet.
 
     The ring has all finished steps.

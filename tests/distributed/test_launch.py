@@ -87,7 +87,7 @@ def test_run_command_starts_a_script_like_python(workers: str, unwatched: dict[s
 
 
 @pytest.mark.long
-def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_run_command_works_under_torchrun(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
     """`torchrun -m torchlens_perf run` works without entry points."""
     command = torchrun("-m", "torchlens_perf", "run", TRAIN)
     done = run(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -172,7 +172,7 @@ def test_unwritable_folder_disables_recording(unwatched: dict[str, list[str]], t
 
 
 @pytest.mark.parametrize("code", long(0, 3))
-def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
+def test_exit_code_of_the_script_is_kept(code: int, tmp_path: Path) -> None:
     """sys.exit in the script ends the process with its code, with and without recording."""
     done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
 
@@ -181,7 +181,7 @@ def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_exception_is_the_scripts(tmp_path: Path) -> None:
+def test_traceback_and_exit_code_of_the_script_are_kept(tmp_path: Path) -> None:
     """An exception ends the script with its own traceback and exit code 1."""
     script = tmp_path / "fails.py"
     script.write_text(Path(TRAIN).read_text().replace("and rank == 1", ""))
@@ -193,7 +193,7 @@ def test_exception_is_the_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", *long("spawn")])
-def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
+def test_ranks_started_by_multiprocessing_are_one_run(method: str, tmp_path: Path) -> None:
     """Ranks that the script starts by multiprocessing are recorded in one run."""
     start = run_warm if method == "fork" else run
     done = start([sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1")
@@ -208,7 +208,7 @@ def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
+def test_recorded_process_and_its_forked_trainer_are_two_runs(tmp_path: Path) -> None:
     """A recorded process and the trainer that it forks are two runs, each with its own steps."""
     script = tmp_path / "forks.py"
     script.write_text(
@@ -233,7 +233,7 @@ def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
+def test_script_with_its_own_watch_is_recorded_once(tmp_path: Path) -> None:
     """A script that calls watch() under the flag is recorded once, by this watch."""
     script = tmp_path / "watched.py"
     script.write_text(

@@ -80,7 +80,7 @@ def test_other_rank_is_recorded_when_rank_0_is_off(unwatched: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["a file in the way", *long("no process")])
-def test_one_line_a_node_when_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
+def test_one_line_per_node_is_printed_when_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
     """There is one line per node instead of one per rank, and no file is left."""
     (tmp_path / "file").write_text("in the way")
     folder = {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")} if how == "a file in the way" else {}
@@ -94,7 +94,7 @@ def test_one_line_a_node_when_all_ranks_are_off(how: str, unwatched: str, tmp_pa
 
 
 @pytest.mark.long
-def test_watch_in_the_script_continues_when_it_is_off(tmp_path: Path) -> None:
+def test_script_that_calls_watch_continues_when_recording_is_off(tmp_path: Path) -> None:
     """The same is true if the script calls watch(). It continues without a run directory."""
     script = tmp_path / "train.py"
     script.write_text(

@@ -12,7 +12,7 @@ from tests.support.processes import SCRIPTS, run_warm, runs, slowdown, torchrun
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def test_each_rank_receives_the_verdict(tmp_path: Path) -> None:
+def test_each_rank_receives_the_verdict_on_a_slow_rank(tmp_path: Path) -> None:
     """Callbacks run within about a second after the sidecar has named the rank.
 
     Each rank's summary names it too.

@@ -87,7 +87,7 @@ class Clock:
         ("soon", None), ("", None), ("-3", None), ("1.5", None),
     ],
 )  # fmt: skip
-def test_retry_after(header: str, expected: float | None) -> None:
+def test_retry_after_is_read_as_seconds_or_date(header: str, expected: float | None) -> None:
     """Retry-After is a number of seconds or a date. Anything else is ignored."""
     assert wait_of(header, unix_s=10.0) == expected
 
@@ -95,7 +95,7 @@ def test_retry_after(header: str, expected: float | None) -> None:
 # -- requests
 
 
-def test_halves_hold_everything_once() -> None:
+def test_halves_of_a_request_contain_every_item_once() -> None:
     """A single span cannot be split, and points of a metric stay together."""
     assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
     assert halves(spans_of("alone")) == []
@@ -215,7 +215,7 @@ def test_request_is_due_when_full_or_after_the_delay() -> None:
 # -- the outbox
 
 
-def test_outbox_in_memory_drops_the_oldest_and_counts() -> None:
+def test_outbox_in_memory_drops_and_counts_the_oldest_requests() -> None:
     box = Outbox(None, "node", "traces", room=Room(memory_items=3))
     for name in "abcde":
         box.put(spans_of(name))
@@ -248,7 +248,7 @@ def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
     assert Outbox(tmp_path / "outbox", "node-b", "traces").waiting() == 0
 
 
-def test_outbox_makes_room_on_the_disk(tmp_path: Path) -> None:
+def test_oldest_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Path) -> None:
     """When the files exceed the limit, the oldest are deleted and their items counted."""
     newest = sum(len(encode("traces", spans_of(*["a"] * count))) for count in (4, 5))
     box = Outbox(tmp_path, "node", "traces", room=Room(disk_bytes=newest))
@@ -276,7 +276,7 @@ def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
 # -- the sender
 
 
-def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
+def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
     """During the outage requests go to disk. Afterwards all are delivered once and in order."""
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
@@ -292,7 +292,7 @@ def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
     assert found(outbox(tmp_path), "traces") == []
 
 
-def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
+def test_undelivered_requests_stay_on_disk_at_the_end(tmp_path: Path) -> None:
     """At the end a dead endpoint gets one attempt. The rest stays on disk, which the notes report."""
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
@@ -310,7 +310,7 @@ def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
     assert notes(replayed) == []
 
 
-def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
+def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path) -> None:
     """An endpoint that never answers delays the end by the timeout.
 
     Its request is also kept on disk.
@@ -328,7 +328,7 @@ def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
     assert "2 of 2 spans" in notes(sender)[0]
 
 
-def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
+def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path) -> None:
     """Pauses grow up to about a minute, or are as long as the endpoint asks for."""
     clock, endpoint = Clock(), Collector("traces", later("away"))
     sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
@@ -346,7 +346,7 @@ def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
     assert pauses[8] == pytest.approx(300)
 
 
-def test_too_large_is_halved_until_it_is_taken() -> None:
+def test_too_large_request_is_halved_until_it_is_accepted() -> None:
     """Eight spans reach an endpoint that accepts two at a time.
 
     If it accepts none, they count as refused.
@@ -367,7 +367,7 @@ def test_too_large_is_halved_until_it_is_taken() -> None:
     ]
 
 
-def test_refused_requests_are_not_in_the_way() -> None:
+def test_refused_request_does_not_block_the_next_one() -> None:
     """A refused request and rejected items are counted, and the next request is sent."""
     answers = iter([Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED])
     endpoint = Collector("traces", lambda items: next(answers))
@@ -379,7 +379,7 @@ def test_refused_requests_are_not_in_the_way() -> None:
     assert notes(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
 
 
-def test_one_request_is_in_flight() -> None:
+def test_at_most_one_request_is_in_flight() -> None:
     """At most one request can therefore be delivered twice."""
     inside, most, lock = [0], [0], threading.Lock()
 

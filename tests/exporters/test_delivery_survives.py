@@ -233,7 +233,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("waits_in", ["flush", "close"])
-def test_ctrl_c_interrupts_waiting(waits_in: str) -> None:
+def test_ctrl_c_interrupts_waiting_for_delivery(waits_in: str) -> None:
     """Ctrl-C interrupts the wait even if another thread receives the signal."""
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120)

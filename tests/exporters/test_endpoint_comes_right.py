@@ -316,7 +316,7 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_arrives_by_itself(delivered: dict[str, Delivered], fault: str) -> None:
+def test_all_spans_arrive_after_the_endpoint_recovers(delivered: dict[str, Delivered], fault: str) -> None:
     """All spans arrive while the exporter is open. Nothing is left on disk or in the notes."""
     ended = delivered[fault]
     assert ended.taken.asked > 1, "the fault did not occur"
@@ -327,7 +327,7 @@ def test_all_arrives_by_itself(delivered: dict[str, Delivered], fault: str) -> N
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_comes_twice_but_where_the_answer_is_lost(delivered: dict[str, Delivered], fault: str) -> None:
+def test_only_a_request_with_a_lost_response_arrives_twice(delivered: dict[str, Delivered], fault: str) -> None:
     """If the response is lost, one request arrives twice, with the same ids."""
     doubles = delivered[fault].taken.doubles()
     assert doubles == (IN_A_REQUEST if fault == "answer is lost" else 0)

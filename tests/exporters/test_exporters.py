@@ -96,7 +96,7 @@ intervals = st.builds(
 
 
 @given(st.lists(intervals, max_size=12))
-def test_nest_finds_the_smallest_container(spans: list[Span]) -> None:
+def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) -> None:
     """A parent contains its child and precedes it, and no smaller span contains the child."""
     nested = nest(spans)
     assert Counter(spans) == Counter(each for each, _ in nested)
@@ -135,14 +135,13 @@ def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
 
 
 @given(call_trees())
-def test_nest_rebuilds_a_call_tree(calls: list[tuple[Span, int]]) -> None:
-    """The parent of each span of one thread is its caller."""
+def test_parent_of_a_span_of_one_thread_is_its_caller(calls: list[tuple[Span, int]]) -> None:
     nested = nest([each for each, _ in calls])
     found = {each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested}
     assert {each.name: str(caller) for each, caller in calls} == found
 
 
-def test_nest_by_depth_where_times_are_equal() -> None:
+def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
     """If two spans have the same times, the one opened first is the parent."""
     inner, outer = span(0, 5, depth=2, name="inner"), span(0, 5, depth=1, name="outer")
     assert nest([inner, outer]) == [(outer, None), (inner, 0)]
@@ -151,7 +150,7 @@ def test_nest_by_depth_where_times_are_equal() -> None:
 # -- ids
 
 
-def test_ids_are_pinned() -> None:
+def test_ids_of_spans_equal_their_pinned_values() -> None:
     """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`), and must never change."""
     in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
@@ -159,7 +158,7 @@ def test_ids_are_pinned() -> None:
     assert f"{span_id(in_trace, 'root'):016x}" == "4438057ff3978638"
 
 
-def test_ids_differ() -> None:
+def test_ids_differ_by_run_attempt_step_rank_and_position() -> None:
     """Run, attempt, step, rank and position each change the id."""
     traces = {trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)}
     assert len(traces) == 600
@@ -184,7 +183,9 @@ def test_ids_differ() -> None:
         (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told", "OTEL_SERVICE_NAME": "mine"}, "mine"),
     ],
 )
-def test_service_name(monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str) -> None:
+def test_service_name_comes_from_environment_then_job_then_script(
+    monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str
+) -> None:
     """The sources are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, job and script, in this order."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -230,7 +231,7 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
-def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
+def test_every_exporter_has_delivered_everything_after_shutdown(make: Callable[[], Any]) -> None:
     """Everything is delivered after shutdown(), which returns no notes.
 
     A flush before does no harm.
@@ -245,7 +246,7 @@ def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
-def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
+def test_every_exporter_accepts_a_batch_without_traces(make: Callable[[], Any]) -> None:
     """A batch may have steps without traces, or nothing at all."""
     exporter, delivered = make()
     full = batch_of(identity(), range(4))
@@ -257,7 +258,7 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
-def test_contract_assessment_before_any_batch(make: Callable[[], Any]) -> None:
+def test_every_exporter_delivers_an_assessment_before_any_batch(make: Callable[[], Any]) -> None:
     """An assessment may precede all batches, with or without alerts, and is delivered."""
     exporter, delivered = make()
     log = FindingLog("run")
@@ -270,8 +271,7 @@ def test_contract_assessment_before_any_batch(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
-def test_contract_unused(make: Callable[[], Any]) -> None:
-    """An unused exporter shuts down at once without notes."""
+def test_every_unused_exporter_shuts_down_without_notes(make: Callable[[], Any]) -> None:
     exporter, delivered = make()
     assert exporter.wait_for_room(10) is True
     assert exporter.shutdown(10) == []
@@ -307,7 +307,7 @@ def test_step_with_gradient_accumulation_is_sent_whole() -> None:
     assert len(endpoint.taken) == 16
 
 
-def test_span_without_a_name() -> None:
+def test_span_without_a_name_is_named_after_its_kind() -> None:
     """A span without a name is named after its kind.
 
     A span that an exception left has the status ERROR.
@@ -323,7 +323,7 @@ def test_span_without_a_name() -> None:
     assert found == {"train step": "", "rank 0": "", "wait": "", "forward GPT": "STATUS_CODE_ERROR"}
 
 
-def test_only_rank_0_has_the_root() -> None:
+def test_only_rank_0_sends_the_root_span() -> None:
     """Only rank 0 sends the root span. The root of an inference step has its own name."""
     for rank, expected in ((0, ["inference step", "rank 0"]), (1, ["rank 1"])):
         endpoint = Collector("traces")
@@ -352,7 +352,7 @@ class Metrics(NodeMetrics):
         return found
 
 
-def test_many_ranks_share_a_series() -> None:
+def test_ranks_share_a_series_above_64_ranks() -> None:
     """Above 64 ranks, points have no rank, and the memory gauge is that of the node's fullest rank."""
     sender = Metrics()
     many = MAX_RANK_SERIES + 1
@@ -366,7 +366,7 @@ def test_many_ranks_share_a_series() -> None:
     assert (gauge.value, dict(gauge.attributes)) == (30, {})
 
 
-def test_phases_do_not_depend_on_the_batches() -> None:
+def test_phase_counts_are_the_same_however_steps_are_batched() -> None:
     """A phase counts the steps that had it, however the steps were split into batches."""
     table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
     found = []
@@ -460,7 +460,7 @@ def test_gauges_describe_current_problems() -> None:
 
 
 @pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
-def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
+def test_each_rank_of_a_slow_node_has_the_joint_cost(shared_cost_ns: float | None, cost_s: float | None) -> None:
     """Each rank of a slow node has the joint cost of all its ranks.
 
     There is no point if that is unknown.
@@ -474,7 +474,7 @@ def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | Non
     assert now[semantics.STRAGGLERS, "slow_compute"] == 5
 
 
-def test_gauge_of_a_rank_that_is_slow_again() -> None:
+def test_gauge_of_a_rank_that_is_slow_again_is_not_zero() -> None:
     """A rank that is slow again is no longer sent as 0."""
     sender = Metrics()
     for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
@@ -524,7 +524,7 @@ def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
 # -- alerts
 
 
-def test_alert_is_an_event() -> None:
+def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
     """An alert is a log record with event name, sentence, severity, ids and numbers.
 
     The end of a problem is no warning.
@@ -585,7 +585,7 @@ def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int |
     assert {(each.trace_id, each.span_id) for each in endpoint.events()[-1:]} == {context}
 
 
-def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_traced_steps_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alerts can link only to a limited number of recent steps."""
     monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_LINKABLE_STEPS", 3)
     endpoint = Collector("logs")
@@ -621,7 +621,7 @@ def test_in_memory_exporter_keeps_alerts() -> None:
 # -- the page for users
 
 
-def test_pages_name_what_is_sent() -> None:
+def test_documented_names_and_limits_equal_those_of_the_code() -> None:
     """docs/reference/telemetry.md has every name and bound; docs/guides/opentelemetry.md has the limits of the code."""
     page = (ROOT / "docs/reference/telemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}

@@ -40,14 +40,14 @@ def attribute(point: Any, name: str) -> int | None:
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
-def test_bounded_at_any_size(ranks: int, steps: int) -> None:
+def test_spans_and_series_are_bounded_at_any_job_size(ranks: int, steps: int) -> None:
     """The spans per second and the series of all nodes stay below the configured limits."""
     job = sent(ranks, steps)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
     assert 0 < len(job.series) <= Config.export_limit
 
 
-def test_does_not_grow_with_the_job() -> None:
+def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
     """A job with twice the nodes sends no more ranks per trace, and more series only of hardware."""
 
     def of_steps(job: Sent) -> int:
@@ -59,7 +59,7 @@ def test_does_not_grow_with_the_job() -> None:
 
 
 @pytest.mark.parametrize("ranks", [16, LARGE])
-def test_nodes_send_the_same_steps(ranks: int) -> None:
+def test_each_trace_has_exactly_the_ranks_that_its_root_lists(ranks: int) -> None:
     """Each trace has exactly the ranks that its root lists, from all nodes.
 
     If rank 0 is not selected, it sends only the root.
@@ -77,7 +77,7 @@ def test_nodes_send_the_same_steps(ranks: int) -> None:
     assert any(not next(iter(each.values())).chosen[step].roles for step, each in job.traces().items()) == (ranks == 16)
 
 
-def test_why_steps_and_ranks_are_sent() -> None:
+def test_steps_are_sent_with_the_reason_and_a_rank_for_comparison() -> None:
     """Steps are sent by number, because they are slow, and when a rank is found slow.
 
     The trace then has the slow rank and a rank for comparison.
@@ -102,7 +102,7 @@ def test_why_steps_and_ranks_are_sent() -> None:
     assert roles["reference"] != roles["slow"]
 
 
-def test_metrics_of_all_ranks_come_from_node_0() -> None:
+def test_each_step_is_in_one_histogram_sent_by_node_0() -> None:
     """Each step is in one histogram: the shared one or that of a slow rank."""
     job = sent(LARGE, STEPS)
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
@@ -119,7 +119,7 @@ def test_metrics_of_all_ranks_come_from_node_0() -> None:
     assert [point.value for point in memory] == [1 << 34]
 
 
-def test_quantiles_over_ranks() -> None:
+def test_quantiles_over_ranks_show_the_rank_that_others_wait_for() -> None:
     """The rank that the others wait for has the maximum work and the minimum wait."""
     found = {
         (metric, next(iter(point.attributes.values()))): point.value
@@ -155,7 +155,7 @@ def test_small_job_has_all_ranks_and_their_series() -> None:
     assert {attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)} == set(range(8))
 
 
-def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
+def test_each_node_sends_its_share_of_series_without_an_exchange() -> None:
     """Each node sends the most important series of its own ranks."""
     job = sent(SMALL, STEPS, exchange=False)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
@@ -163,14 +163,14 @@ def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
     assert sum(point.count for point in points(job, semantics.STEP_DURATION)) == SMALL * STEPS
 
 
-def test_limits_can_be_raised() -> None:
+def test_all_ranks_and_series_are_sent_without_limits() -> None:
     """Without limits all ranks of all sampled steps are sent, and each has its own series."""
     job = sent(SMALL, 64, export_limit=0)
     assert {frozenset(each) for each in job.traces().values()} == {frozenset(range(SMALL))}
     assert len({attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)}) == SMALL
 
 
-def test_what_is_left_out_is_counted() -> None:
+def test_omitted_steps_are_counted_in_the_next_root() -> None:
     """With a small budget, omitted steps are counted in the next root and in a counter."""
     job = sent(SMALL, STEPS, export_limit=200)
     left_out = sum(point.value for point in points(job, semantics.STEPS_NOT_TRACED))

@@ -66,7 +66,7 @@ def a_run(exporter: Exporter) -> int:
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
+def test_each_alert_arrives_as_one_event_with_its_attributes(receiver: Receiver, exporter: Make, protocol: str) -> None:
     """Each alert is one event with all its attributes, its resource and its trace."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
     began_ns = time.time_ns()
@@ -99,7 +99,7 @@ def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> Non
     assert [event.trace_id for event in events[2:]] == [0, 0], "a step that hangs has no span"
 
 
-def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> None:
+def test_replayed_events_have_the_same_ids(receiver: Receiver, exporter: Make) -> None:
     """Events that are sent again, as by a replay, have the same ids."""
 
     def ids(events: list[ReceivedEvent]) -> list[str]:
@@ -116,7 +116,7 @@ def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> No
     assert len(set(sent[0])) == 4
 
 
-def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
+def test_alerts_are_sent_while_the_job_runs(receiver: Receiver, exporter: Make) -> None:
     """An alert is sent while the job runs, after OTEL_BLRP_SCHEDULE_DELAY."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_SCHEDULE_DELAY": "50"})
     judge(sender, FindingLog("run"), findings(episode()))
@@ -125,7 +125,7 @@ def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_gauges_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
+def test_current_problems_are_sent_as_gauges(receiver: Receiver, exporter: Make, protocol: str) -> None:
     """Current problems are sent as gauges, so alert rules need no logs."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"})
     judge(sender, FindingLog("run"), findings(episode()), hang(since_s=12))
@@ -159,7 +159,7 @@ exporter.shutdown(10)
 """
 
 
-def test_console() -> None:
+def test_console_exporter_prints_events_without_an_endpoint() -> None:
     """OTEL_LOGS_EXPORTER=console prints events and needs no endpoint."""
     told = {"OTEL_LOGS_EXPORTER": "console", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -183,7 +183,7 @@ DOWN: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 
 
 @pytest.mark.parametrize("fault", DOWN)
-def test_endpoint_down(exporter: Make, fault: str) -> None:
+def test_undelivered_alerts_are_counted_if_the_endpoint_is_down(exporter: Make, fault: str) -> None:
     """Alerts are accepted at once, shutdown is in time, and undelivered alerts are counted."""
     context, protocol = DOWN[fault]
     with context() as address:
@@ -202,7 +202,7 @@ def test_endpoint_down(exporter: Make, fault: str) -> None:
     assert took_s - judged_s < 5  # the limit of shutdown(); each request alone may take a second
 
 
-def test_partial_success(exporter: Make) -> None:
+def test_events_rejected_in_a_successful_response_are_counted(exporter: Make) -> None:
     """Events that the endpoint rejects in a successful response count as not delivered."""
     answer = ExportLogsServiceResponse(partial_success=ExportLogsPartialSuccess(rejected_log_records=1))
     with serving(answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")) as address:

@@ -54,7 +54,7 @@ def roots_of(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
 
 
 @pytest.mark.distributed
-def test_run_below_the_caller(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+def test_recorded_run_is_one_span_in_the_callers_trace(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
     """A recorded run has one span in the caller's trace, as long as its steps and with links to the
     traced ones. A replay sends it with the same ids."""
     endpoint = receiver.endpoint("http/protobuf")
@@ -75,7 +75,7 @@ def test_run_below_the_caller(sidecar: Callable[..., Sidecar], receiver: Receive
     assert runs_of(receiver.spans()) == [run]
 
 
-def test_without_a_caller() -> None:
+def test_steps_have_no_links_and_no_run_span_without_a_caller() -> None:
     """Steps are traces without links, and there is no run span."""
     spans = sent("")
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
@@ -101,7 +101,9 @@ def test_no_run_span_if_the_callers_trace_is_not_sampled() -> None:
 
 
 @pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("parentbased_always_off", 1)])
-def test_sampler(sampler: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_of_the_environment_applies_to_the_run_span(
+    sampler: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OTEL_TRACES_SAMPLER applies to the run's span as to any span with that parent."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)  # The SDK reads the variable itself.
     spans = sent(TRACEPARENT, environ={"OTEL_TRACES_SAMPLER": sampler})
@@ -113,14 +115,14 @@ def test_no_run_span_while_ranks_run() -> None:
     assert runs_of(sent(TRACEPARENT, ended=False)) == []
 
 
-def test_links_are_bounded() -> None:
+def test_number_of_links_of_a_long_run_is_bounded() -> None:
     """The span of a long run links to its first steps and to some later ones."""
     (run,) = runs_of(sent(TRACEPARENT, steps=1000))
     assert len(set(run.links)) == len(run.links) <= MAX_LINKS
     assert len(run.links) > MAX_LINKS // 4
 
 
-def test_state_and_flags() -> None:
+def test_run_span_has_the_tracestate_and_flags_of_the_caller() -> None:
     """The run's span has the TRACESTATE, and OTLP's flags mark the caller as remote."""
     traces = Collector("traces")
     exporter = exporter_to({"traces": traces})
@@ -148,13 +150,14 @@ def test_state_and_flags() -> None:
         ({"TRACEPARENT": TRACEPARENT, "OTEL_PROPAGATORS": "none"}, ("", "")),
     ],
 )
-def test_environment(environ: dict[str, str], expected: tuple[str, str]) -> None:
+def test_traceparent_of_the_environment_is_used_without_an_active_span(
+    environ: dict[str, str], expected: tuple[str, str]
+) -> None:
     """Without an active span the environment is used, if the propagators include trace context."""
     assert calling_span(environ) == expected
 
 
-def test_active_span() -> None:
-    """The active span of the program has priority over the environment."""
+def test_active_span_has_priority_over_the_environment() -> None:
     with TracerProvider().get_tracer("users").start_as_current_span("epoch"):
         found = trace.get_current_span().get_span_context()
         traceparent, _ = calling_span({"TRACEPARENT": TRACEPARENT, "TRACESTATE": "a=b"})

@@ -71,7 +71,7 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
         ({"OTEL_SERVICE_NAME": "x", "OTEL_RESOURCE_ATTRIBUTES": "a=b", HEADERS: "a=b"}, {}),
     ],
 )
-def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
+def test_endpoint_or_exporter_name_enables_a_signal(told: dict[str, str], expected: dict[str, str]) -> None:
     """An endpoint or an exporter's name enables a signal.
 
     "none", OTEL_SDK_DISABLED and unknown names disable it.
@@ -92,14 +92,14 @@ def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
     ],
     ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
 )
-def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
+def test_sdk_is_not_imported_without_an_endpoint(sidecar: Run, told: dict[str, str]) -> None:
     """Without an endpoint, the sidecar imports neither the OpenTelemetry SDK nor gRPC nor requests."""
     loaded = f"print([name for name in sys.modules if name.partition('.')[0] in {LIBRARIES}])"
     ended = sidecar(then=loaded, **told)
     assert (ended.returncode, ended.stdout) == (0, "[]\n")
 
 
-def test_no_global_provider(sidecar: Run, receiver: Receiver) -> None:
+def test_global_providers_are_not_set(sidecar: Run, receiver: Receiver) -> None:
     """The sidecar does not set OpenTelemetry's global providers."""
     asked = (
         "from opentelemetry import _logs, metrics, trace\n"
@@ -130,7 +130,7 @@ def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receive
 @pytest.mark.parametrize(
     ("signal", "expected"), [("TRACES", (False, True)), ("METRICS", (True, False))], ids=["traces", "metrics"]
 )
-def test_one_signal_off(
+def test_one_signal_can_be_disabled(
     sidecar: Run, receiver: Receiver, protocol: str, signal: str, expected: tuple[bool, bool]
 ) -> None:
     """OTEL_*_EXPORTER=none disables one signal and keeps the other. gzip works."""
@@ -145,7 +145,7 @@ def test_one_signal_off(
     assert (0, expected) == (ended.returncode, arrived(receiver))
 
 
-def test_console(sidecar: Run) -> None:
+def test_console_exporter_needs_no_endpoint(sidecar: Run) -> None:
     """OTEL_*_EXPORTER=console prints to the sidecar's output and needs no endpoint."""
     ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
     assert ended.returncode == 0
@@ -209,7 +209,7 @@ WRONG = [  # variable, value, protocol, text in the log, and whether spans and m
     [*WRONG[:2], *long(*WRONG[2:])],
     ids=[f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG],
 )
-def test_wrong_value(
+def test_invalid_value_disables_at_most_its_signal_and_is_logged(
     sidecar: Run,
     receiver: Receiver,
     variable: str,
@@ -257,7 +257,9 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("name", long_but({"colon", "of one signal"}, SECRETS))
-def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protocol: str) -> None:
+def test_header_values_are_in_no_log_report_state_or_record(
+    sidecar: Run, receiver: Receiver, name: str, protocol: str
+) -> None:
     """The value of a header, valid or not, is in no log, report, state or record."""
     ended = sidecar(
         **{
@@ -273,7 +275,7 @@ def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protoc
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("address", ADDRESSES.values(), ids=ADDRESSES)
-def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> None:
+def test_only_host_and_path_of_an_address_are_shown(sidecar: Run, address: str, protocol: str) -> None:
     """Logs, reports, states and records have only host and path of an address."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
@@ -285,7 +287,7 @@ def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> Non
     assert CANARY not in ended.log + ended.stdout + everything_written(ended.run)
 
 
-def test_header_is_sent(sidecar: Run) -> None:
+def test_valid_header_is_decoded_and_sent(sidecar: Run) -> None:
     """A valid header reaches the endpoint, decoded."""
     seen: list[str | None] = []
 
@@ -305,7 +307,7 @@ def test_header_is_sent(sidecar: Run) -> None:
 
 
 @pytest.mark.long
-def test_training_survives_wrong_values(tmp_path: Path) -> None:
+def test_training_finishes_with_invalid_variables(tmp_path: Path) -> None:
     """Training finishes with invalid variables, and no output has the secret."""
     told = {
         ENDPOINT: f"http://127.0.0.1:{free_port()}",
@@ -335,7 +337,9 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
         *long(("parentbased_traceidratio", 0.5), ("parentbased_traceidratio", 1.0)),
     ],
 )
-def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:
+def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
+    sidecar: Run, receiver: Receiver, sampler: str, rate: float
+) -> None:
     """OTEL_TRACES_SAMPLER selects traces by id, so both ranks send the same steps."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
@@ -361,7 +365,7 @@ def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: flo
     assert receiver.points()
 
 
-def test_batch_size(sidecar: Run, receiver: Receiver) -> None:
+def test_batch_size_limits_the_spans_of_a_request(sidecar: Run, receiver: Receiver) -> None:
     """OTEL_BSP_MAX_EXPORT_BATCH_SIZE limits the spans of a request."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"), OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7")
     assert max(receiver.batches()) == 7
@@ -378,7 +382,7 @@ def one_step() -> ExportBatch:
     )
 
 
-def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_intervals_of_the_environment_apply(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL apply during a run."""
     told = {
         ENDPOINT: receiver.endpoint("http/protobuf"),
@@ -397,7 +401,7 @@ def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert took_s < 4  # The defaults are 5 s for spans and 60 s for metrics.
 
 
-def test_delta(sidecar: Run, receiver: Receiver) -> None:
+def test_delta_points_add_up_to_the_totals(sidecar: Run, receiver: Receiver) -> None:
     """With delta temporality, the points of histograms and counters add up to the totals."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
@@ -406,7 +410,7 @@ def test_delta(sidecar: Run, receiver: Receiver) -> None:
     assert {"delta"} == {p.temporality for p in receiver.points() if p.form in ("histogram", "sum")}
 
 
-def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
+def test_each_value_is_in_its_explicit_bucket(sidecar: Run, receiver: Receiver) -> None:
     """With explicit buckets, each value is in the right one."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
@@ -421,7 +425,7 @@ def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
         assert list(point.buckets) == [places[place] for place in range(len(semantics.DURATION_BOUNDS_S) + 1)]
 
 
-def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
+def test_service_name_of_the_user_overrides_detected_attributes(sidecar: Run, receiver: Receiver) -> None:
     """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
@@ -433,7 +437,7 @@ def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
         assert expected.items() <= sent.resource.items()
 
 
-def test_traceparent_is_a_link(sidecar: Run, receiver: Receiver) -> None:
+def test_only_root_spans_link_to_the_traceparent(sidecar: Run, receiver: Receiver) -> None:
     """Only the root of each step links to the trace in which the job was started."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     _, in_trace, of_span, _ = TRACEPARENT.split("-")
@@ -444,8 +448,7 @@ def test_traceparent_is_a_link(sidecar: Run, receiver: Receiver) -> None:
     assert {()} == {span.links for span in others}
 
 
-def test_redaction_of_tracebacks() -> None:
-    """Secrets are also removed from tracebacks."""
+def test_secrets_are_removed_from_tracebacks() -> None:
     record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", ("Bearer " + CANARY,), None)
     try:
         raise ValueError(f"invalid metadata {CANARY!r}")

@@ -93,7 +93,7 @@ def test_one_trace_per_sampled_step(exported: Exported) -> None:
     assert expected == found
 
 
-def test_span_tree(exported: Exported) -> None:
+def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported) -> None:
     """A trace has one root with one child per rank, and each other span lies within its parent."""
     for spans in exported.traces().values():
         by_id = {span.span_id: span for span in spans}
@@ -224,8 +224,7 @@ def test_collectives_have_size_and_sequence(exported: Exported) -> None:
     assert expected == found
 
 
-def test_resource_of_spans(exported: Exported) -> None:
-    """The resource identifies process, rank, host and job."""
+def test_resource_of_spans_identifies_process_rank_host_and_job(exported: Exported) -> None:
     (node,) = node_state.load_all(exported.run)
     for process in node.processes.values():
         who = process.identity
@@ -250,7 +249,7 @@ def test_resource_of_spans(exported: Exported) -> None:
         assert who.attributes["torch.elastic.run_id"] == dict(resource)["torch.elastic.run_id"]
 
 
-def test_duration_histograms(exported: Exported) -> None:
+def test_duration_histograms_count_each_step_of_each_rank_in_seconds(exported: Exported) -> None:
     """Durations are in seconds, in the right exponential buckets, one for each step of each rank."""
     for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
         points = exported.of_metric(metric)
@@ -271,7 +270,7 @@ def _histogram(values: list[float], point: ReceivedPoint) -> tuple[int, ...]:
     return tuple(sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges))
 
 
-def test_phase_histogram(exported: Exported) -> None:
+def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported) -> None:
     """A phase counts the steps that had it, and its sum equals the column in the run directory."""
     points = {
         (point.attributes[semantics.RANK], point.attributes[semantics.PHASE]): point
@@ -288,7 +287,7 @@ def test_phase_histogram(exported: Exported) -> None:
         assert sum(values) / 1e9 == pytest.approx(points[key].value, rel=1e-9)
 
 
-def test_exemplars_lead_to_the_step(exported: Exported) -> None:
+def test_exemplars_have_ids_and_duration_of_the_step_span(exported: Exported) -> None:
     """Exemplars of histograms have the ids and the duration of the rank's span."""
     spans = {
         (span.trace_id, span.span_id): span.duration_ns / 1e9
@@ -301,7 +300,7 @@ def test_exemplars_lead_to_the_step(exported: Exported) -> None:
             assert spans[in_trace, of_span] == value
 
 
-def test_counter_and_gauge(exported: Exported) -> None:
+def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Exported) -> None:
     """The counter has each rank's steps, and the gauge the memory at the last step in bytes."""
     for rank in RANKS:
         rows = [row for row in exported.rows("steps") if row["rank"] == rank]
@@ -340,7 +339,7 @@ def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receive
     assert [span for span in receiver.spans() if "process.pid" in span.resource] == []
 
 
-def test_nothing_is_missing_in_the_report(exported: Exported) -> None:
+def test_report_and_log_do_not_mention_otlp_if_everything_was_delivered(exported: Exported) -> None:
     """If everything was delivered, neither the report nor the log mentions OTLP."""
     assert "OTLP" not in exported.run.report.read_text()
     log = exported.run.node_log(node_name()).read_text()

@@ -125,7 +125,9 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
-def test_training_exits_in_time(live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str) -> None:
+def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
+    live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str
+) -> None:
     """From the end of the watch's body to the exit, the process takes at most 1.5 s longer than
     without a watch.
 
@@ -177,8 +179,7 @@ def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str
 
 
 @pytest.mark.parametrize("fault", ["no endpoint", *long("slow")])
-def test_nothing_to_report(live: dict[str, Ended], fault: str) -> None:
-    """A slow endpoint loses nothing, and the report does not mention it."""
+def test_slow_endpoint_loses_nothing_and_is_not_reported(live: dict[str, Ended], fault: str) -> None:
     run = live[fault].run
     assert run is not None
     assert "OTLP" not in run.report.read_text()
@@ -212,7 +213,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
-def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
+def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault: str) -> None:
     """Every response that is no success counts as not delivered, also if the SDK considers it one."""
     context, protocol = WRONG[fault]
     with context() as address:
@@ -222,7 +223,7 @@ def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
     assert "traces are not delivered: " in ended.log
 
 
-def test_partial_success_is_counted(sidecar: Run) -> None:
+def test_spans_rejected_in_a_successful_response_are_counted(sidecar: Run) -> None:
     """Spans that the endpoint rejects in a successful response count as not delivered."""
     answer = answering(200, PARTIAL.SerializeToString(), Content_Type="application/x-protobuf")
     with serving(answer) as address:
@@ -254,7 +255,7 @@ print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), n
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 @pytest.mark.parametrize("endpoint", [silent, dropping])
-def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
+def test_shutdown_ends_in_time_with_a_long_export_timeout(endpoint: Fault, protocol: str) -> None:
     """Shutdown ends in time even if the export timeout is very long."""
     root = str(ROOT)
     slow = slowdown()
@@ -274,7 +275,7 @@ def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
     assert ended_s - float(printed_s) < 1.0 * slow
 
 
-def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
+def test_replay_to_a_dead_endpoint_ends_and_reports_the_loss(sidecar: Run) -> None:
     """A replay to a dead endpoint ends and reports what did not arrive."""
     sidecar()
     with refusing() as address:

@@ -34,7 +34,7 @@ def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[
 
 @pytest.mark.distributed
 @pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
+def test_gpu_shared_by_two_ranks_is_reported_once(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
     """A GPU that two ranks share is reported once in backend, files and report."""
     compile_nvml(tmp_path / "libnvidia-ml.so.1")
     nvml = FakeNvml(tmp_path / "gpus.txt")
@@ -146,7 +146,7 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
     assert exported.points()[semantics.POWER, ""] == 300
 
 
-def test_network_ports() -> None:
+def test_port_metrics_have_growth_rate_and_link_state() -> None:
     """Increments of bytes and errors, the link's rate in bytes, and whether the link is up."""
     exported = Exported()
     grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}

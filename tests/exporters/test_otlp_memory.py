@@ -32,7 +32,7 @@ def sent(
     }
 
 
-def test_gauges_by_state_and_counters() -> None:
+def test_memory_gauges_are_current_and_counters_survive_a_reset() -> None:
     """Gauges have the newest reading.
 
     Counters stay correct if the user resets the allocator's statistics.
@@ -47,7 +47,7 @@ def test_gauges_by_state_and_counters() -> None:
     assert points[semantics.OUT_OF_MEMORY] == [({semantics.RANK: 0}, 1)]
 
 
-def test_what_was_not_measured_is_not_sent() -> None:
+def test_unmeasured_memory_is_not_sent() -> None:
     """Missing values are not sent as 0.
 
     In a large job there is no gauge, as all ranks would write the same series.

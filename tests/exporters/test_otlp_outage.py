@@ -28,7 +28,9 @@ TRACE_EVERY = 50
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [8, *long(OUTAGE_S)])
-def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
+def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
+    seconds: int, tmp_path: Path, receiver: Receiver
+) -> None:
     """The report counts what did not arrive.
 
     A replay delivers all of it after the outage and reports that.
@@ -73,7 +75,7 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [2, *long(OUTAGE_S)])
-def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) -> None:
+def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(seconds: int, tmp_path: Path) -> None:
     """Everything is delivered once and automatically, and the report has no notes."""
     if not PROGRAM.exists():
         pytest.skip(MISSING)

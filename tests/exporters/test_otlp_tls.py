@@ -96,7 +96,9 @@ SERVING = {HTTP: over_http, GRPC: over_grpc}
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_certificate_of_nobody(trusted: bool, sidecar: Callable[..., Sidecar], tmp_path: Path) -> None:
+def test_self_signed_certificate_is_accepted_only_if_the_user_trusts_it(
+    trusted: bool, sidecar: Callable[..., Sidecar], tmp_path: Path
+) -> None:
     """A self-signed certificate is accepted only if the user trusts it, whatever the machine
     trusts. Undelivered spans are counted."""
     shown = certificate(tmp_path / "tls")
@@ -134,7 +136,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("protocol", SERVING)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_certificate_that_does_not_hold(
+def test_expired_or_foreign_certificate_receives_no_span(
     fault: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A certificate that has expired or is for another host gets no span."""
@@ -155,7 +157,7 @@ def test_certificate_that_does_not_hold(
 
 @pytest.mark.parametrize("protocol", SERVING)
 @pytest.mark.parametrize("has_key", [False, True])
-def test_endpoint_that_asks_for_a_certificate(
+def test_spans_are_delivered_only_with_the_required_client_certificate(
     has_key: bool, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a client certificate nothing is delivered, and it is counted.

@@ -66,7 +66,7 @@ def known(
     st.integers(1, 500),
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000)), max_size=200),
 )
-def test_budget_holds_over_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
+def test_span_budget_is_not_exceeded_in_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
     """Callers that never exceed at() stay within the budget for any demand."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
@@ -114,8 +114,7 @@ def test_lasting_slowdown_becomes_the_new_baseline() -> None:
 # -- ranks
 
 
-def test_ranks_that_explain_a_step() -> None:
-    """They are slow, arrived last, had most work, or had median work."""
+def test_selected_ranks_are_slow_last_or_have_most_or_median_work() -> None:
     found = RankRows()
     found.add(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
     row = found.at(7)
@@ -127,7 +126,7 @@ def test_ranks_that_explain_a_step() -> None:
     assert ranks_that_matter(None, [], places) == {}
 
 
-def test_rows_of_several_steps() -> None:
+def test_step_is_found_in_rows_of_different_widths() -> None:
     """A step is found in the row of its bin, and rows of different widths are merged."""
     found = RankRows()
     found.add(rows([10, 20], [5, 1], key=2, width=4))
@@ -143,7 +142,7 @@ def test_rows_of_several_steps() -> None:
 # -- the selection
 
 
-def test_small_job_is_sent_whole() -> None:
+def test_all_ranks_of_a_small_job_are_sent() -> None:
     """All ranks of the first steps and of every tenth step are sent once all records have arrived."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
@@ -181,7 +180,7 @@ def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
     assert chosen.role(16) is None
 
 
-def test_a_rank_with_very_many_spans_sends_some() -> None:
+def test_step_with_very_many_spans_is_sent_in_part() -> None:
     """A step with 100,000 spans is sent in part, and does not use the whole budget."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
@@ -202,7 +201,7 @@ def test_steps_beyond_the_budget_are_counted() -> None:
     assert sum(each.left_out for each in [*chosen, last]) == chooser.left_out
 
 
-def test_slow_steps_and_a_verdict() -> None:
+def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
     """Both are sent with their reason. Slow steps leave room in the budget for a later verdict."""
     chooser = StepSampler(20)  # It allows 400 spans at once.
     chooser.add_steps(steps([100] * 100), 1000, 0.0)
@@ -215,7 +214,7 @@ def test_slow_steps_and_a_verdict() -> None:
     assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [(139, "verdict")]
 
 
-def test_sampling_can_be_switched_off() -> None:
+def test_no_step_is_sent_if_sampling_is_off() -> None:
     """With `every=0` no step is sent, and slow steps can be switched off."""
     chooser = StepSampler(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
@@ -229,7 +228,7 @@ def test_sampling_can_be_switched_off() -> None:
 # -- the message of node 0
 
 
-def test_message_fits_into_its_limit() -> None:
+def test_oldest_steps_are_dropped_until_the_message_fits() -> None:
     """The oldest steps are dropped until the message fits. The remaining steps are unchanged."""
     traced = [TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2) for step in range(90)]
     said = TraceDecision(3, 89, (5, 4000), tuple(traced))

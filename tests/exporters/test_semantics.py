@@ -138,13 +138,13 @@ def wrong(sent: Sent) -> list[str]:
     return sorted(found)
 
 
-def test_all_that_is_sent_is_listed(made: Sent) -> None:
+def test_every_sent_name_is_listed(made: Sent) -> None:
     """If this fails: describe the name in semantics.py and run scripts/write_semantics.py."""
     assert wrong(made) == []
 
 
 @pytest.mark.distributed
-def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+def test_recorded_run_sends_every_unconditional_name(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
     """A run of two ranks sends only listed names, and all names without a condition."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     sent = Sent(receiver.spans(), receiver.points(), receiver.events())
@@ -159,7 +159,7 @@ def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> 
     assert of_events & came == set(), "no rank was slow"
 
 
-def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
+def test_every_listed_name_can_be_sent(made: Sent) -> None:
     """Other names belong to launchers, schedulers or clouds that are missing here."""
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
@@ -205,7 +205,7 @@ def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
     return attributes, metrics
 
 
-def test_sources() -> None:
+def test_names_listed_as_opentelemetrys_are_in_its_package() -> None:
     """Names listed as OpenTelemetry's are in its package with this unit and instrument."""
     attributes, metrics = conventions()
     assert len(attributes) > 300
@@ -219,12 +219,12 @@ def test_sources() -> None:
         assert (attribute.name in attributes) == (attribute.source == semantics.OPENTELEMETRY), attribute.name
 
 
-def test_the_page_is_the_list() -> None:
+def test_page_equals_the_output_of_its_script() -> None:
     """If this fails: run python scripts/write_semantics.py."""
     assert PAGE.read_text() == page()
 
 
-def test_names_of_a_scrape_alone() -> None:
+def test_names_of_metrics_only_are_not_sent_over_otlp() -> None:
     """Names that only /metrics has are on its page, and are not sent over OTLP."""
     names = [value for name, value in vars(node_semantics).items() if name.isupper()]
     assert len(names) > 10

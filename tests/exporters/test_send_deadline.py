@@ -171,7 +171,7 @@ def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket]
     assert took_s < LATE_S
 
 
-def test_tls_handshake_that_does_not_end() -> None:
+def test_endless_tls_handshake_ends_within_the_timeout() -> None:
     """The server sends the start of a TLS record one byte at a time."""
     with server(lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))) as port:
         answer, took_s = sent(f"https://127.0.0.1:{port}")
@@ -179,7 +179,7 @@ def test_tls_handshake_that_does_not_end() -> None:
     assert took_s < LATE_S
 
 
-def test_next_send_is_not_disturbed() -> None:
+def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
     """After a cut-off attempt, the same transport delivers and reuses connections."""
     slow = threading.Event()
     slow.set()
@@ -212,13 +212,13 @@ def test_next_send_is_not_disturbed() -> None:
         ("1e18", None), ("-7", None), ("nan", None), ("inf", None), ("0x10", None), ("\u0663", 3.0),
     ],
 )  # fmt: skip
-def test_retry_after_of_any_size(header: str, expected: float | None) -> None:
+def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None) -> None:
     found = wait_of(header, unix_s=10.0)
     assert found == expected or (expected is None and found is not None and found >= 0.0)
 
 
 @pytest.mark.parametrize("header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400])
-def test_reason_names_the_status_whatever_is_asked(header: str) -> None:
+def test_reason_has_the_status_for_any_retry_after(header: str) -> None:
     with serving(answering(429, Retry_After=header)) as address:
         answer, _ = sent(address)
     assert answer.outcome is Outcome.LATER
@@ -236,7 +236,7 @@ def test_reason_names_the_status_whatever_is_asked(header: str) -> None:
         (Duration(seconds=3, nanos=500_000_000), 3.5),
     ],
 )
-def test_grpc_retry_info_of_any_size(delay: Duration, expected: float) -> None:
+def test_grpc_retry_info_of_any_size_is_accepted(delay: Duration, expected: float) -> None:
     packed = AnyMessage()
     packed.Pack(RetryInfo(retry_delay=delay))
     asked = Status(code=8, details=[packed])

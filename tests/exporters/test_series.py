@@ -74,7 +74,7 @@ def check(point: Any, values_ns: Durations) -> None:
     ],
     ids=["alike", "an epoch's", "everything", "bounds", "no time", "longer than a kernel's", "zero"],
 )
-def test_exponential_points(values_ns: Durations, scale: int) -> None:
+def test_exponential_points_have_exact_count_sum_and_buckets(values_ns: Durations, scale: int) -> None:
     """Count, sum, extremes and buckets are right. A wide distribution has fewer buckets per octave."""
     meter = Meter()
     series = histogram(meter)
@@ -85,8 +85,7 @@ def test_exponential_points(values_ns: Durations, scale: int) -> None:
     check(point, values_ns)
 
 
-def test_explicit_points() -> None:
-    """Each duration is in the right bucket, also if it equals a bound."""
+def test_duration_on_a_bound_is_in_the_right_explicit_bucket() -> None:
     values_ns = np.concatenate([durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]])
     meter = Meter(explicit_bounds=True)
     histogram(meter).record(values_ns, {})
@@ -143,7 +142,7 @@ def deliver_messages(clock: Clock, node: Node, take: Callable[[bytes], object], 
 
 
 @pytest.mark.parametrize("explicit_bounds", [False, True])
-def test_nodes_add_up(explicit_bounds: bool) -> None:
+def test_series_of_node_0_has_the_durations_of_all_nodes(explicit_bounds: bool) -> None:
     """The series of node 0 have all durations of all nodes, however wide their distributions."""
     clock = Clock()
     nodes = {name: Node(clock, explicit_bounds=explicit_bounds) for name in ("a", "b")}
@@ -156,7 +155,7 @@ def test_nodes_add_up(explicit_bounds: bool) -> None:
     check(point_of(node_0.meter), np.concatenate(everything))
 
 
-def test_large_counts_fit_into_messages() -> None:
+def test_counts_of_months_fit_into_a_message() -> None:
     """The counts are those of a node that has run for months."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
@@ -166,8 +165,7 @@ def test_large_counts_fit_into_messages() -> None:
     assert point_of(node_0.meter).count == sum(counts)
 
 
-def test_lost_messages_cost_nothing() -> None:
-    """Later messages have all of the lost counts."""
+def test_counts_of_lost_messages_arrive_with_later_ones() -> None:
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     values_ns = durations(1e3, 1e12, 3000)
@@ -179,7 +177,7 @@ def test_lost_messages_cost_nothing() -> None:
     check(point_of(node_0.meter), values_ns)
 
 
-def test_sum_and_counts_come_together() -> None:
+def test_message_without_new_counts_adds_no_sum() -> None:
     """A piece without new counts adds no sum, which a delta export would lose."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock, delta=True)
@@ -197,8 +195,7 @@ def test_sum_and_counts_come_together() -> None:
     assert sum(sums_s[-1:]) == pytest.approx(parts_ns[1].sum() / 1e9, rel=1e-9)
 
 
-def test_sidecar_that_is_started_again_counts_from_zero() -> None:
-    """The counts before and after the restart are added up."""
+def test_counts_before_and_after_a_sidecar_restart_are_added() -> None:
     clock = Clock()
     node_0, values_ns = Node0(clock), durations(1e6, 1e9, 300)
     for life in np.split(values_ns, 3):
@@ -234,7 +231,6 @@ def test_histograms_with_other_bounds_are_ignored() -> None:
 
 
 def test_invalid_messages_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Invalid messages are dropped and logged."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     node.series.record(np.array([10**9]), {})

@@ -62,7 +62,9 @@ def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
         (200, {"Content_Type": "text/html"}, Outcome.LATER, None),
     ],
 )
-def test_what_http_answers_mean(status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None) -> None:
+def test_http_status_decides_between_retry_and_refusal(
+    status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None
+) -> None:
     """Responses are classified by the specification.
 
     If the server is no endpoint or the credentials are wrong, data is kept.
@@ -73,7 +75,7 @@ def test_what_http_answers_mean(status: int, headers: dict[str, str], outcome: O
     assert (answer.outcome, answer.after_s, endpoint.requests) == (outcome, after_s, 1)
 
 
-def test_reason_of_a_refusal() -> None:
+def test_reason_of_a_refusal_is_the_message_of_the_endpoint() -> None:
     """The endpoint's message is logged if it has one, without terminal control characters."""
     with serving(answering(400, Status(message="bad \x1b[2J field").SerializeToString(), **PROTOBUF)) as address:
         reason = over_http(address).reason
@@ -81,7 +83,7 @@ def test_reason_of_a_refusal() -> None:
     assert "\x1b" not in reason
 
 
-def test_partial_success_over_http() -> None:
+def test_items_rejected_over_http_are_counted() -> None:
     """Accepted items are delivered, and rejected ones counted.
 
     A response that is no OTLP is ignored.
@@ -92,7 +94,7 @@ def test_partial_success_over_http() -> None:
         assert over_http(address) == Answer(Outcome.DELIVERED)
 
 
-def test_connections_that_break() -> None:
+def test_broken_connection_is_retried() -> None:
     """Refused connections, missing responses and broken connections are retried."""
 
     class BreaksOff(BaseHTTPRequestHandler):
@@ -112,8 +114,7 @@ def test_connections_that_break() -> None:
 
 
 @pytest.mark.parametrize(("compression", "unpack"), [("gzip", gzip.decompress), ("deflate", zlib.decompress)])
-def test_compression_and_headers(compression: str, unpack: Any) -> None:
-    """The body is compressed as its header states, and the user's headers are sent."""
+def test_body_is_compressed_and_user_headers_are_sent(compression: str, unpack: Any) -> None:
     seen: list[tuple[Any, bytes]] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -150,7 +151,9 @@ def nothing():
 """
 
 
-def test_credential_provider_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_sent_by_the_session_of_the_credential_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The session of the user's entry point sends, and its responses are classified like any other."""
     (tmp_path / "of_the_user.py").write_text(_PROVIDER)
     package = tmp_path / "of_the_user-1.dist-info"
@@ -204,12 +207,12 @@ def over_grpc(address: str, spans: int = 1) -> Answer:
         (grpc.StatusCode.INTERNAL, Outcome.LATER),
     ],
 )
-def test_what_grpc_answers_mean(status: grpc.StatusCode, outcome: Outcome) -> None:
+def test_grpc_status_decides_between_retry_and_refusal(status: grpc.StatusCode, outcome: Outcome) -> None:
     with grpc_answering(status) as address:
         assert over_grpc(address).outcome is outcome
 
 
-def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
+def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
     """RetryInfo, partial success and the server's limit on sizes work."""
     asked = Status(code=8)
     asked.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=2, nanos=500_000_000)))
@@ -239,7 +242,7 @@ def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
 
 @pytest.mark.parametrize("signal", KEPT)
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_each_signal_has_its_exporter(signal: str, protocol: str, receiver: Receiver) -> None:
+def test_each_signal_arrives_over_both_protocols(signal: str, protocol: str, receiver: Receiver) -> None:
     """A real endpoint receives what was sent, for all signals over both protocols."""
     answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
     assert answer == Answer(Outcome.DELIVERED)

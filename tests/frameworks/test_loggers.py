@@ -110,7 +110,7 @@ def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", OF_FRAMEWORKS)
-def test_own_loggers_of_a_framework(way: str, tmp_path: Path) -> None:
+def test_callback_adds_figures_and_report_to_loggers_of_the_framework(way: str, tmp_path: Path) -> None:
     """One argument adds figures at the framework's steps and the report.
 
     All of the user's rows are there.

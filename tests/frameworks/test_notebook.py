@@ -112,7 +112,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     runs(made.folder)
 
 
-def test_a_report_under_each_cell(kernel: Kernel) -> None:
+def test_each_training_cell_ends_with_a_report(kernel: Kernel) -> None:
     """Each cell that trains has one report as rich output. The user's output stays."""
     # Run the cell a second time.
     for _ in range(2):
@@ -126,8 +126,7 @@ def test_a_report_under_each_cell(kernel: Kernel) -> None:
         assert len(page.images) == 2
 
 
-def test_nothing_is_left_between_cells(kernel: Kernel) -> None:
-    """No thread and no hook is added."""
+def test_no_thread_and_no_hook_is_left_between_cells(kernel: Kernel) -> None:
     kernel.run("import threading; before = threading.active_count()" + TRAIN)
     after = kernel.run(
         "print(threading.active_count() - before, model._forward_hooks, '_compiled_call_impl' in model.__dict__)"
@@ -163,7 +162,7 @@ def test_live_display_grows_in_place(kernel: Kernel) -> None:
     assert len(set(counts)) >= 3
 
 
-def test_updates_are_bounded(kernel: Kernel) -> None:
+def test_live_display_is_updated_at_most_once_a_second(kernel: Kernel) -> None:
     """With fast steps there is at most one update per second, and its time counts as the tool's."""
     output = kernel.run(
         "import time\n" + COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
@@ -176,7 +175,7 @@ def test_updates_are_bounded(kernel: Kernel) -> None:
     assert output.text == "True\n"
 
 
-def test_a_display_in_another_cell_follows_the_run(kernel: Kernel) -> None:
+def test_display_in_another_cell_becomes_the_report(kernel: Kernel) -> None:
     """The display becomes the report. The cell in which the run ends shows no second one."""
     first = kernel.run("w = perf.watch(model, optimizer, **settings).__enter__()\ndisplay(w)")
     (name,) = first.shown
@@ -211,7 +210,7 @@ def test_display_returns_after_clearing_the_output(kernel: Kernel) -> None:
     assert "30 steps" in list(output.shown.values())[-1]["text/plain"]
 
 
-def test_two_watches_in_a_cell(kernel: Kernel) -> None:
+def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
     """Each watch has a report, in order. A watch inside another one has none."""
     output = kernel.run(
         TRAIN + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n        train(12)"
@@ -269,7 +268,7 @@ def test_disabled_report_is_not_shown(kernel: Kernel) -> None:
     kernel.run("import os; del os.environ['TORCHLENS_PERF']")
 
 
-def test_names_are_escaped(kernel: Kernel) -> None:
+def test_section_and_module_names_are_escaped(kernel: Kernel) -> None:
     """Names of sections and modules are escaped in every format."""
     output = kernel.run(
         "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\n"
@@ -286,7 +285,7 @@ def test_names_are_escaped(kernel: Kernel) -> None:
     assert "<script>alert(1)</script>?[2J" in whole["text/plain"]
 
 
-def test_live_changes_no_bit(kernel: Kernel) -> None:
+def test_live_display_does_not_change_training(kernel: Kernel) -> None:
     """Parameters, losses and random states equal those of an undisplayed run, and no thread is
     added.
     """
@@ -294,7 +293,7 @@ def test_live_changes_no_bit(kernel: Kernel) -> None:
     assert kernel.run(code + "\npublisher.unregister_hook(count);").text == "True True\n"
 
 
-def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
+def test_rank_forked_from_the_kernel_prints_its_report(kernel: Kernel) -> None:
     """Launchers in notebooks fork ranks.
 
     Such a rank prints its report and does not use the kernel's sockets.
@@ -348,7 +347,7 @@ def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [value["steps"]["count"] for value in reports] == [30, 30]
 
 
-def test_a_kernel_that_records_by_itself_ends(tmp_path: Path) -> None:
+def test_kernel_with_automatic_recording_ends_and_leaves_a_report(tmp_path: Path) -> None:
     """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time and leaves a report."""
     kernel = Kernel(tmp_path, TORCHLENS_PERF="1")
     assert kernel.run(SETUP + "train(30)").errors == []
@@ -364,7 +363,7 @@ def test_a_kernel_that_records_by_itself_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["IPython", "python"])
-def test_terminals_are_as_before(program: str, tmp_path: Path) -> None:
+def test_report_in_a_terminal_is_text_on_stderr(program: str, tmp_path: Path) -> None:
     """In plain IPython and Python the report is text on stderr, once.
 
     A display during the run is text on stdout.

@@ -27,5 +27,5 @@ def test_report_equals_the_golden_file(kind: str, evidence: type, tmp_path: Path
     assert text == expected_text(text, KEPT / f"{kind}_{evidence.__name__}.txt")
 
 
-def test_no_file_is_left_over() -> None:
+def test_each_golden_file_belongs_to_a_case() -> None:
     assert {each.stem for each in KEPT.iterdir()} == {f"{kind}_{evidence.__name__}" for kind, evidence in STATES}

@@ -25,7 +25,7 @@ RECORDED = Path(__file__).parent / "recorded"
 RUNS = sorted(each.name for each in RECORDED.iterdir() if each.is_dir())
 
 
-def test_there_are_ten_runs() -> None:
+def test_ten_recorded_runs_are_present() -> None:
     assert len(RUNS) == 10
 
 

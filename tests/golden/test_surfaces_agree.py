@@ -66,7 +66,9 @@ BEFORE = re.compile(r"from (?:step (\d+)|the start) to step (\d+).*which cost th
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", FAULTS)
-def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_simulated_runs_are_equal_on_all_screens(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     topology, device, faults = FAULTS[name]
     run, exporter = RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"), InMemoryExporter()
     run.create()
@@ -78,7 +80,7 @@ def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
-def test_recorded_runs(name: str, tmp_path: Path) -> None:
+def test_numbers_of_recorded_runs_are_equal_on_all_screens(name: str, tmp_path: Path) -> None:
     hold_together(*replayed(name, tmp_path), tmp_path)
 
 

@@ -153,14 +153,14 @@ def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_accumulation_counts_micro_steps(micro_steps: int, tmp_path: Path) -> None:
+def test_accumulated_backward_passes_are_counted_as_micro_steps(micro_steps: int, tmp_path: Path) -> None:
     recording = train(Model(), tmp_path, steps=2, micro_steps=micro_steps)
 
     assert [each.value1 for each in recording.steps] == [micro_steps] * 2
     assert len(recording.of(Kind.FORWARD)) == len(recording.of(Kind.BACKWARD)) == 2 * micro_steps
 
 
-def test_two_forwards_or_two_backwards_are_one_micro_step(tmp_path: Path) -> None:
+def test_two_forward_or_backward_passes_of_one_loss_are_one_micro_step(tmp_path: Path) -> None:
     """A loss of two calls of the model, and a gradient penalty, which runs the engine twice."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,7 +242,7 @@ def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_p
 
 
 @pytest.mark.parametrize(("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
-def test_one_step_of_backward_every_is_sampled_and_flagged(
+def test_backward_every_samples_and_flags_one_step_per_period(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns: None)
@@ -359,7 +359,7 @@ def test_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
 # -- hooks and graphs are removed
 
 
-def test_leaves_carry_no_hook(tmp_path: Path) -> None:
+def test_parameters_and_inputs_get_no_hooks(tmp_path: Path) -> None:
     """Parameters, and an input that the loop uses repeatedly, get no hooks."""
     model = Model()
     batch = torch.randn(2, 4, requires_grad=True)
@@ -371,8 +371,7 @@ def test_leaves_carry_no_hook(tmp_path: Path) -> None:
             assert not leaf._post_accumulate_grad_hooks
 
 
-def test_graph_is_freed(tmp_path: Path) -> None:
-    """Hooks keep no result or activation alive."""
+def test_hooks_keep_no_graph_or_activation_alive(tmp_path: Path) -> None:
     model = Model()
     gc.collect()
     gc.disable()
@@ -390,7 +389,7 @@ def test_graph_is_freed(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_objects_do_not_accumulate(tmp_path: Path) -> None:
+def test_number_of_objects_does_not_grow_with_steps(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

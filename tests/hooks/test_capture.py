@@ -112,7 +112,7 @@ def test_exactly_the_requested_steps_are_captured(tmp_path: Path) -> None:
     assert not captures.ask_path(asked.ring).exists()
 
 
-def test_rank_is_in_the_trace(tmp_path: Path) -> None:
+def test_trace_contains_the_rank(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path) as asked:
         asked.step(4)
     trace = json.loads((tmp_path / "files" / RAW_TRACE).read_text())
@@ -176,7 +176,7 @@ def test_python_frames_are_missing_if_another_tool_traces_python(tmp_path: Path)
     assert not any(each.get("cat") == "python_function" for each in asked.events)
 
 
-def test_several_requests_in_a_row(tmp_path: Path) -> None:
+def test_several_capture_requests_in_a_row_are_answered(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path, steps=1) as asked:
         asked.step(3)
         first = asked.traced_steps()

@@ -77,7 +77,7 @@ def test_source_of_the_memory_is_published(tmp_path: Path) -> None:
     assert expected == recording.metadata["memory_source"]
 
 
-def test_reading_that_fails_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_memory_reading_is_switched_off_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has no number, and a note gives the reason."""
 
     def fail(*args: object) -> bytes:

@@ -148,7 +148,7 @@ def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.Mon
     assert native == shape()
 
 
-def test_recursion_and_shared_modules(tmp_path: Path, way: str) -> None:
+def test_each_call_of_shared_and_recursive_modules_is_recorded(tmp_path: Path, way: str) -> None:
     """Each call is recorded, also of a module called twice or by itself, under its first name."""
 
     class Recursive(nn.Module):
@@ -234,7 +234,7 @@ def test_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str
     assert flags == [Flag(0), Flag.OTHER_THREAD]
 
 
-def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
+def test_watch_may_end_inside_a_module_call(tmp_path: Path, way: str) -> None:
     class Ends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             watched.stop()
@@ -282,7 +282,7 @@ def test_interrupt_inside_a_hook_reaches_the_user(tmp_path: Path) -> None:
             model(Acts(interrupt, x=torch.ones(1)))
 
 
-def test_watch_ends_inside_a_hook(tmp_path: Path) -> None:
+def test_watch_may_end_inside_a_module_hook(tmp_path: Path) -> None:
     """Another thread may end the watch between a module's hook and its call."""
     model = TakesAndGives()
     watched = watch(model, dir=str(tmp_path), sidecar=False, report="off", **EVERYTHING)
@@ -309,8 +309,7 @@ def test_levels_do_not_count_containers() -> None:
     assert names(model, "auto") == names(model, 2) == names(model, "all")
 
 
-def test_patterns() -> None:
-    """Patterns select modules by name. The root is always timed."""
+def test_patterns_select_modules_and_the_root_is_always_timed() -> None:
     assert names(Model(), ("blocks.*.linear", "st?m")) == ["Model", "stem", "blocks.0.linear", "blocks.1.linear"]
     assert names(Model(), ("nothing",)) == ["Model"]
 
@@ -325,7 +324,7 @@ def test_patterns() -> None:
     ],
 )
 @pytest.mark.parametrize("several", [False, True])
-def test_pattern_that_matches_nothing(
+def test_pattern_without_a_match_raises_in_code_and_warns_in_the_environment(
     pattern: list[str],
     problem: str,
     several: bool,
@@ -333,7 +332,6 @@ def test_pattern_that_matches_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In code the pattern is an error, in the environment a warning."""
     model = {"model": Model(), "other": nn.Linear(4, 4)} if several else Model()
     with pytest.raises(ConfigError, match=re.escape(problem)) as raised:
         watch(model, modules=pattern, dir=str(tmp_path))
@@ -349,7 +347,7 @@ def test_pattern_that_matches_nothing(
     assert warnings == [f"torchlens_perf is off: TORCHLENS_PERF_MODULES: {raised.value}"]
 
 
-def test_pattern_that_matches_nothing_in_a_found_model(tmp_path: Path) -> None:
+def test_pattern_without_a_match_in_a_found_model_warns(tmp_path: Path) -> None:
     """The model is known only after its optimizer has stepped, too late for an error."""
     gc.collect()  # models that other tests have trained
     model = Model()
@@ -429,7 +427,7 @@ def test_wrapper_of_a_users_model_is_seen_by_its_package(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("modules", ["auto", "all", 1, ("blocks.0",)])
-def test_modules_with_untimed_ones_inside(modules: Any) -> None:
+def test_modules_with_untimed_submodules_are_listed(modules: Any) -> None:
     """Users are advised to use deeper patterns for these modules."""
     selection = select(NamedModel(Model()), Config(modules=modules))
     unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[modules]
@@ -438,8 +436,7 @@ def test_modules_with_untimed_ones_inside(modules: Any) -> None:
         assert len(names(Model(), (f"{name}.*",))) > 1
 
 
-def test_modules_of_a_compiled_one_cannot_be_timed() -> None:
-    """No deeper pattern is suggested for them."""
+def test_no_deeper_pattern_is_suggested_for_a_compiled_module() -> None:
     blocks = Model()
     blocks.blocks[0].compile(backend="eager")
     within = select(NamedModel(blocks), Config(modules=1))
@@ -482,7 +479,7 @@ def test_module_named_module_by_the_user_keeps_its_name() -> None:
     assert names(Wrapped(), 1) == ["Wrapped", "module", "head"]
 
 
-def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
+def test_model_that_was_not_passed_is_found_by_its_optimizer(tmp_path: Path) -> None:
     """Without a model, the outermost module with parameters of the first optimizer is timed."""
     gc.collect()  # models that other tests have trained
     model, bystander = nn.Sequential(Model()), Block()
@@ -617,7 +614,7 @@ def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, wa
     assert recording.names(Kind.MODULE) == ["0"] * 3
 
 
-def test_tool_that_patches_module_calls_inside_the_watch(tmp_path: Path, way: str) -> None:
+def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(tmp_path: Path, way: str) -> None:
     """torch.fx replaces nn.Module.__call__ while it traces, and then restores it."""
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:

@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
-def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) -> None:
+def test_nvtx_ranges_are_balanced_even_if_code_raises(recorder: str, library: Path, tmp_path: Path) -> None:
     """Steps, phases, modules and sections are ranges that end even if they raise."""
     out = tmp_path / "counts"
     done = run_warm(
@@ -55,7 +55,7 @@ def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) ->
     assert rows[-1] == ["(bad pops)", "", "0", "0"]
 
 
-def test_without_a_tool_no_call_is_made(tmp_path: Path) -> None:
+def test_no_nvtx_call_is_made_without_a_tool(tmp_path: Path) -> None:
     program = (
         "import torchlens_perf as perf\n"
         "from torchlens_perf.watch import running\n"

@@ -289,7 +289,7 @@ def test_model_is_saved_with_the_same_bytes(name: str, tmp_path: Path, way: str)
 
 
 @pytest.mark.parametrize("name", STATES_ONLY)
-def test_state_and_attributes_are_the_same(name: str, tmp_path: Path, way: str) -> None:
+def test_state_and_attributes_of_a_model_are_unchanged(name: str, tmp_path: Path, way: str) -> None:
     model = STATES_ONLY[name]()
 
     def seen() -> list[Any]:
@@ -315,7 +315,7 @@ def exported(model: nn.Module) -> list[str]:
     ]
 
 
-def test_exports_are_the_same(tmp_path: Path, way: str) -> None:
+def test_exports_of_a_model_are_unchanged(tmp_path: Path, way: str) -> None:
     model = OwnState()
     without = exported(model)
     with recorded(tmp_path, model, **EVERYTHING):

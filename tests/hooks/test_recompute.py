@@ -143,7 +143,7 @@ def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) 
         assert recomputed.phase_ns >= outermost(inside)[0].duration_ns
 
 
-def test_no_recomputation_without_checkpoints(tmp_path: Path) -> None:
+def test_no_recomputation_is_recorded_without_checkpoints(tmp_path: Path) -> None:
     """There are neither spans nor notes."""
     recording = train(Stack(Layer, plain), tmp_path)
 
@@ -185,7 +185,7 @@ def test_watched_modules_show_foreign_recomputation(tmp_path: Path) -> None:
     assert recording.names(Kind.RECOMPUTE) == ["layers.2", "layers.1", "layers.0"]
 
 
-def test_torch_without_the_required_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_functions_of_torch_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watched modules still show recomputation, and the report says that it may be incomplete."""
     works = torch_private.works
     monkeypatch.setattr(torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name))

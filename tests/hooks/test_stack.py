@@ -46,12 +46,14 @@ def test_sidecar_gets_permission_until_the_watch_ends(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", ""])
-def test_no_process_gets_permission(scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_gets_permission_if_it_has_no_effect(
+    scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Permission is not needed, or would have no effect."""
     assert named_while_training(tmp_path, monkeypatch, scope)[0] == []
 
 
-def test_kernel_with_yama_accepts_the_call() -> None:
+def test_permission_call_succeeds_only_on_a_kernel_with_yama() -> None:
     """Without Yama the kernel refuses, and the process continues."""
     program = "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -69,7 +71,7 @@ def test_py_spy_is_a_dependency() -> None:
     assert [found.marker.evaluate({"platform_machine": machine}) for machine in ("x86_64", "aarch64")] == [True, True]
 
 
-def test_doctor_tries_py_spy() -> None:
+def test_doctor_reports_if_py_spy_can_read_stacks() -> None:
     """The line shows whether py-spy can read the stack of this process."""
     program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -59,7 +59,7 @@ def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
     assert 0 < section.duration_ns < recording.steps[2].duration_ns
 
 
-def test_time_of_all_collections(tmp_path: Path) -> None:
+def test_time_of_all_garbage_collections_adds_up_in_the_ring(tmp_path: Path) -> None:
     """Times of all generations add up in the ring until the watch ends."""
     totals_ns = []
     with recorded(tmp_path) as recording:
@@ -186,8 +186,7 @@ def test_compilation_before_the_watch_is_not_flagged(tmp_path: Path) -> None:
 # -- attaching
 
 
-def test_patches_are_removed(tmp_path: Path) -> None:
-    """The collector's callbacks and torch.save are restored."""
+def test_garbage_collector_callbacks_and_torch_save_are_restored(tmp_path: Path) -> None:
     before = list(gc.callbacks), torch.save
     with recorded(tmp_path) as recording:
         assert len(gc.callbacks) == len(before[0]) + 1
@@ -204,7 +203,7 @@ def test_patches_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [-1, 1 << 40, True, 1.0, "3", [3]])
-def test_invalid_tokens_are_an_error(tokens: Any, tmp_path: Path) -> None:
+def test_invalid_token_count_raises_with_its_value(tokens: Any, tmp_path: Path) -> None:
     """The error gives the value, and the step does not end."""
     with recorded(tmp_path) as recording:
         with pytest.raises(ConfigError, match=r"^tokens=.*whole number"):
@@ -213,7 +212,7 @@ def test_invalid_tokens_are_an_error(tokens: Any, tmp_path: Path) -> None:
     assert recording.steps == []
 
 
-def test_tokens_of_a_step(tmp_path: Path) -> None:
+def test_token_count_of_the_user_replaces_batch_elements_of_the_step(tmp_path: Path) -> None:
     """The user's number, including 0, replaces the batches' elements for that step only."""
     loader = iter(DataLoader(TensorDataset(torch.ones(9, 7)), 3))
     with recorded(tmp_path) as recording:
@@ -269,7 +268,7 @@ X, Y = torch.ones(3, 5), torch.ones(2)
         (([], X), None),
     ],
 )
-def test_elements_of_a_batch(batch: Any, elements: int | None) -> None:
+def test_workload_of_a_batch_is_the_size_of_its_first_tensor(batch: Any, elements: int | None) -> None:
     """Elements of the first tensor, three levels deep, or of a mapping's input_ids; else None."""
     assert batch_elements(batch) == elements
 

@@ -159,13 +159,14 @@ def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_defaults_are_harmless(name: str, tmp_path: Path) -> None:
-    """The same is true with default settings."""
+def test_run_with_default_settings_is_bit_identical(name: str, tmp_path: Path) -> None:
     assert_harmless(CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_timing_in_python_is_harmless(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_module_timing_in_python_is_bit_identical(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same is true if module calls cannot be routed natively."""
     monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)

@@ -82,7 +82,7 @@ def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", long_but(QUICK, FAULTS))
-def test_training_waits_are_bounded(name: str, folder: Path) -> None:
+def test_training_waits_for_a_fault_are_bounded(name: str, folder: Path) -> None:
     """Retry to separate causes: a fault's delay recurs in each try, a delay by the machine does
     not.
     """

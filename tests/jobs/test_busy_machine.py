@@ -25,7 +25,7 @@ PARTS = {
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", PARTS)
-def test_guarantees_on_a_busy_machine(part: str) -> None:
+def test_recording_guarantees_hold_on_a_busy_machine(part: str) -> None:
     runs, began_s = share(RUNS), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]]
     with busy_machine(2 * PROCESSORS):

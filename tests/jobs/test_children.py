@@ -98,7 +98,9 @@ def test_program_that_is_no_interpreter_is_not_started(
 
 
 @pytest.mark.parametrize("function", [children.command, lambda: children.script("x.py"), children.check])
-def test_every_command_line_is_checked(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_line_is_built_with_a_checked_interpreter(
+    function: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every function that builds a command line calls interpreter()."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(RunStoreError, match="is frozen"):
@@ -148,7 +150,7 @@ def test_nothing_is_recorded_in_a_process_that_we_started(
         (["-W", "error", "-O", "-X", "importtime"], []),
     ],
 )
-def test_options_of_the_interpreter(typed: list[str], passed_on: list[str]) -> None:
+def test_interpreter_options_for_module_paths_are_passed_to_children(typed: list[str], passed_on: list[str]) -> None:
     """Options that set module paths are passed on.
 
     Options that inspect the user's program are not.
@@ -184,8 +186,7 @@ def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
         (".", ""),  # a copy next to the script
     ],
 )
-def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Path) -> None:
-    """The sidecar uses the same package as the job, wherever the job found it."""
+def test_sidecar_uses_the_package_found_by_the_job(folder: str, first: str, tmp_path: Path) -> None:
     target, script = tmp_path / folder, tmp_path / "train.py"
     copied = shutil.copytree(ROOT / "torchlens_perf", target / "torchlens_perf", dirs_exist_ok=True)
     main = copied / "__main__.py"
@@ -203,7 +204,7 @@ def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Pat
     assert (tmp_path / "mark").read_text() == str(main)
 
 
-def test_library_that_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_disables_recording_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording would have no sidecar, so it is off before a ring is created.
 
     The line names the missing library.
@@ -213,14 +214,16 @@ def test_library_that_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         children.check()
 
 
-def test_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_in_an_archive_disables_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes could not run a package in an archive."""
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
         children.check()
 
 
-def test_page_of_a_process_that_aborts_after_writing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_a_process_that_aborts_after_writing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A written page is reported without a note. A missing or an old page gets a note."""
     made = RunDirectory(tmp_path / "run")
     made.path.mkdir()
@@ -234,7 +237,7 @@ def test_page_of_a_process_that_aborts_after_writing_it(tmp_path: Path, monkeypa
     assert said == ["its process ended with -6", "", "its process ended with -6"]
 
 
-def test_child_ends_before_libraries_take_themselves_down(tmp_path: Path) -> None:
+def test_exit_code_of_a_child_survives_an_abort_of_its_libraries(tmp_path: Path) -> None:
     """The exit code is that of the command, even if C++ libraries' threads abort the process at its
     end.
     """
@@ -261,7 +264,7 @@ int main(int argc, char **argv) {
 """
 
 
-def test_program_that_embeds_python(tmp_path: Path) -> None:
+def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> None:
     """sys.executable of this C program is the program itself.
 
     It trains once and is never started again.
@@ -301,7 +304,7 @@ exec({code!r})
 
 
 @pytest.mark.long
-def test_program_of_pyinstaller(tmp_path: Path) -> None:
+def test_pyinstaller_program_is_never_started_again(tmp_path: Path) -> None:
     """sys.executable is a real PyInstaller program, which ignores its arguments.
 
     It trains once and records nothing.

@@ -275,7 +275,7 @@ IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
     ],
     indirect=["way"],
 )
-def test_same_graphs(run: Run, tmp_path: Path, way: str) -> None:
+def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, way: str) -> None:
     """With every hook enabled, Dynamo captures the same frames, operations and breaks, and every
     step is recorded.
     """
@@ -352,7 +352,7 @@ def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> N
     assert {each.depth for each in recording.of(Kind.MODULE)} == {2}
 
 
-def test_sections_in_compiled_code(tmp_path: Path) -> None:
+def test_section_inside_a_graph_makes_no_break_and_has_no_times(tmp_path: Path) -> None:
     """A section inside a graph makes no break and has no times.
 
     A section around the compiled call has times.
@@ -380,7 +380,7 @@ def test_sections_in_compiled_code(tmp_path: Path) -> None:
     assert recording.names(Kind.SECTION) == ["around"] * STEPS
 
 
-def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> None:
+def test_code_with_sections_compiled_before_the_watch_runs_inside_it(tmp_path: Path) -> None:
     """Before the watch the section is unknown.
 
     The code compiled then still runs correctly inside the watch.
@@ -404,7 +404,7 @@ def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
 @pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
-def test_sections_in_compiled_code_of_a_new_process(watching: str, tmp_path: Path) -> None:
+def test_library_with_sections_compiles_to_the_same_graphs(watching: str, tmp_path: Path) -> None:
     """A library with sections compiles to the same graphs as one without, with and without a watch."""
     program = f"""
 import contextlib, torch, torchlens_perf as perf
@@ -423,7 +423,7 @@ with watch if {watching != "without a watch"} else contextlib.nullcontext():
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
-def test_export_is_the_same(strict: bool, tmp_path: Path, way: str) -> None:
+def test_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> None:
     model, batch = Model(), torch.randn(4, 8)
     expected = torch.export.export(model, (batch,), strict=strict)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -436,7 +436,7 @@ def test_export_is_the_same(strict: bool, tmp_path: Path, way: str) -> None:
     assert stacks[0] == stacks[1]
 
 
-def test_explain_is_the_same(tmp_path: Path, way: str) -> None:
+def test_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
     """torch._dynamo.explain returns the same graphs, breaks and reasons."""
     model, batch = Model(), torch.randn(4, 8)
 
@@ -454,7 +454,7 @@ def test_explain_is_the_same(tmp_path: Path, way: str) -> None:
     assert [each.reason for each in expected.break_reasons] == [each.reason for each in actual.break_reasons]
 
 
-def test_our_frames_are_left_alone(tmp_path: Path) -> None:
+def test_dynamo_never_compiles_functions_of_this_package(tmp_path: Path) -> None:
     """Dynamo never compiles our functions, even if it meets one behind a graph break."""
     from torch._dynamo import convert_frame
 

@@ -92,7 +92,7 @@ def test_failing_call_at_the_start_is_harmless(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_thousand_faulty_starts(tmp_path: Path) -> None:
+def test_training_is_unchanged_in_a_thousand_faulty_starts(tmp_path: Path) -> None:
     """Each call fails once with each error.
 
     The job trains to its end with the same bits and exits with 0.

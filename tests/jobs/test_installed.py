@@ -144,7 +144,7 @@ def compiling(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     the tap.
 
     If the tests have a tap of the same source, the compiler only checks its inputs and copies this
-    tap, because compiling takes half a minute. test_the_tap_compiles() compiles it.
+    tap, because compiling takes half a minute. test_tap_compiles_from_the_sources_in_the_wheel() compiles it.
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
@@ -190,7 +190,7 @@ def expected(folder: str = "") -> set[str]:
     return {str(file) for file in (*installations.tree(), *map(Path, ADDED)) if str(file).startswith(folder)}
 
 
-def test_wheel_holds_the_package(made: Made) -> None:
+def test_wheel_contains_every_file_of_the_package(made: Made) -> None:
     """The wheel contains every file of the package, including new ones, and the two libraries, and
     no others.
     """
@@ -204,14 +204,14 @@ def test_wheel_holds_the_package(made: Made) -> None:
     assert [path.name for path in (made.source / "build").glob("lib*")] == [Path(_BUILD_LIB).name]
 
 
-def test_wheel_holds_nothing_else(made: Made) -> None:
+def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
     """The wheel has no tests, benchmarks or docs, only the package and pip's metadata."""
     others = {name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")}
 
     assert others == {f"{PACKAGE}-{metadata(made.wheel)['Version']}.dist-info"}
 
 
-def test_sdist_is_the_repository(made: Made) -> None:
+def test_sdist_contains_every_file_of_the_repository(made: Made) -> None:
     """The sdist has every file of the repository except git's and CI's, and no built files."""
     not_for_users = {".gitignore", *expected(".ci/"), *expected(".github/")}
     made_by_setuptools = {"PKG-INFO", "setup.cfg"}
@@ -288,7 +288,7 @@ def test_every_command_has_help(installed: Environment) -> None:
         assert "usage: torchlens-perf" in installed.succeeds("python", "-m", PACKAGE, command, "--help")
 
 
-def test_report_of_a_simulated_run(simulated: Path, installed: Environment) -> None:
+def test_simulated_run_is_reported_and_replayed(simulated: Path, installed: Environment) -> None:
     """`simulate` finds its data, `report` shows the run as text and as JSON, and `sidecar` replays
     it.
     """
@@ -318,7 +318,7 @@ print(perf.__file__)
 
 
 @pytest.mark.parametrize("way", ["watch", "variable", "run"])
-def test_one_process_is_recorded(way: str, installed: Environment, tmp_path: Path) -> None:
+def test_single_process_is_recorded_in_each_documented_way(way: str, installed: Environment, tmp_path: Path) -> None:
     """One process is recorded by the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf
     run`.
     """
@@ -350,7 +350,7 @@ def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
     return Path(said.strip())
 
 
-def test_build_tap_and_doctor(real_tap: Path, installed: Environment) -> None:
+def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(real_tap: Path, installed: Environment) -> None:
     """The tap goes to the user's cache, because a group can write to the package.
 
     `doctor` finds no problem.
@@ -365,7 +365,7 @@ def test_build_tap_and_doctor(real_tap: Path, installed: Environment) -> None:
     assert {f"ok      {each}" for each in (*works, *entry_points)} <= set(said)
 
 
-def test_two_ranks_and_the_tap_that_builds_itself(real_tap: Path, installed: Environment, tmp_path: Path) -> None:
+def test_second_run_uses_the_tap_built_by_the_first(real_tap: Path, installed: Environment, tmp_path: Path) -> None:
     """Under torchrun's flag, the first run uses the Python tap and reports it.
 
     The second run uses the native tap.
@@ -396,7 +396,7 @@ def test_two_ranks_and_the_tap_that_builds_itself(real_tap: Path, installed: Env
 
 
 @pytest.mark.long
-def test_the_tap_compiles(installed: Environment, tmp_path: Path) -> None:
+def test_tap_compiles_from_the_sources_in_the_wheel(installed: Environment, tmp_path: Path) -> None:
     """The tap compiles from the sources in the wheel with the machine's compiler, and loads."""
     made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
     said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)).splitlines()
@@ -408,7 +408,7 @@ def test_the_tap_compiles(installed: Environment, tmp_path: Path) -> None:
 # -- the sdist, and no compiler
 
 
-def test_without_a_compiler(made: Made, tmp_path: Path) -> None:
+def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
     """The package installs and records with the Python implementation, and `doctor` explains the
     fix.
     """

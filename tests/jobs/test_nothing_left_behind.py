@@ -105,7 +105,7 @@ def train(model: nn.Module) -> None:
             optimizer.step()
 
 
-def test_process_is_as_it_was(tmp_path: Path) -> None:
+def test_process_state_is_unchanged_after_a_watch(tmp_path: Path) -> None:
     """Torch's classes and registries, threads, files, handlers and settings are the same before and
     after.
     """
@@ -131,7 +131,7 @@ def test_process_is_as_it_was(tmp_path: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == set()
 
 
-def test_also_when_the_loop_raises(tmp_path: Path) -> None:
+def test_process_state_is_unchanged_when_the_loop_raises(tmp_path: Path) -> None:
     """The user's exception passes through a watch, which also leaves nothing in this case."""
     model = nn.Sequential(nn.Linear(4, 4))
     error = KeyboardInterrupt()
@@ -161,7 +161,7 @@ def test_objects_of_a_watch_are_freed(tmp_path: Path) -> None:
     assert session() is None
 
 
-def test_watches_do_not_accumulate(tmp_path: Path) -> None:
+def test_number_of_objects_does_not_grow_with_watches(tmp_path: Path) -> None:
     """A process has as many objects after many watches as after a few."""
     model = nn.Sequential(nn.Linear(4, 4))
 

@@ -32,7 +32,7 @@ def test_relative_score_is_the_mean_ratio_of_medians() -> None:
     assert below(score, 0.5).first == 1
 
 
-def test_individual_score_remembers_the_best() -> None:
+def test_individual_score_compares_a_rank_with_its_own_best() -> None:
     """Each rank is compared with its own best so far, so one that was always slow is not slow."""
     first, best = individual_score(parts([[100, 100], [300, 300]]), None)
     second, best = individual_score(parts([[200, 200], [300, 300]]), best)
@@ -43,7 +43,7 @@ def test_individual_score_remembers_the_best() -> None:
     assert third == pytest.approx([1, 1])
 
 
-def test_slowest_is_always_named() -> None:
+def test_rules_for_the_longest_step_always_name_a_rank() -> None:
     """The rules for the longest forward pass and the longest step name a rank even for tiny
     differences.
     """

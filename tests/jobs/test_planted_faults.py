@@ -62,7 +62,7 @@ def test_seed_determines_the_fault() -> None:
     assert all(plant(kind, seed).faults == () for kind in HEALTHY for seed in range(5))
 
 
-def test_truth_survives_its_file(tmp_path: Path) -> None:
+def test_truth_of_every_kind_survives_a_file_round_trip(tmp_path: Path) -> None:
     """Every kind's truth survives writing and reading, also from a file with additional fields."""
     for kind in KINDS:
         for seed in range(10):
@@ -71,7 +71,7 @@ def test_truth_survives_its_file(tmp_path: Path) -> None:
             assert Truth.read(tmp_path / "truth.json") == truth
 
 
-def test_faults_are_spread_over_ranks_and_steps() -> None:
+def test_ranks_and_first_steps_of_faults_are_uniformly_distributed() -> None:
     """Ranks and first steps are uniformly distributed, so a judge that always names one rank cannot
     score.
     """
@@ -84,7 +84,7 @@ def test_faults_are_spread_over_ranks_and_steps() -> None:
     assert (min(firsts), max(firsts)) == FIRST_STEPS
 
 
-def test_a_moving_fault_moves_once() -> None:
+def test_moving_fault_changes_its_rank_once() -> None:
     """The slow rank changes once, without a pause, long before the run's end."""
     for seed in SEEDS:
         truth = plant("moving", seed)
@@ -96,7 +96,7 @@ def test_a_moving_fault_moves_once() -> None:
         assert (before.phase, before.ms, before.way) == (after.phase, after.ms, after.way)
 
 
-def test_an_intermittent_fault_slows_two_steps_in_seven() -> None:
+def test_intermittent_fault_slows_two_steps_in_seven() -> None:
     """Any seven consecutive steps from the first on contain two slow ones, whose positions vary."""
     slots = set()
     for seed in SEEDS:
@@ -134,8 +134,7 @@ def test_planted_pause_is_recorded_in_its_phase(tmp_path: Path) -> None:
         assert planted_ns - statistics.median(durations_ns[phase].values()) > ms * 1e6 / 2
 
 
-def test_other_ranks_are_left_alone() -> None:
-    """A fault is planted only on its own rank."""
+def test_fault_is_planted_only_on_its_own_rank() -> None:
     (fault,) = plant("data", 3).faults
     steps = range(180)
 
@@ -197,7 +196,7 @@ def test_lengths_vary_only_in_variable_length_runs() -> None:
     ("kind", "right", "phase"),
     [("compute", "forward", True), ("compute", "compute", True), ("compute", "data", False), ("data", "data", True)],
 )
-def test_scores(kind: str, right: str, phase: bool) -> None:
+def test_answer_counts_only_with_the_right_rank(kind: str, right: str, phase: bool) -> None:
     """The right rank counts alone, the phase only with the right rank.
 
     In a healthy run any named rank is a false alarm.
@@ -223,7 +222,7 @@ def test_after_a_move_the_last_rank_is_right() -> None:
     assert not score(truth, Suspect(before.rank, before.phase)).right_rank
 
 
-def test_slowest_step_judge(tmp_path: Path) -> None:
+def test_slowest_step_judge_names_the_largest_mean_step(tmp_path: Path) -> None:
     """The judge names the rank with the largest mean step after warm-up.
 
     Runs without truth are not judged.
@@ -254,7 +253,9 @@ def test_slowest_step_judge(tmp_path: Path) -> None:
     assert JUDGES["slowest step"] is slowest_step
 
 
-def test_judgement_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A recorded run is judged by us and by step times. Tools that did not run have empty cells."""
     truth = Truth("data", 1, 2, 60, (Fault(1, "data", 0, None, 5, "sleep"),))
     run = make_run(tmp_path / truth.name)
@@ -286,7 +287,7 @@ def test_judgement_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"kind": "BALANCED", "ranks": []}, None),
     ],
 )
-def test_traceml_diagnoses(diagnosis: dict[str, Any], named: Suspect | None) -> None:
+def test_straggler_diagnoses_of_traceml_are_read_as_answers(diagnosis: dict[str, Any], named: Suspect | None) -> None:
     """Straggler diagnoses are answers.
 
     "cause not measured" has no phase, and diagnoses of all ranks have no rank.
@@ -307,13 +308,13 @@ def test_others_share_excludes_our_work() -> None:
     assert others_share(2.0, 1.9, 1.0) == 0.0
 
 
-def test_seeds_are_numbers_and_ranges() -> None:
+def test_seeds_are_parsed_from_numbers_and_ranges() -> None:
     assert planted_faults.seeds("3,5-7") == [3, 5, 6, 7]
     with pytest.raises(ValueError, match="invalid literal"):
         planted_faults.seeds("")
 
 
-def test_unknown_kinds_and_ways_raise() -> None:
+def test_unknown_fault_kind_or_way_raises() -> None:
     """A misspelt kind or way raises an error instead of planting nothing."""
     with pytest.raises(ValueError, match="unknown kind 'dta'"):
         plant("dta", 1)

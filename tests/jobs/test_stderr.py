@@ -88,7 +88,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
         *long(("switch", "1>&- 2>&-"), ("switch", "0<&- 1>&- 2>&-"), ("run", "2>&-"), ("run", "1>&- 2>&-")),
     ],
 )
-def test_closed_standard_streams(way: str, closed: str, tmp_path: Path) -> None:
+def test_script_with_closed_standard_streams_is_recorded(way: str, closed: str, tmp_path: Path) -> None:
     """An unmodified script is recorded by the variable and by the command."""
     line, script = f'exec "$@" {closed}', tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -135,7 +135,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 """
 
 
-def test_a_closed_descriptor_is_not_taken_by_a_file_of_ours(tmp_path: Path) -> None:
+def test_closed_standard_descriptor_is_not_reused_for_a_ring(tmp_path: Path) -> None:
     """A ring must not get the descriptor, because native code or a child may write to it.
 
     Children see it closed too.
@@ -152,7 +152,7 @@ def test_a_closed_descriptor_is_not_taken_by_a_file_of_ours(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("sigpipe", ["SIG_IGN", "SIG_DFL"])
-def test_reader_of_stderr_is_gone(sigpipe: str, tmp_path: Path) -> None:
+def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: Path) -> None:
     """With a closed pipe the exit code is 0, not 120 for a failed flush, and SIGPIPE does not kill
     the process.
     """

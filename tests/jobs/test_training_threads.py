@@ -65,7 +65,7 @@ def test_losses_equal_those_of_an_unwatched_run(tmp_path: Path, like: str, watch
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("watched", WATCHED)
-def test_no_run_of_fifty_crashes(tmp_path: Path, watched: str) -> None:
+def test_none_of_fifty_runs_crashes(tmp_path: Path, watched: str) -> None:
     """Reading a gradient on a thread of ours while it is written would crash most of these runs."""
     began_s = time.monotonic()
     with busy_machine(2):

@@ -100,7 +100,7 @@ def offset(path: str) -> int:
     return int(getattr(Details, event).offset + getattr(kind, field).offset)
 
 
-def test_offsets_of_the_documented_layout() -> None:
+def test_offsets_equal_those_of_the_documented_layout() -> None:
     """The numbers above equal those of the documented order of fields."""
     for event in (EventV4, EventV5):
         assert {name: getattr(event, name).offset for name in EVENT} == EVENT
@@ -110,7 +110,7 @@ def test_offsets_of_the_documented_layout() -> None:
     assert ctypes.sizeof(POINTER(c_int)) == 8
 
 
-def test_offsets_that_the_plugin_reads(tmp_path: Path) -> None:
+def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     """The compiler finds the same offsets in the plugin's header."""
     wanted = {
         **{f"offsetof(NcclEventV{version}, {name})": value for version in (4, 5) for name, value in EVENT.items()},
@@ -132,7 +132,7 @@ def test_offsets_that_the_plugin_reads(tmp_path: Path) -> None:
     assert dict(zip(wanted, map(int, printed.split()), strict=True)) == wanted
 
 
-def test_interfaces_that_are_exported() -> None:
+def test_plugin_exports_interfaces_4_5_and_6() -> None:
     """Interfaces 4, 5 and 6 exist.
 
     NCCL 2.26 and older find none of theirs and continue without a plugin.

@@ -171,7 +171,7 @@ def test_kernel_times_are_recorded(ranks: list[dict[str, Any]]) -> None:
         assert told["mask"] == SEEN
 
 
-def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
+def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> None:
     """Joined kernels give the last rank, its delay, and the transfer time after all ranks have
     arrived.
     """
@@ -190,7 +190,7 @@ def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
     assert any("a rank's kernel began" in text for text in row["cannot_tell"])
 
 
-def test_events_replace_the_plugin(ranks: list[dict[str, Any]]) -> None:
+def test_ends_are_known_by_events_without_the_plugin(ranks: list[dict[str, Any]]) -> None:
     """The end is known for operations that the caller waits for, unknown for asynchronous ones, and
     the host's on CPUs.
     """

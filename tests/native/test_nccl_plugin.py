@@ -202,7 +202,7 @@ def test_full_ring_overwrites_oldest_records(rig: NcclRig) -> None:
     assert (batch.records["flags"] == int(TIMED)).all()
 
 
-def test_timing_can_be_switched(rig: NcclRig) -> None:
+def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None:
     """Operations issued while timing is off are not reported by NCCL.
 
     Their records are as without the plugin.
@@ -251,7 +251,7 @@ def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig])
     assert rig.nccl.mask == ON
 
 
-def test_several_kernels_of_one_collective(rig: NcclRig) -> None:
+def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> None:
     """A list of tensors, or a send to each peer, lasts from the first kernel's start to the last
     one's end.
     """
@@ -275,7 +275,7 @@ def test_several_kernels_of_one_collective(rig: NcclRig) -> None:
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_group_that_is_launched_later(interface: int, make: Callable[[int], NcclRig]) -> None:
+def test_calls_of_a_coalesced_group_get_their_times(interface: int, make: Callable[[int], NcclRig]) -> None:
     """torch's coalescing launches two calls of a group together, after both have returned."""
     rig = make(interface)
     rig.nccl.group_start()
@@ -291,7 +291,7 @@ def test_group_that_is_launched_later(interface: int, make: Callable[[int], Nccl
     assert [number for number, _ in ends(rig)] == [1, 0]
 
 
-def test_group_that_is_launched_later_with_interface_4(make: Callable[[int], NcclRig]) -> None:
+def test_coalesced_group_is_counted_and_untimed_with_interface_4(make: Callable[[int], NcclRig]) -> None:
     """Interface 4 reports the group only at its launch.
 
     It is counted, and the records are as without the plugin.
@@ -372,7 +372,7 @@ def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
     assert ends(rig) == [(0, Flag.ASYNC)]
 
 
-def test_begun_kernels_show_in_the_ring(rig: NcclRig) -> None:
+def test_ring_shows_a_kernel_that_has_begun(rig: NcclRig) -> None:
     """The ring shows a kernel at its first channel's start.
 
     A hanging rank has a kernel that has not begun.
@@ -500,7 +500,7 @@ def test_recorder_of_another_build_is_rejected(rig: NcclRig) -> None:
     assert ends(rig) == [(0, TIMED)]
 
 
-def test_cost_is_bounded(make: Callable[[int], NcclRig]) -> None:
+def test_cost_of_an_operation_is_bounded(make: Callable[[int], NcclRig]) -> None:
     """The cost is limited to twice that of two clock readings and a store.
 
     Cases: 1 and 32 channels, timing off, stopped.
@@ -515,7 +515,7 @@ def test_cost_is_bounded(make: Callable[[int], NcclRig]) -> None:
 
 
 @pytest.mark.slow
-def test_thread_sanitizer(tmp_path: Path) -> None:
+def test_thread_sanitizer_finds_no_race_in_the_plugin(tmp_path: Path) -> None:
     """Three communicators have a proxy thread each.
 
     One is switched, recreated and stopped. All claims are reported.

@@ -121,7 +121,7 @@ def test_native_tests_pass_with_sanitizers(sanitized: tuple[Path, dict[str, str]
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-def test_fuzz(sanitized: tuple[Path, dict[str, str]], seed: int) -> None:
+def test_fuzzed_recorder_passes_with_sanitizers(sanitized: tuple[Path, dict[str, str]], seed: int) -> None:
     assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith("100000 ")
 
 

@@ -40,7 +40,7 @@ def test_page_is_written_and_its_path_printed(
         ("", "folder", "folder cannot be written: Is a directory"),
     ],
 )
-def test_failure_is_one_line_and_leaves_no_file(
+def test_failed_page_command_prints_one_line_and_leaves_no_file(
     simulated: RunDirectory, tmp_path: Path, run: str, page: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()

@@ -116,7 +116,7 @@ def test_ranks_of_other_populations_are_not_compared() -> None:
     np.testing.assert_allclose(others, [[1.0, np.nan], [1.0, np.nan], [5.0, 6.0], [3.0, 4.0], [np.nan] * 2])
 
 
-def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -> None:
+def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown: Contents) -> None:
     """Each record of the rank is a span with its kind, name, start and duration, and no span is missing."""
     spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
     left_out = {"step", "thread_time", "memory"}
@@ -156,7 +156,7 @@ def test_chosen_steps_have_the_stated_reasons(simulated: RunDirectory, shown: Co
     assert len(set(numbers)) == len(numbers) > 20
 
 
-def test_collectives_of_whole_steps(simulated: RunDirectory, shown: Contents) -> None:
+def test_collectives_of_whole_steps_have_last_rank_and_waits(simulated: RunDirectory, shown: Contents) -> None:
     """The last rank has the shortest duration.
 
     The wait of the others is their additional duration.
@@ -203,7 +203,7 @@ def test_small_budget_widens_columns_and_drops_steps(simulated: RunDirectory, bu
     assert whole["thinned"]["sentences"] == []
 
 
-def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
+def test_work_of_ranks_judged_by_devices_is_by_the_device_clock(on_device: RunDirectory) -> None:
     """Ranks that are judged by their devices have work and device parts by that clock, equal to the report."""
     shown = contents(on_device)
     matrices = shown["steps"]
@@ -259,7 +259,9 @@ def test_missing_run_is_an_error_with_its_path(tmp_path_factory: pytest.TempPath
         contents(RunDirectory(tmp_path_factory.mktemp("empty")))
 
 
-def test_many_steps_by_the_devices_clock(on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_windows_are_shown_if_device_steps_are_too_many(
+    on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If there are too many steps to join, the report's windows are shown, with a note."""
     each = contents(on_device)
     monkeypatch.setattr(device_grid, "MAX_STEPS", 10)

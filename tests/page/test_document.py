@@ -116,7 +116,7 @@ def test_charts_say_that_they_need_scripts(page: Parsed) -> None:
     assert len(waiting) == len(charts)
 
 
-def test_bars_are_the_report_numbers(text: str, shown: Contents) -> None:
+def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: Contents) -> None:
     """Each rank's bar has its parts in seconds, lengths on one scale, and shares of the rank's own step."""
     figure = text.partition('id="phases-host"')[2].partition("</figure>")[0]
     typical = {rank["rank"]: rank["typical"] for rank in shown["report"]["ranks"] if rank["typical"] is not None}
@@ -206,7 +206,7 @@ def test_policy_allows_only_the_pages_own_scripts(text: str) -> None:
     assert "unsafe" not in policy[1]
 
 
-def test_data_are_inert_json(text: str, shown: Contents) -> None:
+def test_data_in_the_page_are_inert_json(text: str, shown: Contents) -> None:
     """The contents are in the page as JSON that is no markup, and come back as they were."""
     found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
     assert found is not None
@@ -241,7 +241,7 @@ def hostile(value: Any, key: str = "") -> Any:
     return value if not isinstance(value, str) or key in kept else HOSTILE
 
 
-def test_hostile_texts_are_text(shown: Contents) -> None:
+def test_hostile_texts_are_shown_as_text(shown: Contents) -> None:
     """The page has the same elements as without them, and no text controls a terminal or reverses letters."""
     expected = [tag for tag, _ in Parsed(document(shown)).elements]
     attacked = hostile(copy.deepcopy(shown))

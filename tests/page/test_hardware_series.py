@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def test_levels_rates_and_shares(run: RunDirectory) -> None:
+def test_gauges_are_levels_counters_rates_and_throttling_a_share(run: RunDirectory) -> None:
     """Gauges are unchanged, counters are growth per second, and throttling is a share of time.
 
     Quantities without samples, and GPUs of other ranks, have no line.
@@ -94,7 +94,7 @@ def test_reset_counter_of_a_port_is_not_negative(run: RunDirectory) -> None:
     assert found["Network port: link downs", f"{NODE} mlx5_0 port 1"]["value"] == [0, 0, 0, 1]
 
 
-def test_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
+def test_points_of_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
     """A line has at most MAX_POINTS points, with the mean of the samples."""
     written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)], [])
     power = series_of(run, [0])["GPU power", "rank 0"]
@@ -116,7 +116,7 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
     assert within(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
 
 
-def test_processes_and_their_node(run: RunDirectory) -> None:
+def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: RunDirectory) -> None:
     """Each shown rank has CPU time and memory.
 
     Ranks of one node share one series of its network.

@@ -35,7 +35,7 @@ def test_page_is_within_the_budget(many: Contents) -> None:
     assert many["report"]["verdicts"][0]["rank"] == SLOW_RANK
 
 
-def test_scripts_have_the_ranks_that_matter(many: Contents) -> None:
+def test_page_data_have_the_slow_rank_and_ranks_of_whole_steps(many: Contents) -> None:
     """The JSON has the slow rank and all ranks of whole steps.
 
     Tables and figures have all ranks.
@@ -53,7 +53,7 @@ def test_scripts_have_the_ranks_that_matter(many: Contents) -> None:
     assert len(many["report"]["ranks"]) == RANKS
 
 
-def test_whole_steps_of_several_nodes(many: Contents) -> None:
+def test_whole_steps_of_several_nodes_are_on_one_clock(many: Contents) -> None:
     """They have the slow rank, ranks that wait for it, and usual ones, on one clock.
 
     The last of all 128 ranks is known.

@@ -31,7 +31,7 @@ def test_decoded_values_are_within_the_promised_error(values: np.ndarray) -> Non
     assert (off <= matrix["log_step"] / 2 * 1.0001).all()
 
 
-def test_codes_have_the_documented_format() -> None:
+def test_matrix_codes_have_the_documented_format() -> None:
     matrix = encoded(np.array([[np.nan, 0.0], [SMALLEST_S, 1.0]]))
     codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2")
 

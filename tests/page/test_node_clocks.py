@@ -61,7 +61,7 @@ def test_clocks_5_s_apart_are_aligned() -> None:
     assert clock.words.startswith("The clocks of 2 nodes are laid together by the ends of 5 or more collectives")
 
 
-def test_one_node_needs_nothing() -> None:
+def test_clocks_of_a_single_node_are_not_corrected() -> None:
     ranks = job()[:2]
     clock = NodeClocks([of_step(ranks, 0)], ()).of(of_step(ranks, 0))
 
@@ -85,7 +85,7 @@ def test_ranks_with_unknown_clocks_are_left_out(jitter_ns: int, steps: int, unco
     assert clock.words == "The clocks of 2 nodes cannot be compared."
 
 
-def test_waits_need_no_clock() -> None:
+def test_waits_are_known_without_synchronized_clocks() -> None:
     """The nodes' clocks differ by seconds, but the last rank and the waits follow from durations."""
     found = joined_by_step(job(), [0, 1, 2], ())
 

@@ -220,7 +220,7 @@ def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
     assert headlines(found)[0].sentence in page.words
 
 
-def test_large_jobs_and_long_texts_stay_small(report: dict[str, Any]) -> None:
+def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
     """A cell is always smaller than its limit, and omitted data are counted."""
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]

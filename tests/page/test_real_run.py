@@ -102,7 +102,7 @@ def test_report_html_writes_the_page_in_another_process(trained: tuple[Path, Run
     assert contents_of(folder / "asked.html")["report"]["run"]["id"] == made.run_id
 
 
-def test_without_a_run() -> None:
+def test_report_html_without_a_recorded_run_raises() -> None:
     """A watch that was never entered, or that records nothing, raises an error."""
     code = "import torchlens_perf as perf\nperf.watch().report_html()"
     environ = clean_environ({"PYTHONPATH": str(Path(__file__).parents[2])})
@@ -121,7 +121,7 @@ def copied(made: RunDirectory, folder: Path) -> RunDirectory:
     return RunDirectory(folder / "run")
 
 
-def test_writing_is_ended_at_its_limits(
+def test_page_writing_is_ended_at_limits_of_time_and_memory(
     trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limits are time, memory, and a signal to give up.
@@ -142,7 +142,7 @@ def test_writing_is_ended_at_its_limits(
     assert contents_of(page)["report"]["steps"]["count"] == 60
 
 
-def test_error_of_the_command_is_the_reason(tmp_path: Path) -> None:
+def test_error_of_the_page_command_is_logged_as_the_reason(tmp_path: Path) -> None:
     made = RunDirectory(tmp_path / "run")
     made.create()
 
@@ -171,7 +171,7 @@ def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> N
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_page_that_was_written_before_its_process_aborted_is_there(
+def test_page_written_before_its_process_aborted_is_kept(
     writes: bool, trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library may abort the process at its exit, after the page was written."""

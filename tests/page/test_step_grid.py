@@ -48,7 +48,7 @@ def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
     return grid
 
 
-def test_single_steps() -> None:
+def test_each_cell_is_one_step_if_there_is_room() -> None:
     """If there is room for each step, a cell is a step. Work includes only comparable steps."""
     batch = steps()
     grid = grid_of(chosen(batch, np.arange(100)), chosen(batch, np.arange(100, len(batch.row))))
@@ -73,7 +73,7 @@ def test_cpu_contention_is_a_share_or_nan() -> None:
     assert (grid.no_cpu_share(1) == grid.ready_ns[1] / grid.step_ns[1]).all()
 
 
-def test_widened_is_as_if_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_grid_equals_one_that_was_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widening equals a grid that was created with wide windows.
 
     Both begin at multiples of the width.
@@ -102,7 +102,7 @@ def test_widened_is_as_if_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -
     assert wide.quantile_s(0.5).tolist() == widened.quantile_s(0.5).tolist()
 
 
-def test_quantiles_of_single_steps() -> None:
+def test_column_quantiles_are_those_of_all_its_steps() -> None:
     """A column's quantiles are those of all steps of all ranks in it, to within one percent."""
     batch = steps()
     grid = grid_of(batch)

@@ -47,14 +47,13 @@ def job(folder: Path, **environment: str) -> Iterator[tuple[LiveRanks, Prometheu
             yield ranks, prometheus
 
 
-def test_promtool() -> None:
-    """The rules are valid and pass promtool's tests."""
+def test_alert_rules_pass_promtool() -> None:
     for command in (["check", "rules", str(RULES)], ["test", "rules", "tests/prometheus/alerts_test.yaml"]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_straggler_and_its_end(tmp_path: Path) -> None:
+def test_straggler_alert_fires_and_resolves(tmp_path: Path) -> None:
     """A slow rank is reported with host and phase.
 
     When the job ends, its series become stale and the alert resolves.
@@ -72,7 +71,7 @@ def test_straggler_and_its_end(tmp_path: Path) -> None:
         assert prometheus.query("last_over_time(torch_train_steps_total[5m])")
 
 
-def test_hang_and_its_end(tmp_path: Path) -> None:
+def test_hang_alert_fires_and_resolves(tmp_path: Path) -> None:
     """A rank is stopped and continues."""
     with job(tmp_path) as (ranks, prometheus):
         prometheus.wait_for(lambda: prometheus.query("torch_train_step_last > 40"), FIRES_S * slowdown())
@@ -86,7 +85,7 @@ def test_hang_and_its_end(tmp_path: Path) -> None:
         prometheus.wait_for(lambda: "TorchlensHang" not in prometheus.firing(), FIRES_S * slowdown())
 
 
-def test_healthy(tmp_path: Path) -> None:
+def test_healthy_job_raises_no_alert(tmp_path: Path) -> None:
     """A healthy job raises no alert, and all rules are evaluated without errors."""
     with job(tmp_path) as (_, prometheus):
         prometheus.wait_for(lambda: prometheus.query("torch_train_step_last > 600"), FIRES_S * slowdown())
@@ -97,7 +96,7 @@ def test_healthy(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
-def test_two_nodes(tmp_path: Path) -> None:
+def test_only_node_0_shows_the_verdict_on_a_rank_of_another_node(tmp_path: Path) -> None:
     """Node 0's sidecar shows the verdict on a rank of node 1.
 
     Node 1's sidecar shows only its own ranks, and no verdict.
@@ -124,7 +123,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert second.value("torch_train_ranks") == 2
 
 
-def test_exemplars(tmp_path: Path) -> None:
+def test_exemplar_has_the_id_of_a_sent_trace(tmp_path: Path) -> None:
     """An exemplar in Prometheus has the id of a trace that was sent for a step with that duration."""
     with job(tmp_path, OTEL_TRACES_EXPORTER="otlp_json_file", TORCHLENS_PERF_TRACE_EVERY="20") as (ranks, prometheus):
 
@@ -160,7 +159,7 @@ def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
     return spans if wanted <= spans.keys() else {}
 
 
-def test_out_of_memory(tmp_path: Path) -> None:
+def test_out_of_memory_raises_two_alerts(tmp_path: Path) -> None:
     """After a job ran out of device memory, its last values are scraped, and two alerts explain it."""
     at = free_port()
     environment = {

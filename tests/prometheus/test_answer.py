@@ -32,7 +32,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
         yield run.scraped()
 
 
-def test_openmetrics(answer: Scrape) -> None:
+def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -> None:
     """prometheus_client can parse the response, and each family has type, unit and help."""
     assert answer.text.endswith("# EOF\n")
     own = answer.families["torch_train_step_own_time_seconds"]
@@ -43,7 +43,7 @@ def test_openmetrics(answer: Scrape) -> None:
     assert all(family.documentation for family in answer.families.values())
 
 
-def test_values(answer: Scrape) -> None:
+def test_counts_sums_and_buckets_are_those_of_the_steps(answer: Scrape) -> None:
     """Counts, sums and buckets are those of the steps. All metrics that can show the slow rank do."""
     name = "torch_train_step_own_time_seconds"
     steps = {rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)}
@@ -68,8 +68,7 @@ def test_values(answer: Scrape) -> None:
     assert answer.value("torch_train_ranks") == RANKS
 
 
-def test_verdict(answer: Scrape) -> None:
-    """The open alert has the slow rank, its phase, host, class and cost."""
+def test_open_alert_has_rank_phase_host_class_and_cost(answer: Scrape) -> None:
     (alert,) = answer.samples("torch_train_alert")
     assert alert.value == 1
     assert alert.labels == {
@@ -90,7 +89,7 @@ def test_target_info_has_the_resource(answer: Scrape) -> None:
     assert not {"job", "instance"} & {name for sample in answer.all() for name in sample.labels}
 
 
-def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
+def test_every_metric_name_is_derived_from_otlp(answer: Scrape) -> None:
     """Other names belong to the process collector."""
     ours = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     for sample in answer.all():
@@ -112,8 +111,7 @@ def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
         ("hw.gpu.throttle.duration", "s", "counter", "hw_gpu_throttle_duration_seconds_total"),
     ],
 )
-def test_names(name: str, unit: str, kind: str, series: str) -> None:
-    """Names are converted according to OpenTelemetry's specification for Prometheus."""
+def test_names_are_converted_by_the_opentelemetry_specification(name: str, unit: str, kind: str, series: str) -> None:
     assert series_name(name, unit, kind=kind) == series
 
 
@@ -135,7 +133,7 @@ def test_exemplars_lie_in_their_buckets() -> None:
         assert (found["0.4"].value, found["0.4"].timestamp) == (0.31, 10**9 + 0.5)
 
 
-def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
+def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
     """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series than 8."""
     with ScrapedSimulation(tmp_path, 80, "constant:rank=77,share=0.4") as run:
         run.goes_on(12)
@@ -148,7 +146,7 @@ def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
     assert found.value("torchlens_perf_scrape_dropped_points") == 0
 
 
-def test_points_and_labels_have_bounds() -> None:
+def test_number_of_points_and_length_of_labels_are_bounded() -> None:
     """The points of a metric are limited, with a count of those left out.
 
     Labels are cut and have no control characters.
@@ -166,7 +164,7 @@ def test_points_and_labels_have_bounds() -> None:
     assert found[0].samples[0].labels == {"evil_label_": 'a"b?c?'}
 
 
-def test_a_rank_that_has_ended_has_no_memory() -> None:
+def test_memory_gauge_ends_with_its_process() -> None:
     """Gauges end with their process, and counters stay."""
     meter = Meter(explicit_bounds=True)
     meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})

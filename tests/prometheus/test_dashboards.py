@@ -53,7 +53,7 @@ def generator() -> ModuleType:
 
 
 @pytest.mark.skipif(not SDK, reason="grafana_foundation_sdk is not here: make test-prometheus installs it")
-def test_what_is_shipped_is_what_the_script_writes() -> None:
+def test_shipped_dashboards_equal_the_output_of_their_script() -> None:
     """If this fails, a file was edited by hand or the script was not run."""
     made = generator().files()
     there = {str(path.relative_to(DEPLOY)): path.read_text() for path in DASHBOARDS}
@@ -72,8 +72,7 @@ def queries() -> Iterator[tuple[str, str]]:
     return ((panel["title"], target["expr"]) for _, panel in panels() for target in panel["targets"])
 
 
-def test_every_metric_is_one_of_ours() -> None:
-    """All queries use metrics that exist."""
+def test_every_query_uses_existing_metrics() -> None:
     names = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     others = {"target_info", "process_cpu_seconds_total"}
     for _, query in queries():
@@ -81,7 +80,7 @@ def test_every_metric_is_one_of_ours() -> None:
             assert metric in others or any(metric.startswith(name) for name in names), metric
 
 
-def test_no_mean_over_ranks() -> None:
+def test_no_query_averages_over_ranks() -> None:
     """A mean over ranks would hide a slow rank."""
     assert [title for title, query in queries() if "avg" in query] == []
     assert len(list(panels())) > 40
@@ -97,7 +96,7 @@ def filled(expression: str, run_id: str) -> str:
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
-def test_every_query_has_an_answer(tmp_path: Path) -> None:
+def test_every_query_returns_data(tmp_path: Path) -> None:
     """The data is of the selected run, from a real job or the target with GPUs."""
     at, gpus = free_port(), GpuTarget(tmp_path)
     (tmp_path / "prometheus").mkdir()

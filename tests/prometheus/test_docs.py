@@ -27,7 +27,7 @@ def commands(page: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 @pytest.mark.parametrize("page", ["prometheus.md", "kubernetes.md", "slurm.md"])
-def test_commands(page: str, tmp_path: Path) -> None:
+def test_documented_commands_run(page: str, tmp_path: Path) -> None:
     """The commands run with a training script and a free port.
 
     Installed packages are not installed again.

@@ -43,7 +43,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_it_listens_on_loopback_unless_asked(endpoint: Endpoint) -> None:
+def test_endpoint_listens_on_loopback_without_an_address(endpoint: Endpoint) -> None:
     """Without an address, other machines cannot connect."""
     assert endpoint.address.host == "127.0.0.1"
     assert endpoint._socket.getsockname()[0] == "127.0.0.1"
@@ -53,8 +53,7 @@ def test_it_listens_on_loopback_unless_asked(endpoint: Endpoint) -> None:
     assert str(Address.of("[::1]:9464")) == "[::1]:9464"
 
 
-def test_an_answer(endpoint: Endpoint) -> None:
-    """GET returns the content, and HEAD only its length."""
+def test_get_returns_content_and_head_its_length(endpoint: Endpoint) -> None:
     head, _, body = ask(endpoint, get()).partition(b"\r\n\r\n")
     assert (status(head), body) == (200, BODY)
     assert b"Content-Length: 1000" in head
@@ -106,7 +105,7 @@ def test_slow_client_is_cut_off() -> None:
         endpoint.close()
 
 
-def test_clients_that_do_not_read() -> None:
+def test_client_that_does_not_read_is_cut_off() -> None:
     """A client that does not read is cut off too. The kernel's buffers bound what it can hold."""
     large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)), answer_timeout_s=0.5)
     try:
@@ -117,13 +116,13 @@ def test_clients_that_do_not_read() -> None:
         large.close()
 
 
-def test_a_taken_port(endpoint: Endpoint) -> None:
+def test_second_server_on_a_port_gets_an_error(endpoint: Endpoint) -> None:
     """The second server gets an error instead of a share of the requests."""
     with pytest.raises(OSError, match="in use"):
         Endpoint(endpoint.address, lambda accept: Answer("", b""))
 
 
-def test_close(endpoint: Endpoint) -> None:
+def test_port_can_be_reused_after_close(endpoint: Endpoint) -> None:
     """The port can be reused at once, even if a client hangs."""
     ask(endpoint, get())
     with socket.create_connection(endpoint.address) as hanging:

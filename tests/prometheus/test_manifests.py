@@ -52,7 +52,7 @@ JOBS = ["training-job.yaml", "pytorch-job.yaml"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_schemas(version: str) -> None:
+def test_kubernetes_resources_match_their_schemas(version: str) -> None:
     """Resources of Kubernetes itself are strictly valid. An invalid one is detected."""
     valid = [*documents("training-job.yaml"), *documents("network-policy.yaml")]
     valid += [as_template(pod) for name in JOBS for pod in pods(name)]
@@ -67,7 +67,7 @@ def test_schemas(version: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_port_is_the_same_everywhere(name: str) -> None:
+def test_port_is_the_same_in_all_manifests(name: str) -> None:
     """Setting, container, annotation, monitor and policy have the same port."""
     (monitor,) = documents("pod-monitor.yaml")
     (policy,) = documents("network-policy.yaml")
@@ -98,7 +98,7 @@ def test_prometheus_rule_has_the_alerts_of_the_file() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=MISSING)
-def test_scrape_config(tmp_path: Path) -> None:
+def test_scrape_config_relabels_pods(tmp_path: Path) -> None:
     """Prometheus relabels pods, described as its service discovery does.
 
     Debian's build has no Kubernetes.
@@ -129,7 +129,9 @@ def test_scrape_config(tmp_path: Path) -> None:
     ]
 
 
-def test_deploy_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy_files_command_keeps_changed_files_without_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command can be repeated, and does not replace files that were changed."""
     out = tmp_path / "out"
     assert main(["deploy-files", "--out", str(out)]) == 0

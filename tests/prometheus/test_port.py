@@ -52,7 +52,7 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
     port.show_last(sidecar)
 
 
-def test_no_port_unless_asked(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_is_closed_by_default(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port is closed by default, and no figures are computed."""
     monkeypatch.setattr(metrics_port, "CombinedExporter", None)
     sidecar, ranks = of_ranks(run)
@@ -69,7 +69,7 @@ def close(sidecar: Sidecar, ranks: list[Rank]) -> None:
     sidecar.close()
 
 
-def test_a_port_of_another_job(run: RunDirectory) -> None:
+def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
     """The second sidecar continues without the port, reports that, and opens it once it is free."""
     first, now_s = MetricsPort(), [0.0]
     sidecar, ranks = of_ranks(run, prometheus="0")
@@ -94,7 +94,7 @@ def test_a_port_of_another_job(run: RunDirectory) -> None:
     close(sidecar, ranks)
 
 
-def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prometheus_client_is_noted(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without prometheus_client a note names the package to install, and the sidecar continues."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for name in [name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")]:
@@ -109,7 +109,7 @@ def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -
     close(sidecar, ranks)
 
 
-def test_another_sidecar_goes_on(tmp_path: Path) -> None:
+def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> None:
     """The successor of a killed sidecar shows the alerts that this one raised, until they end."""
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
         simulation.goes_on(20)
@@ -123,7 +123,7 @@ def test_another_sidecar_goes_on(tmp_path: Path) -> None:
         assert simulation.scraped().value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 0
 
 
-def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
+def test_hanging_client_does_not_delay_the_sidecar(tmp_path: Path) -> None:
     """Rounds and shutdown take as long as usual while a client blocks the port."""
     import socket
 
@@ -140,7 +140,7 @@ def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
             assert time.monotonic() - began_s < 3.0
 
 
-def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
+def test_only_steps_with_a_sent_trace_are_exemplars(tmp_path: Path) -> None:
     """Only steps that were sent to a tracing backend are exemplars."""
     sent: dict[int, tuple[int, int]] = {3: (0xABC, 0xDEF)}
     with ScrapedSimulation(tmp_path, 2) as simulation:
@@ -164,7 +164,7 @@ def _nothing() -> dict[str, Any]:
     }
 
 
-def test_the_last_values_are_fetched(run: RunDirectory) -> None:
+def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) -> None:
     """The final values, such as of a process that died, are served until they were scraped.
 
     Then the port is free.
@@ -204,7 +204,7 @@ def test_shutdown_does_not_wait_without_scrapes(run: RunDirectory) -> None:
 
 
 @pytest.mark.distributed
-def test_a_real_job(tmp_path: Path) -> None:
+def test_steps_of_a_real_job_appear_in_scrapes(tmp_path: Path) -> None:
     """The steps of training ranks appear in scrapes, and no rank has the port open."""
     at, found = free_port(), list[Scrape]()
     with LiveRanks(tmp_path, 2, TORCHLENS_PERF_PROMETHEUS=str(at)) as job:

@@ -33,7 +33,7 @@ def printed(**environment: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for _, pair in lines)
 
 
-def test_task_prolog() -> None:
+def test_task_prolog_keeps_settings_of_the_user() -> None:
     """The prolog sets only known settings. Values of the user are kept, also if empty."""
     found = printed()
     assert found.pop("TORCHLENS_PERF") == "1"
@@ -87,7 +87,7 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_under_slurm(open_folder: Path) -> None:
+def test_unchanged_script_under_slurm_is_recorded_and_scraped(open_folder: Path) -> None:
     """An unchanged script is recorded because of the task prolog, and Prometheus can scrape it.
 
     With two nodes on one network, the second reports that the port is in use. The epilog cleans up.

@@ -102,7 +102,7 @@ def test_backend_ends_the_operation_on_its_thread(native: CollectiveRig) -> None
     assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
 
 
-def test_operation_ends_once(native: CollectiveRig) -> None:
+def test_operation_is_written_once_despite_a_late_end(native: CollectiveRig) -> None:
     """An operation that close() has written is not written again by a late backend, nor to the next
     watch's file.
     """
@@ -200,7 +200,7 @@ assert pushed and watches > 20, (len(pushed), watches)
 """
 
 
-def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path: Path) -> None:
+def test_waits_without_the_gil_survive_watches_that_begin_and_end(tmp_path: Path) -> None:
     """Nothing of a recorder is touched that is closed, freed, or has just been given Python
     functions to call.
     """
@@ -210,7 +210,7 @@ def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path:
     assert done.returncode == 0, done.stderr
 
 
-def test_writers_without_the_interpreters_lock(tmp_path: Path) -> None:
+def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
     """Threads unknown to Python write at the same time as the training thread. Every record is
     complete, and none is lost.
     """

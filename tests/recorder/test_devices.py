@@ -74,15 +74,16 @@ def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("found", "sees", "kind"), [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")]
 )
-def test_kind_of_device(monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str) -> None:
-    """A CUDA build without a GPU has no device."""
+def test_cuda_build_without_a_gpu_has_no_device(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str
+) -> None:
     current = None if found is None else types.SimpleNamespace(type=found)
     monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(current_accelerator=lambda: current))
     monkeypatch.setattr(devices, "has_devices", lambda: sees)
     assert devices.accelerator() == kind
 
 
-def test_missing_abilities_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_timed_events_returns_its_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without timed events returns its own message, and nothing is raised."""
 
     def no_events(*given: Any, **settings: Any) -> Any:

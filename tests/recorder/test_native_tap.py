@@ -38,7 +38,9 @@ def doctor() -> Check:
 # -- places
 
 
-def test_places_of_the_tap_in_order(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tap_is_searched_in_the_package_before_the_cache(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package's folder comes first, then XDG's cache folder, which need not exist."""
     assert tap_requirements.places() == [tap_requirements.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
@@ -324,7 +326,7 @@ def test_tap_is_not_loaded_without_the_native_recorder(
     assert not trace.exists()
 
 
-def test_doctor_with_the_tap(cache: Path, tap: Path) -> None:
+def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
     put(tap, cache)
 
     check = doctor()
@@ -339,7 +341,9 @@ def test_doctor_with_the_tap(cache: Path, tap: Path) -> None:
         ("perhaps", "torchlens-perf build-tap"),
     ],
 )
-def test_doctor_without_the_tap(setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_missing_tap(
+    setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The doctor reports what is missing, and if no action is needed."""
     if setting is not None:
         monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)

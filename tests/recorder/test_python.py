@@ -25,7 +25,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 
 @pytest.mark.long
-def test_hooks_over_the_python_recorder() -> None:
+def test_hook_tests_pass_with_the_python_recorder() -> None:
     """The same tests pass: the same records, and no change of the user's objects. Compilers are
     slow and left out.
     """

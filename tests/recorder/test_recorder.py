@@ -208,7 +208,7 @@ def test_abandoned_recorder_does_not_change_the_file(rig: Rig) -> None:
     assert rig.recorder.closed
 
 
-def test_wrong_buffer_is_refused(implementation: ModuleType) -> None:
+def test_buffer_that_is_no_ring_file_is_refused(implementation: ModuleType) -> None:
     with pytest.raises(ValueError, match="ring file"):
         implementation.Recorder(bytearray(300_000), lambda name: 0)
 
@@ -245,7 +245,7 @@ class TestSection:
             ("outer", 1, 11, 10),
         ]
 
-    def test_exception_passes_and_is_flagged(self, rig: Rig) -> None:
+    def test_exception_in_a_section_passes_and_is_flagged(self, rig: Rig) -> None:
         """The user's exception is unchanged, and the record has a flag."""
         rig.recorder.activate()
         raised = KeyError("mine")
@@ -297,7 +297,7 @@ class TestSection:
         assert [record["name"] for record in records] == ["first"]
         assert rig.reader.counter(ring.UNBALANCED) == 1
 
-    def test_too_many_names_share_one(self, implementation: ModuleType) -> None:
+    def test_section_names_beyond_the_limit_share_one(self, implementation: ModuleType) -> None:
         """Names made up in a loop must not use unlimited memory."""
         program = (
             f"from {implementation.__name__} import section\n"
@@ -555,7 +555,7 @@ class Module:
 
 
 class TestModuleCall:
-    def test_passes_arguments_and_result(self, rig: Rig) -> None:
+    def test_timed_call_passes_arguments_and_result(self, rig: Rig) -> None:
         """The function gets the module and all arguments, and its result is returned unchanged."""
         module = Module()
         call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward)
@@ -740,7 +740,7 @@ class TestRoutedCalls:
         flags = [record["flags"] for record in native.records()]
         assert flags == [0] * 100 + [Flag.EXCEPTION] + [0]
 
-    def test_routes_once_and_restores(self, native: Rig) -> None:
+    def test_module_calls_are_routed_once_and_restored(self, native: Rig) -> None:
         function, attributes = Called.__call__, dict(vars(Called))
         module = Called()
         assert not native.implementation.route_calls(function)
@@ -758,7 +758,7 @@ class TestRoutedCalls:
         assert dict(vars(Called)) == attributes
         native.implementation.set_module_call(id(module), None)
 
-    def test_wrong_arguments_are_refused(self, native: Rig) -> None:
+    def test_invalid_arguments_of_set_module_call_are_refused(self, native: Rig) -> None:
         unfinished = native.implementation.ModuleCall.__new__(native.implementation.ModuleCall)
         for arguments in ((), (1,), (1, 2), (0, None), ("x", None), (1, unfinished), (1, None, 2)):
             with pytest.raises((TypeError, ValueError)):

@@ -143,7 +143,7 @@ def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> Non
 # -- waits
 
 
-def test_waits_are_summed_up(rig: CollectiveRig) -> None:
+def test_waited_ns_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveRig) -> None:
     """waited_ns has all waits of the training thread and nothing else. Each wait is in the step's
     phases.
     """
@@ -390,7 +390,6 @@ def test_operation_of_another_thread_is_flagged(rig: CollectiveRig) -> None:
 
 
 def test_wait_ends_the_operation_of_its_thread(rig: CollectiveRig) -> None:
-    """A wait ends the operation that was issued on the same thread."""
     issued, ended = threading.Event(), threading.Event()
 
     def elsewhere() -> None:

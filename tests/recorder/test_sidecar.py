@@ -101,7 +101,7 @@ def imported(run: RunDirectory) -> list[str]:
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][1:]
 
 
-def test_first_second_is_light(run: RunDirectory) -> None:
+def test_first_second_of_the_sidecar_takes_little_cpu_time(run: RunDirectory) -> None:
     """The CPU time of its first second is compared with that of an interpreter's start on this
     machine.
     """
@@ -232,7 +232,7 @@ def test_next_sidecar_reads_everything_after_a_kill(run: RunDirectory) -> None:
     assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (20, 0)
 
 
-def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> None:
+def test_second_sidecar_is_refused_while_the_first_waits(run: RunDirectory) -> None:
     """The sidecar's lock is already held when its interpreter starts."""
     rank = Rank(run, 0, 1)
     started(run, rank)
@@ -246,7 +246,7 @@ def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> Non
     assert "runs on this node already" in second.stderr
 
 
-def test_sidecar_is_no_child_of_the_rank(run: RunDirectory) -> None:
+def test_sidecar_is_not_a_child_of_the_rank(run: RunDirectory) -> None:
     """Some launchers kill a rank's children when it ends (Ray), or all processes that it has
     started (DeepSpeed).
     """
@@ -264,7 +264,6 @@ def test_sidecar_is_no_child_of_the_rank(run: RunDirectory) -> None:
 
 
 def test_sidecar_is_a_child_without_a_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a shell, the sidecar starts as a child."""
     monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
     rank = Rank(run, 0, 1)
     started(run, rank)

@@ -95,7 +95,7 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
         ("one that was passed and never steps", "a", "fb" * 256 + "|fb|fb|"),
     ],
 )  # fmt: skip
-def test_step_ends_for_each_kind_of_loop(loop: str, passed: str, expected: str) -> None:
+def test_step_ends_at_the_expected_event_for_each_kind_of_loop(loop: str, passed: str, expected: str) -> None:
     assert expected == ends(StepRule(len(passed)), expected, passed)
 
 
@@ -138,7 +138,7 @@ def test_only_the_user_ends_steps_after_the_first_manual_one(events: str) -> Non
 
 
 @given(st.text("fbaoe", max_size=60))
-def test_a_step_ends_at_most_once_per_event_and_only_at_steps_of_optimizers_once_training(events: str) -> None:
+def test_training_step_ends_only_at_optimizer_steps(events: str) -> None:
     """In training, forward and backward passes end no step."""
     played = ends(StepRule(passed=2), events, "ao")
     assert all(played[place - 1] in "ao" for place, sign in enumerate(played) if sign == "|")

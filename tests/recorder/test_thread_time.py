@@ -105,7 +105,7 @@ def work(cpu_s: float = WORK_S) -> int:
     return time.thread_time_ns() - begin_ns
 
 
-def test_work_is_cpu_time(rig: TimedRig) -> None:
+def test_computation_counts_as_cpu_time_of_its_phase(rig: TimedRig) -> None:
     """A loop that computes has as much CPU time as on the thread's own clock, in its phase."""
     with rig.inside(Kind.FORWARD):
         worked_ns = work()
@@ -116,7 +116,6 @@ def test_work_is_cpu_time(rig: TimedRig) -> None:
 
 
 def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
-    """A sleeping thread neither computes nor lacks a CPU."""
     begin_ns = time.monotonic_ns()
     with rig.inside(Kind.DATA):
         time.sleep(3 * WORK_S)
@@ -126,7 +125,7 @@ def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
     assert taken_ns - cpu_ns - ready_ns > 0.9 * 3 * WORK_S * 1e9
 
 
-def test_phases_add_up_to_the_step(rig: TimedRig) -> None:
+def test_cpu_times_of_phases_add_up_to_the_step(rig: TimedRig) -> None:
     """Every nanosecond of the thread's CPU time is in one phase. An enclosing phase only has its
     own part.
     """
@@ -306,7 +305,7 @@ def test_steps_of_very_many_phases_are_not_measured(phases: int, measured: bool,
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
-def test_other_threads_do_not_count(rig: TimedRig) -> None:
+def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
     """Computation of another thread, in its own phases, is not the training thread's, and does not
     end its phase.
     """
@@ -329,7 +328,7 @@ def test_other_threads_do_not_count(rig: TimedRig) -> None:
     assert Kind.FORWARD not in times
 
 
-def test_only_the_owner_is_measured(implementation: ModuleType, tmp_path: Path) -> None:
+def test_recorder_refuses_to_measure_another_thread(implementation: ModuleType, tmp_path: Path) -> None:
     """On another thread the recorder refuses, so that no other thread's time counts as the training
     thread's.
     """

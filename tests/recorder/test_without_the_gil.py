@@ -53,7 +53,7 @@ def test_nothing_is_recorded_without_the_gil(
     assert "PYTHON_GIL=1" in str(line)
 
 
-def test_the_gil_that_is_on_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_is_not_refused_while_the_gil_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
     assert recorder.refusal() is None
 

@@ -67,7 +67,7 @@ def test_row_has_stable_keys_and_units() -> None:
     assert row["cannot_tell"] == []
 
 
-def test_what_is_not_known_is_null() -> None:
+def test_unknown_values_of_a_collective_are_null() -> None:
     """Collectives of a single rank have no wait, transfer, bandwidth or slowest rank.
 
     None of these is shown as 0.
@@ -101,7 +101,7 @@ def test_nodes_of_the_newest_attempt_are_merged() -> None:
     assert row["groups_operations"]["joined"] == 2
 
 
-def test_how_often_each_rank_came_last() -> None:
+def test_number_of_last_arrivals_is_counted_for_each_rank() -> None:
     """Operations that show the last rank count.
 
     A rank that is never last has 0, one without operations has no value.
@@ -247,7 +247,7 @@ def test_rank_within_chance_is_not_the_slowest(
 
 
 @pytest.mark.parametrize(("late_share", "slowest"), [(0.5, (None, None)), (0.9, ("1", "90%"))])
-def test_slowest_rank_of_the_table(late_share: float, slowest: tuple[str | None, str | None]) -> None:
+def test_slowest_rank_is_shown_only_above_chance(late_share: float, slowest: tuple[str | None, str | None]) -> None:
     late_in = [1 if number < 40 * late_share else 0 for number in range(40)]
     issued = {
         rank: [

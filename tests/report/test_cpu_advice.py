@@ -34,7 +34,7 @@ def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0)
     return str(row["text"].partition(" Next: ")[2])
 
 
-def test_the_process_that_takes_the_cpus_is_named() -> None:
+def test_process_that_takes_the_cpus_is_named() -> None:
     said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
     assert said == (
@@ -56,7 +56,9 @@ def test_the_process_that_takes_the_cpus_is_named() -> None:
     ],
     ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known", "threads_known"],
 )
-def test_advice_can_be_followed(users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]) -> None:
+def test_advice_on_cpus_names_only_applicable_changes(
+    users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]
+) -> None:
     said = action([[STARVED] * 60] * ranks, users, threads)
 
     assert all(each in said for each in words), said
@@ -110,7 +112,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     assert "No cause found among garbage collection, waits for a disk. " in texts[1]
 
 
-def test_the_sidecar_records_who_uses_the_cpus(run: RunDirectory) -> None:
+def test_sidecar_records_a_busy_program_outside_of_the_job(run: RunDirectory) -> None:
     """A real sidecar sees a rank that waits for a CPU, and a busy program that is not part of the job."""
     cpu = min(os.sched_getaffinity(0))
     busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]

@@ -110,7 +110,7 @@ def text_of(report: dict[str, Any]) -> str:
     return render(report, "runs/x", columns=140, color=False)
 
 
-def test_device_times_of_each_rank(run: RunDirectory) -> None:
+def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirectory) -> None:
     """Times per step and phase by the device's clock, their quality, and notes on missing ones."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
@@ -168,7 +168,7 @@ def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirect
     assert ("33.0 ms" in line, "device clock" in line) == (told, told)
 
 
-def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
+def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> None:
     """The parts describe the typical step by the device's clock, and the other kind of steps is named."""
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
@@ -189,7 +189,7 @@ def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("behind_ns", "waits"), [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)]
 )
-def test_a_device_that_waits_for_launches(run: RunDirectory, behind_ns: int, waits: bool) -> None:
+def test_launch_bound_device_has_a_verdict_without_a_cost(run: RunDirectory, behind_ns: int, waits: bool) -> None:
     """The device is idle whenever the host has issued all work.
 
     The verdict has an action and no cost.
@@ -206,7 +206,7 @@ def test_a_device_that_waits_for_launches(run: RunDirectory, behind_ns: int, wai
         assert verdict["cost_s_per_step"] is None
 
 
-def test_modules_and_sections_by_the_device(run: RunDirectory) -> None:
+def test_tables_have_device_times_of_modules_and_sections(run: RunDirectory) -> None:
     """Tables show device times next to host times. Missing ones are dashes."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(40, 30 * MS)
@@ -224,7 +224,7 @@ def test_modules_and_sections_by_the_device(run: RunDirectory) -> None:
     assert "device p50" in text_of(report)
 
 
-def test_device_sections(run: RunDirectory) -> None:
+def test_device_sections_have_quantiles_over_all_ranks(run: RunDirectory) -> None:
     """Count and quantiles over all ranks by the device's clock, the slowest rank, and losses."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, duration_ns in zip(ranks, (MS, 3 * MS), strict=True):
@@ -252,7 +252,7 @@ def test_job_without_a_device_has_no_device_tables(run: RunDirectory) -> None:
     assert "device" not in text_of(report)
 
 
-def test_statistics_from_json_continue_to_count() -> None:
+def test_device_statistics_continue_after_a_json_round_trip() -> None:
     records = np.zeros(4, record_dtype())
     records["kind"] = int(Kind.DEVICE)
     records["value0"] = [int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.MODULE), int(Kind.STEP)]
@@ -336,7 +336,7 @@ def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) ->
     )
 
 
-def test_ranks_are_compared_by_their_devices(run: RunDirectory) -> None:
+def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
     """Their host times are equal. The slow rank is found by its device times."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
@@ -366,7 +366,7 @@ def test_ranks_without_device_times_are_not_compared(run: RunDirectory, timed: t
     )
 
 
-def test_modules_by_device_time(run: RunDirectory) -> None:
+def test_modules_are_sorted_by_own_device_time(run: RunDirectory) -> None:
     """The largest own device time comes first, independent of the time to issue it."""
     rank = Gpu(run, 0, world_size=1)
     intern, recorder = rank.session.intern, rank.session.recorder
@@ -395,7 +395,7 @@ def test_modules_by_device_time(run: RunDirectory) -> None:
     assert table.columns[1].title == "device per step"
 
 
-def test_narrow_terminals(run: RunDirectory) -> None:
+def test_device_table_leaves_out_columns_in_a_narrow_terminal(run: RunDirectory) -> None:
     """The table leaves out columns, but keeps the step."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(20, 0)

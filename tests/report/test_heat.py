@@ -59,14 +59,14 @@ def test_excess_is_a_share_of_the_other_ranks_work() -> None:
     assert all(excess(value, rank) == [0.0] * 8 for rank in (0, 2, 3))
 
 
-def test_one_of_two_is_compared_with_the_other() -> None:
+def test_slow_one_of_two_ranks_has_all_of_the_excess() -> None:
     """The slow one of two ranks has all of the excess. The median of both would hide half of it."""
     value = of([windows(40), windows(40, extra_ms=50)])
     assert excess(value, 1) == [0.5] * 5
     assert excess(value, 0) == [-0.3333] * 5
 
 
-def test_slowness_in_some_steps_is_seen() -> None:
+def test_rank_slow_in_one_step_of_four_has_excess() -> None:
     """A rank that is slow in one step of four is above the others: a median over a window would not show it."""
     value = of([windows(64), windows(64, extra_ms=40, every=4), windows(64)])
     assert excess(value, 1)[1:] == [0.1] * 7
@@ -85,7 +85,7 @@ def test_ranks_that_do_other_work_are_not_compared() -> None:
     assert heat(on_one_grid(), NOTHING, {}) is None
 
 
-def test_missing_is_not_zero() -> None:
+def test_missing_window_is_not_zero() -> None:
     """A window has no value if the rank, or all other ranks, are missing in it."""
     value = of([windows(32), windows(64), windows(24, first=40)])
     assert [[each is None for each in excess(value, rank)] for rank in range(3)] == [
@@ -95,7 +95,7 @@ def test_missing_is_not_zero() -> None:
     ]
 
 
-def test_columns_do_not_grow_with_the_run() -> None:
+def test_number_of_columns_is_bounded_in_a_long_run() -> None:
     """A long run has at most 64 columns, of whole windows of all ranks, whatever their widths; sums stay right."""
     short, long = windows(9000, extra_ms=20, since=4096), windows(20_000)
     value = of([short, long, windows(20_000)])
@@ -110,7 +110,7 @@ def test_columns_do_not_grow_with_the_run() -> None:
     assert len(known) < len(excess(value, 0))
 
 
-def test_tags_and_slow_times_are_there() -> None:
+def test_heat_map_has_tags_and_slow_times_of_ranks() -> None:
     """Tags are those of any rank; a rank's slow times are its episodes, ended ones with their end."""
     tags = {9: Flag.CHECKPOINT, 17: Flag.COMPILED | Flag.EVALUATION}
     found = findings(episode(1, 40), episode(1, 8, 20), episode(7, 3))
@@ -120,7 +120,7 @@ def test_tags_and_slow_times_are_there() -> None:
     assert [rank["slow"] for rank in value["ranks"]] == [[], [[8, 20], [40, None]]]
 
 
-def test_warm_up_is_not_compared() -> None:
+def test_warm_up_steps_are_not_in_the_heat_map() -> None:
     """The first steps, which are slow for reasons of their own, are not in the first window."""
     value = of([windows(40), windows(40, extra_ms=900, until=WARM_UP_STEPS)])
     assert excess(value, 1)[0] == 0.0

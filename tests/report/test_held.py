@@ -75,7 +75,9 @@ def seconds(at: str) -> float:
     steps=st.integers(80, 200),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_a_slow_rank_agrees_with_its_episode(since: int, length: int | None, from_start: bool, steps: int) -> None:
+def test_first_step_end_and_windows_of_a_verdict_equal_its_episode(
+    since: int, length: int | None, from_start: bool, steps: int
+) -> None:
     """First step, end and windows of the verdict equal those of the episode.
 
     Each window counts once.
@@ -252,7 +254,7 @@ def test_unusual_steps_are_counted_in_windows() -> None:
     assert [row["held"] for row in found] == [None] * len(found)
 
 
-def test_what_cannot_be_known_is_null() -> None:
+def test_unknown_validity_is_null() -> None:
     """Examples: too few steps, samples of the sidecar, and long steps without a known cause."""
     unknown = usual(200)
     unknown[60] = {**BASE, "host": 901.0}
@@ -339,7 +341,7 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
     assert "The job hung in step 57" in text
 
 
-def test_slow_link_that_has_recovered() -> None:
+def test_recovered_slow_link_is_listed_as_earlier() -> None:
     log, link = FindingLog("run"), slow_links((3, 4))
     log.changes(0, NOTHING, None, PLACES, 5 * SECOND_NS, last_step=40, verdicts=[link])
     for at_s in (6, 90):
@@ -359,7 +361,7 @@ def test_findings_of_earlier_attempts_are_ignored() -> None:
 # -- in words
 
 
-def test_held_words() -> None:
+def test_sentence_on_validity_has_windows_steps_and_times() -> None:
     """Windows, steps and times appear if they are known.
 
     A day is named if it is not the run's first.
@@ -383,7 +385,7 @@ def test_held_words() -> None:
     assert held_words(None, started) == ""
 
 
-def test_earlier_in_this_run() -> None:
+def test_newest_ended_findings_are_listed_as_earlier() -> None:
     """The report shows the newest few ended findings, and the number of others."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
     text = render(build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]), "x", columns=110, color=False)
@@ -395,7 +397,7 @@ def test_earlier_in_this_run() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_longest_range_of_windows(held: list[bool]) -> None:
+def test_range_of_windows_has_the_largest_difference_to_the_others(held: list[bool]) -> None:
     """No other range has a larger difference between windows in which the finding held and others."""
 
     def worth(begin: int, end: int) -> int:

@@ -219,7 +219,7 @@ def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirector
         assert len(notes) == caught
 
 
-def test_an_error_without_a_table(run: RunDirectory) -> None:
+def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunDirectory) -> None:
     """The error came shortly after a caught one. The verdict refers to the earlier table."""
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
@@ -244,7 +244,7 @@ def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) 
     )
 
 
-def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
+def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) -> None:
     """Live and in a replay: steps have the newest reading, traces have no span of it, and the state has all."""
     rank = Rank(run, 0, 1)
     for retries in range(3):
@@ -324,6 +324,7 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
         (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
     ],
 )
-def test_next_action(changed: dict[str, Any], growth: dict[str, Any] | None, words: str) -> None:
-    """Each kind of shortage has its own remedy."""
+def test_each_kind_of_memory_shortage_has_its_own_advice(
+    changed: dict[str, Any], growth: dict[str, Any] | None, words: str
+) -> None:
     assert words in next_action(json.loads(json.dumps(oom(**changed))), growth)

@@ -52,7 +52,7 @@ def several() -> NodeState:
     return node([loop] * 2, findings(last_step=199, compared=2))
 
 
-def test_every_screen_has_the_same_order() -> None:
+def test_every_screen_sorts_verdicts_by_cost() -> None:
     """The costliest verdict is first in JSON, terminal, short report, page, notebook, summary and `top`."""
     report = report_on(several())
     kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
@@ -76,7 +76,7 @@ def test_every_screen_has_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_lost_time_orders_random_mixes(seed: int) -> None:
+def test_verdicts_of_random_faults_are_sorted_by_lost_time(seed: int) -> None:
     """The loss of each verdict is what the loop was given, and verdicts are sorted by loss."""
     rng = np.random.default_rng(seed)
     loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
@@ -108,7 +108,7 @@ def test_ended_verdicts_are_not_first() -> None:
     assert report["verdicts"][0]["text"].endswith(" Next: time modules: watch(model).")
 
 
-def test_two_waits_that_take_the_same_time_both_hold_to_the_end() -> None:
+def test_verdict_on_one_of_two_equal_waits_holds_to_the_end() -> None:
     """Their order within a window is random."""
     rng = np.random.default_rng(3)
     loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]

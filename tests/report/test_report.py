@@ -44,7 +44,7 @@ def report_on(run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = 
     return checked(build(run.run_id, [sidecar.state]))
 
 
-def test_schema(run: RunDirectory) -> None:
+def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> None:
     """The top level and the fields that others build on have their names; values are plain JSON."""
     ranks = [Rank(run, rank) for rank in range(2)]
     for rank in ranks:
@@ -76,8 +76,7 @@ def test_schema(run: RunDirectory) -> None:
     assert value["sections"][0]["name"] == "log"
 
 
-def test_numbers(run: RunDirectory) -> None:
-    """Step times, own times and shares are those that were recorded."""
+def test_step_times_own_times_and_shares_are_those_recorded(run: RunDirectory) -> None:
     value = report_on(run, [Rank(run, 0, 1)])
     assert value["steps"]["count"] == 0
 
@@ -120,7 +119,7 @@ def test_single_rank_has_a_bottleneck_verdict(
     assert (verdict["cost_share"] > 0) == (kind != "compute_bound")
 
 
-def test_straggler_in_words(run: RunDirectory) -> None:
+def test_straggler_verdict_names_rank_phase_cost_step_and_action(run: RunDirectory) -> None:
     """The only verdict names the rank, host, phase, cost, share, first step and next action."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     ranks[0].steps(80, **{**WORK, "communication": 12})
@@ -143,7 +142,7 @@ def test_straggler_in_words(run: RunDirectory) -> None:
     )
 
 
-def test_straggler_with_its_module(run: RunDirectory) -> None:
+def test_straggler_verdict_names_the_slow_module(run: RunDirectory) -> None:
     """A slow forward pass names the module that explains most of it."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank, extra in zip(ranks, (0, 8), strict=True):
@@ -237,7 +236,7 @@ def test_inference_counts_forward_passes(run: RunDirectory) -> None:
     assert "20 forward passes" in render(value, "/runs/1", columns=100, color=False)
 
 
-def test_trend(run: RunDirectory) -> None:
+def test_trend_of_a_slowing_run_has_its_change(run: RunDirectory) -> None:
     """A run that gets slower says so, with the change from its first to its last third."""
     rank = Rank(run, 0, 1)
     for i in range(120):
@@ -248,7 +247,7 @@ def test_trend(run: RunDirectory) -> None:
     assert "trend slower 3" in render(value, "/runs/1", columns=100, color=False)
 
 
-def test_several_nodes(run: RunDirectory) -> None:
+def test_report_has_ranks_of_several_nodes_with_hosts(run: RunDirectory) -> None:
     """Ranks of several nodes are in one report, with their hosts."""
     states = []
     for index, host in enumerate(("node-a", "node-b")):
@@ -269,7 +268,7 @@ def test_several_nodes(run: RunDirectory) -> None:
     assert re.search(r"^ +1  node-b ", text, re.MULTILINE)
 
 
-def test_newest_attempt_counts(run: RunDirectory) -> None:
+def test_report_is_about_the_newest_attempt(run: RunDirectory) -> None:
     """After an elastic restart the report is about the last attempt of each rank."""
     first, second = Rank(run, 0, 1), Rank(run, 0, 1, identity={"attempt": 3})
     first.steps(70, **WORK)
@@ -279,7 +278,7 @@ def test_newest_attempt_counts(run: RunDirectory) -> None:
     assert (value["run"]["attempt"], value["steps"]["count"]) == (3, 20)
 
 
-def test_ranks_that_an_elastic_job_no_longer_has(run: RunDirectory) -> None:
+def test_ranks_that_left_an_elastic_job_are_not_in_the_report(run: RunDirectory) -> None:
     """torchrun does not increment the attempt when an agent leaves.
 
     The report has only the remaining ranks.
@@ -301,7 +300,7 @@ class TestTerminal:
         ranks[1].steps(60, **{**WORK, "backward": 16})
         return report_on(run, ranks)
 
-    def test_plain_text_out_of_a_terminal(self, run: RunDirectory) -> None:
+    def test_report_outside_of_a_terminal_is_plain_text(self, run: RunDirectory) -> None:
         """In a file or pipe: no escape sequences, no line wider than it should be, no padding."""
         file = io.StringIO()
         show(self.value(run), file, "/runs/1")
@@ -313,13 +312,12 @@ class TestTerminal:
         assert text.endswith("  directory   /runs/1\n")
         assert "SLOW RANK rank 1 (node-a) backward since step 0" in " ".join(text.split())
 
-    def test_colours_in_a_terminal(self, run: RunDirectory) -> None:
-        """In a terminal: colours, and its width."""
+    def test_report_in_a_terminal_has_colours_and_its_width(self, run: RunDirectory) -> None:
         text = render(self.value(run), "/runs/1", columns=90, color=True)
 
         assert "\x1b[1;31m" in text
 
-    def test_bars_show_the_shares(self, run: RunDirectory) -> None:
+    def test_bars_of_ranks_have_one_scale(self, run: RunDirectory) -> None:
         """The bars of the slow rank and of another one have the same scale."""
         lines = render(self.value(run), "/runs/1", columns=86, color=False).partition("Excess")[0].splitlines()
         bars = {line[2:13].strip(): line[14:] for line in lines if line.startswith(("  rank 1  ", "  rank 0  "))}

@@ -112,7 +112,7 @@ def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("later_s", "words"), [(5, "running"), (200, "silent for 3 minutes"), (3 * 86_400, "silent for 3 days")]
 )
-def test_live_run_without_updates_is_silent(later_s: int, words: str, run: RunDirectory) -> None:
+def test_live_run_without_updates_is_called_silent(later_s: int, words: str, run: RunDirectory) -> None:
     """If a node loses its power, no process can write that its ranks ended."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
@@ -246,7 +246,7 @@ def test_few_steps_show_their_phases(steps: int, live: bool, words: str, run: Ru
     assert "Typical step" not in text
 
 
-def test_lost_records_are_why_no_step_is_counted(run: RunDirectory) -> None:
+def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> None:
     """60 steps, then more sections than the ring has room for: no advice on watch()."""
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
@@ -260,7 +260,7 @@ def test_lost_records_are_why_no_step_is_counted(run: RunDirectory) -> None:
     assert "watch()" not in verdict["text"]
 
 
-def test_note_on_a_single_step_before_recording_began(run: RunDirectory) -> None:
+def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
     """This happens with `TORCHLENS_PERF=1` and a script of one iteration."""
     rank = Rank(run, 0, 1, first_step=1)
     report = report_of(run, state_of(run, [rank], (0,)))
@@ -269,7 +269,7 @@ def test_note_on_a_single_step_before_recording_began(run: RunDirectory) -> None
     assert verdict["text"].startswith("The only step that ended is not measured: recording began after")
 
 
-def test_first_step_in_progress_is_no_missing_watch(run: RunDirectory) -> None:
+def test_first_step_in_progress_is_not_reported_as_a_missing_watch(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.begin(Kind.OPTIMIZER, "LBFGS.step")
     state = state_of(run, [rank])
@@ -281,7 +281,7 @@ def test_first_step_in_progress_is_no_missing_watch(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("around", [70, 1000])
-def test_phases_that_were_nested_too_deep_are_no_host_code(around: int, run: RunDirectory) -> None:
+def test_phases_nested_too_deep_do_not_count_as_host_code(around: int, run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     section = Kind.SECTION
     for level in range(around):

@@ -184,12 +184,12 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
 }
 
 
-def test_all_kinds_of_verdicts_are_here() -> None:
+def test_every_kind_of_verdict_is_tested() -> None:
     assert set(STATES) == {(kind, of) for kind, each in evidence.EVIDENCE.items() for of in each}
 
 
 @pytest.mark.parametrize(("kind", "of"), STATES)
-def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
+def test_each_kind_of_verdict_conforms_to_its_schema_only(run: RunDirectory, kind: str, of: Any) -> None:
     """Its row has exactly the fields of its evidence, and conforms to no other kind."""
     report = checked(build("run", [STATES[kind, of](run)]))
     places = enumerate(report["verdicts"])
@@ -226,13 +226,13 @@ def test_all_fields_are_always_present() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_run(run: RunDirectory) -> None:
+def test_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:
     """All values are null or empty lists, and there is a rank without a step."""
     checked(build("run", []))
     report_on(run, [Rank(run, 0, 1)])
 
 
-def test_a_slow_rank(run: RunDirectory) -> None:
+def test_run_with_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None:
     """Ranks with phases, modules and their backward times, sections, a heat map, a trend, long steps, and a verdict."""
     ranks = [Rank(run, rank, identity={"attributes": {"k8s.pod.name": f"pod-{rank}"}}) for rank in range(2)]
     for rank, extra in zip(ranks, (0, 8), strict=True):
@@ -265,7 +265,9 @@ def test_a_slow_rank(run: RunDirectory) -> None:
         ("link:rank=3,share=0.2", Topology(4, 4), "slow_link"),
     ],
 )
-def test_a_simulated_run(run: RunDirectory, fault: str, topology: Topology | None, kind: str) -> None:
+def test_simulated_run_conforms_to_the_schema(
+    run: RunDirectory, fault: str, topology: Topology | None, kind: str
+) -> None:
     """Many ranks with their collectives, joined, and what is found of them."""
     record(simulation(fault, topology=topology), 96, run, "note")
     report = checked(build(run.run_id, node_state.load_all(run)))
@@ -274,7 +276,7 @@ def test_a_simulated_run(run: RunDirectory, fault: str, topology: Topology | Non
     assert any(row["busbw"] for row in report["collectives"])
 
 
-def test_messages_between_two_ranks() -> None:
+def test_messages_between_two_ranks_conform_to_the_schema() -> None:
     """A row of collectives about a pair, and no group's."""
     issued = {
         0: [Issued("send group=0 dtype=float16 peer=1", 0, 90)],
@@ -285,7 +287,7 @@ def test_messages_between_two_ranks() -> None:
     assert report["collectives"][0]["pair"] == [0, 1]
 
 
-def test_device_times(run: RunDirectory) -> None:
+def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None:
     """Phases, modules, sections and device sections by the device's clock, and a window of all ranks."""
     ranks = [device.Gpu(run, rank) for rank in range(2)]
     for rank in ranks:
@@ -306,7 +308,7 @@ def test_device_times(run: RunDirectory) -> None:
     assert report["device_sections"][0]["over_all_ranks"]
 
 
-def test_memory(run: RunDirectory) -> None:
+def test_run_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> None:
     """The allocator's readings with growth and retries, and the table of a rank that ran out of memory."""
     rank = Rank(run, 0, 1, ring_records=16384)
     for i in range(60):
@@ -324,7 +326,7 @@ def test_memory(run: RunDirectory) -> None:
     assert report["verdicts"][0]["kind"] == "out_of_memory"
 
 
-def test_hardware(run: RunDirectory, tmp_path: Path) -> None:
+def test_run_with_hardware_readings_conforms_to_the_schema(run: RunDirectory, tmp_path: Path) -> None:
     """One GPU has all values, one has almost none, and a network port has errors."""
     folder, rig = port(tmp_path / "infiniband"), Rig(run, tmp_path / "infiniband")
     rig.gpus.values = {
@@ -351,7 +353,7 @@ def test_hardware(run: RunDirectory, tmp_path: Path) -> None:
     assert link["errors"]
 
 
-def test_captures(run: RunDirectory) -> None:
+def test_run_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
     """One capture exists, and one was refused."""
     request = capture_files.Request("a", capture_files.BY_USER, 1.0, 0, (0, 1), 5, 3)
     capture_files.ask(run.captures, request)
@@ -368,7 +370,7 @@ def test_captures(run: RunDirectory) -> None:
     assert [row["last_step"] for row in report["captures"]] == [7, None]
 
 
-def test_a_live_run_that_hangs(run: RunDirectory) -> None:
+def test_live_run_that_hangs_conforms_to_the_schema(run: RunDirectory) -> None:
     """The report of a run in progress, with the verdict on a hang."""
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)

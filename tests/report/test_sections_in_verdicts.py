@@ -75,7 +75,7 @@ def columns_of(report: dict[str, Any]) -> dict[str, list[Any]]:
     return {column.title: list(column.values) for column in table.columns}
 
 
-def test_the_section_that_takes_the_step_is_the_verdict(run: RunDirectory) -> None:
+def test_section_that_takes_most_of_the_step_is_the_verdict(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("tokenize", 43.4)
@@ -110,7 +110,7 @@ def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) 
 
 
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
-def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
+def test_inner_section_is_named_if_it_has_most_of_the_time(run: RunDirectory, inner: float, named: str) -> None:
     """The inner section is named if it has most of the outer one's time, else the outer one.
 
     None counts twice.
@@ -124,7 +124,7 @@ def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
     assert first(report_on(run, loop)).startswith(f'Section "{named}" takes ')
 
 
-def test_several_sections_share_the_step(run: RunDirectory) -> None:
+def test_two_sections_that_share_the_step_are_both_named(run: RunDirectory) -> None:
     """None has most of it. Both are named, and the figure is that of all host code."""
     loop = Loop(run)
     for _ in range(STEPS):
@@ -140,7 +140,7 @@ def test_several_sections_share_the_step(run: RunDirectory) -> None:
     assert 'Next: make section "load" cheaper' in text
 
 
-def test_a_section_around_phases_has_only_its_host_code(run: RunDirectory) -> None:
+def test_section_around_phases_counts_only_its_host_code(run: RunDirectory) -> None:
     """If a section contains the whole step, the bottleneck is still the data loader."""
     loop = Loop(run)
 
@@ -158,7 +158,7 @@ def test_a_section_around_phases_has_only_its_host_code(run: RunDirectory) -> No
     assert report["sections"][0]["host_s_per_typical_step"] == pytest.approx(0.002, rel=0.05)
 
 
-def test_a_section_inside_a_phase_is_no_host_code(run: RunDirectory) -> None:
+def test_section_inside_a_phase_does_not_count_as_host_code(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.inside(Kind.FORWARD, "forward", lambda: loop.section("attention", 8.0))

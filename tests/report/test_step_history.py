@@ -10,7 +10,7 @@ from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS
 from torchlens_perf.report.step_history import step_history
 
 
-def test_median_and_range_of_the_ranks() -> None:
+def test_history_has_median_and_range_of_the_ranks() -> None:
     """Steps take 150 ms on three ranks. One of them takes 60 ms more from step 40 on."""
     found = step_history({0: windows(80), 1: windows(80), 2: windows(80, extra_ms=60, since=40)})
     assert found is not None

@@ -38,7 +38,7 @@ def long(report: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("wait", ["communication", "backward"])
 @pytest.mark.parametrize("part", ["data", "forward", "host", "optimizer"])
-def test_the_rank_and_the_steps_are_named(part: str, wait: str) -> None:
+def test_verdict_names_the_awaited_rank_and_the_steps(part: str, wait: str) -> None:
     report = report_on(stalls(part, (24, 66), wait=wait))
     (text,) = long(report)
 
@@ -47,7 +47,7 @@ def test_the_rank_and_the_steps_are_named(part: str, wait: str) -> None:
     assert report["steps"]["long"][0]["waited_for"] == 4
 
 
-def test_one_step() -> None:
+def test_single_long_step_names_the_awaited_rank() -> None:
     (text,) = long(report_on(stalls("host", (90,))))
     assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in all, ")
 
@@ -78,7 +78,7 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
     assert waited == in_all
 
 
-def test_different_ranks_are_not_one() -> None:
+def test_no_rank_is_named_if_different_ranks_are_awaited() -> None:
     loops = stalls("host", (24,), rank=4)
     for number, loop in enumerate(stalls("host", (66,), rank=2)):
         loops[number][66] = loop[66]

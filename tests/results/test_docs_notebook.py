@@ -16,7 +16,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL)
 
 
-def test_example_runs_as_a_script(tmp_path: Path) -> None:
+def test_documented_example_runs_as_a_script(tmp_path: Path) -> None:
     """In plain Python, displaying means printing. The numbers are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(
         "perf.watch(model, optimizer)", "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))"

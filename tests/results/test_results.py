@@ -56,7 +56,7 @@ def training(folder: Path, **settings: Any) -> Iterator[Loop]:
         wait_for_sidecar(RunDirectory(watch.run_dir))
 
 
-def test_results_during_and_after_the_run(tmp_path: Path) -> None:
+def test_results_have_all_finished_steps_during_and_after_the_run(tmp_path: Path) -> None:
     """All finished steps are included from the first second on, and no unfinished one."""
     with training(tmp_path) as loop:
         loop.train(30)
@@ -168,7 +168,7 @@ def test_results_without_recording_have_a_reason(
     assert calls == []
 
 
-def test_nested_watch_shows_the_outer_one(tmp_path: Path) -> None:
+def test_results_of_a_nested_watch_are_those_of_the_outer_one(tmp_path: Path) -> None:
     """This holds while both are open, and after the inner one has ended."""
     with training(tmp_path) as loop:
         with perf.watch(loop.model) as inner:
@@ -233,17 +233,17 @@ def test_watch_without_calls_has_no_mailbox(tmp_path: Path) -> None:
 class TestChild:
     """The process that computes results after a run has ended."""
 
-    def test_error_line_is_shown(self, tmp_path: Path) -> None:
+    def test_error_line_of_the_results_process_is_shown(self, tmp_path: Path) -> None:
         """The error is the process's line, without its name."""
         with pytest.raises(RunStoreError, match=r"^/.* is not a run directory"):
             child.output("results", str(tmp_path), "cell")
 
-    def test_process_is_ended_on_timeout(self, tmp_path: Path) -> None:
+    def test_results_process_is_ended_on_timeout(self, tmp_path: Path) -> None:
         """The process is ended, and the message says so."""
         with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
             child.output("results", str(tmp_path), "cell", timeout_s=0.001)
 
-    def test_process_is_no_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_results_process_is_not_a_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The process is not a rank, has no GPU, and does not record itself."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TORCHLENS_PERF", "1")

@@ -30,8 +30,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return perf.load(path)
 
 
-def test_results_of_a_finished_run(planted: Run) -> None:
-    """Verdicts, numbers, tables and the whole report are there."""
+def test_finished_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None:
     found = planted.summary()
 
     assert (found.ranks, found.steps, found.running) == (4, 256, False)
@@ -113,7 +112,7 @@ def test_loading_imports_no_torch(planted: Run, tmp_path: Path) -> None:
     assert done.stdout == "4 False False\n", done.stderr
 
 
-def test_table_of_processes(tmp_path: Path) -> None:
+def test_process_table_has_the_recorded_sample(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     sample = ProcessSample(3, 5, 7, cpu_ns=11)
     SampleWriter(run, "node-0").write({PROCESSES: [sample]}, 1 << 20)

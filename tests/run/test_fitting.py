@@ -124,7 +124,7 @@ _VALUE = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["notes", "groups", "gpus", "device", "job_store", "new"]), _VALUE))
-def test_any_metadata_fit(metadata: dict[str, Any]) -> None:
+def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str, Any]) -> None:
     """Either nothing is missing or a note says what was left out."""
     identity = {"rank": 3, "traceparent": "x" * 5000, "attributes": {"a": "b"}}
     metadata = {"identity": identity, **metadata}

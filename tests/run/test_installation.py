@@ -35,7 +35,7 @@ def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution)
 
 
-def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_an_installation_from_an_index_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     installed_from(monkeypatch, None)
     assert install_command("top") == "pip install 'torchlens-perf[top]'"
     assert install_command() == "pip install torchlens-perf"
@@ -43,7 +43,9 @@ def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("editable", [False, True])
-def test_from_a_clone(editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command_for_a_clone_works_in_any_folder(
+    editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The command works in any folder, and an editable installation stays editable."""
     clone = tmp_path / "a clone"
     clone.mkdir()
@@ -51,7 +53,9 @@ def test_from_a_clone(editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert shlex.split(install_command("top")) == ["pip", "install", *["-e"] * editable, f"{clone}[top]"]
 
 
-def test_from_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command_for_an_installation_from_a_wheel_names_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     wheel = tmp_path / "torchlens_perf-1-py3-none-any.whl"
     wheel.touch()
     installed_from(monkeypatch, {"url": wheel.as_uri(), "archive_info": {}})
@@ -69,13 +73,15 @@ def test_from_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"url": "https://host/x.whl", "archive_info": {}}, "https://host/x.whl"),
     ],
 )
-def test_from_a_url(direct_url: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_an_installation_from_a_url_names_the_url(
+    direct_url: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed_from(monkeypatch, direct_url)
     (requirement,) = map(Requirement, shlex.split(install_command("top"))[2:])
     assert (requirement.name, requirement.extras, requirement.url) == ("torchlens-perf", {"top"}, url)
 
 
-def test_clone_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_deleted_clone_names_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an image without its build folder, the hint names the packages of the extra, which any
     index has.
     """
@@ -84,7 +90,7 @@ def test_clone_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command() == "pip install torchlens-perf"
 
 
-def test_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_clone_without_metadata_names_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone on PYTHONPATH has no metadata."""
 
     def distribution(name: str) -> None:
@@ -94,7 +100,7 @@ def test_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("top") == f"pip install {shlex.quote(f'{ROOT}[top]')}"
 
 
-def test_pip_takes_the_command() -> None:
+def test_pip_accepts_the_command() -> None:
     """The command for this environment, which is an editable installation, is accepted by pip."""
     _, *command = shlex.split(install_command("top"))
     done = subprocess.run(

@@ -47,7 +47,7 @@ def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["../away", "", ".", "a/b", ".hidden", "x" * 200])
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+def test_directory_names_from_node_0_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     """Names from node 0 come over a network and are not trusted."""
     other = made(tmp_path / "runs", "run-1", "node-b")
     assert not join_run(other.path, name)

@@ -73,7 +73,7 @@ def test_location_from_slurm_and_user_attributes(tmp_path: Path) -> None:
     assert attributes({**slurm, **told}, *nothing) == {"network.switch": "s7", "host.rack": "r 12"}
 
 
-def test_location_as_text() -> None:
+def test_location_text_begins_with_the_nearest_place() -> None:
     """The nearest place comes first, and the text is short."""
     known = {"host.id": "i-0abc", "network.switch": "leaf3", "host.type": "p5.48xlarge", "slurm.job.id": "7"}
 

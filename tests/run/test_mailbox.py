@@ -82,7 +82,7 @@ def test_second_mailbox_of_a_kind_is_refused(ring: Path) -> None:
     box.close()
 
 
-def test_no_link_is_followed(ring: Path) -> None:
+def test_mailbox_that_is_a_link_is_not_followed(ring: Path) -> None:
     """Another user may have made the link."""
     other = ring.parent / "precious"
     other.write_text("kept")

@@ -143,7 +143,7 @@ def test_new_blocks_are_those_of_the_history() -> None:
     assert (table["history_events"], table["history_s"]) == (5, 2.5)
 
 
-def test_deep_models_keep_both_ends() -> None:
+def test_stack_of_a_deep_model_shows_both_ends() -> None:
     """The outermost class and the innermost ones are shown, with a limited number of frames."""
 
     class Outer(nn.Module):

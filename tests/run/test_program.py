@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
          ["python"]),
     ],
 )  # fmt: skip
-def test_name_is_what_was_started(arguments: str, names: list[str], folder: Path) -> None:
+def test_program_is_named_by_the_script_folder_or_module(arguments: str, names: list[str], folder: Path) -> None:
     """Scripts and folders have their own name, modules theirs. Code without a file is `python`."""
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} {arguments}"], cwd=folder, capture_output=True, text=True, timeout=60
@@ -118,7 +118,7 @@ def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
     assert name_of(["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"}) == "train.py"
 
 
-def test_any_argv_gives_a_name() -> None:
+def test_any_sys_argv_gives_a_program_name() -> None:
     """A script may put any value into sys.argv."""
     assert name_of([Path("/x/train.py")], None, {}) == "train.py"  # type: ignore[list-item]
     assert name_of([7], None, {}) == "7"  # type: ignore[list-item]

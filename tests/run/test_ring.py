@@ -22,7 +22,7 @@ native_only = pytest.mark.skipif("native" not in IDS, reason="the package was in
 
 
 @native_only
-def test_offsets_match_the_c_structures() -> None:
+def test_ring_offsets_equal_those_of_the_c_structures() -> None:
     offsets = IMPLEMENTATIONS[0].layout()
     words = {
         "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
@@ -55,7 +55,7 @@ def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     made.close()
 
 
-def test_file_is_private_and_reserved(tmp_path: Path) -> None:
+def test_ring_file_is_private_with_reserved_blocks(tmp_path: Path) -> None:
     """Blocks are reserved, so that a store cannot fail on a full disk."""
     made = RingFile(tmp_path / "r", 1024)
     status = os.stat(made.path)

@@ -132,7 +132,7 @@ def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
     assert done.stdout.split() == ["file"]
 
 
-def test_anonymous_memory_is_reached_by_its_holder(tmp_path: Path) -> None:
+def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -> None:
     """The memory is reached by its maker's descriptor, and after that by the holder's. Then it is
     gone, which raises an error.
     """

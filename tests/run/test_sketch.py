@@ -21,7 +21,7 @@ def sketch_of(values: list[int]) -> Sketch:
     return sketch
 
 
-def test_bounds_are_exact() -> None:
+def test_bucket_bounds_are_exact() -> None:
     """Each bound is the largest integer not above 1e9 * 2**(i/32), checked with integers."""
     largest = np.iinfo(np.int64).max
     bounds = bucket_bounds().tolist()
@@ -46,7 +46,7 @@ def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: l
 
 
 @given(durations)
-def test_sums_are_exact(values: list[int]) -> None:
+def test_sums_and_extremes_are_exact(values: list[int]) -> None:
     """Sum, sum of squares, extremes and count are not rounded, however large the durations are."""
     sketch = sketch_of(values)
 
@@ -57,7 +57,7 @@ def test_sums_are_exact(values: list[int]) -> None:
 
 
 @given(st.lists(st.integers(64, 1 << 41), min_size=1, max_size=200), st.floats(0, 1))
-def test_quantiles_are_close(values: list[int], q: float) -> None:
+def test_quantiles_are_within_half_a_bucket(values: list[int], q: float) -> None:
     """A quantile differs from its order statistic by at most half a bucket: 1.1 %."""
     exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
 

@@ -8,7 +8,7 @@ import re
 from tests.support.processes import ROOT
 
 
-def test_named_tests_are_there() -> None:
+def test_tests_named_in_security_claims_exist() -> None:
     """Files and functions exist, and each test in this folder belongs to a claim."""
     text = (ROOT / "docs/explanation/security.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)(?:::([a-z_0-9]+))?`", text)

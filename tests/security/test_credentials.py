@@ -61,22 +61,21 @@ def _export(address: str, header: str = _HEADER) -> Outcome:
     return sent("http/protobuf", [], ENDPOINT=address, TIMEOUT="2", **told).outcome
 
 
-def test_header_wins_over_netrc(leaving: ExitStack) -> None:
+def test_header_has_priority_over_netrc(leaving: ExitStack) -> None:
     """The header arrives as the user has set it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address) is Outcome.DELIVERED
     assert endpoint.received == [_HEADER]
 
 
-def test_netrc_is_not_sent(leaving: ExitStack) -> None:
+def test_netrc_password_is_not_sent(leaving: ExitStack) -> None:
     """Without a header no password is sent: one for a machine is not meant for every server on it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address, header="") is Outcome.DELIVERED
     assert endpoint.received == [None]
 
 
-def test_credentials_in_the_address(leaving: ExitStack) -> None:
-    """Credentials in the address are sent unless there is a header."""
+def test_credentials_in_the_address_are_sent_without_a_header(leaving: ExitStack) -> None:
     endpoint = _Endpoint(leaving)
     address = endpoint.address.replace("http://", "http://me:word@")
     _export(address, header="")

@@ -107,7 +107,7 @@ def test_report_names_a_json_file_that_cannot_be_read(
     assert report["steps"]["count"] == 64
 
 
-def test_an_only_state_that_is_too_large_is_one_line(run: RunDirectory) -> None:
+def test_report_of_a_single_too_large_state_is_one_line(run: RunDirectory) -> None:
     (state,) = run.nodes.glob("*.json")
     sparse(state)
     done = command("report", str(run.path))
@@ -142,7 +142,7 @@ def test_replay_leaves_out_a_segment_that_cannot_be_read(run: RunDirectory, make
     assert bad.name in notes[0]
 
 
-def test_other_files_of_any_size(run: RunDirectory, tmp_path: Path) -> None:
+def test_sizes_of_other_read_files_are_bounded(run: RunDirectory, tmp_path: Path) -> None:
     """Files other than tables and states are bounded too."""
     (state,) = run.nodes.glob("*.json")
     sparse(run.node_rings(state.stem))
@@ -184,7 +184,7 @@ def test_reader_has_a_memory_limit() -> None:
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows])
-def test_live_page_of_a_run_with_a_large_file(run: RunDirectory, make: Callable[[Path], None]) -> None:
+def test_live_page_names_files_that_cannot_be_read(run: RunDirectory, make: Callable[[Path], None]) -> None:
     (state,) = run.nodes.glob("*.json")
     make(run.steps / f"{state.stem}-000009.parquet")
     sparse(run.nodes / "other-0001.json")

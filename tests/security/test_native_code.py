@@ -27,7 +27,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("level", range(3))
-def test_plugin_that_others_can_change(level: int, plugin: Path) -> None:
+def test_plugin_that_others_can_change_is_not_set(level: int, plugin: Path) -> None:
     """NCCL does not get the plugin, and the reason names the file or folder."""
     assert nccl_plugin.path() == plugin
     part = [plugin, *plugin.parents][level]
@@ -37,15 +37,14 @@ def test_plugin_that_others_can_change(level: int, plugin: Path) -> None:
     assert nccl_plugin.problem() == f"the plugin is not used: {part} can be written by everybody"
 
 
-def test_plugin_that_is_not_there(plugin: Path) -> None:
+def test_missing_plugin_is_reported_as_not_built(plugin: Path) -> None:
     plugin.unlink()
     assert nccl_plugin.path() is None
     assert nccl_plugin.problem() == "the plugin was not built"
 
 
 @pytest.mark.parametrize("folder", ["", "cache", "./cache"])
-def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative or empty path is reported."""
+def test_doctor_reports_a_relative_or_empty_cache_path(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
     first, *_ = doctor._tap()
 
@@ -53,7 +52,7 @@ def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.Mon
     assert str(first).startswith(f"limited cache of native code: XDG_CACHE_HOME={folder} is not an absolute path")
 
 
-def test_name_of_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different builds of one torch version have different taps."""
     import torch
 

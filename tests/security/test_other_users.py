@@ -42,7 +42,7 @@ def world(tmp_path: Path) -> Path:
 
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/nodes"])
-def test_folder_of_another_user(theirs: str, world: Path) -> None:
+def test_folder_of_another_user_in_a_sticky_folder_is_refused(theirs: str, world: Path) -> None:
     """In a folder like /tmp, folders of other users are refused and stay unchanged."""
     folder = world / theirs
     folder.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_folder_of_another_user(theirs: str, world: Path) -> None:
 
 
 @as_root
-def test_folder_that_a_team_shares(tmp_path: Path) -> None:
+def test_folder_of_another_user_is_accepted_in_a_team_folder(tmp_path: Path) -> None:
     """In a folder that few users can write to, `dir` may belong to another user."""
     folder = tmp_path / "team" / "perf"
     folder.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_folder_that_a_team_shares(tmp_path: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/steps"])
-def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
+def test_link_in_place_of_a_folder_is_not_followed(theirs: str, world: Path, tmp_path: Path) -> None:
     """A link in place of a folder is not followed, and its target stays unchanged."""
     target = tmp_path / "target"
     target.mkdir()
@@ -88,7 +88,7 @@ def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
 
 
 @as_root
-def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_place_is_used_if_another_user_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user who creates the folder first blocks one place and not the other.
 
     If both are blocked, the error is reported.
@@ -111,7 +111,7 @@ def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: py
         directory.sidecar_lock("run")
 
 
-def test_files_are_made_anew(tmp_path: Path) -> None:
+def test_written_files_replace_a_link_without_following_it(tmp_path: Path) -> None:
     """Files that are written at once replace a link without following it.
 
     A log that is a link is refused.
@@ -129,7 +129,7 @@ def test_files_are_made_anew(tmp_path: Path) -> None:
 
 
 @as_root
-def test_log_of_another_user(tmp_path: Path) -> None:
+def test_log_of_another_user_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "host.log"
     log.touch()
     os.chown(log, SOMEBODY, SOMEBODY)
@@ -139,7 +139,7 @@ def test_log_of_another_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["../x", "/tmp/x", "..", "a/../../x", "\x1b[2J", "x\ny"])
-def test_run_id_is_no_path(where: str) -> None:
+def test_run_id_becomes_the_name_of_a_single_folder(where: str) -> None:
     """A run id from any launcher becomes the name of a single folder."""
     found = detect({"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed").run_id
 
@@ -147,7 +147,7 @@ def test_run_id_is_no_path(where: str) -> None:
     assert Path("/runs", found).parent == Path("/runs")
 
 
-def test_claim_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_that_leads_out_of_the_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim in shared memory that points outside of the folder is refused."""
     monkeypatch.setattr(directory, "_claimed", lambda *_: "../../home/me")
     with pytest.raises(RunStoreError, match="is no run id"):
@@ -169,7 +169,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def test_fifos_keep_nobody_waiting(run: RunDirectory) -> None:
+def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
     """A FIFO in place of any file that a sidecar or a report reads or writes does not block."""
     places = [
         run.node_state(HOST), run.node_rings(HOST), run.node_log(HOST), run.spans / f"{HOST}-000001.parquet",
@@ -200,8 +200,7 @@ def test_fifos_keep_nobody_waiting(run: RunDirectory) -> None:
     assert "is not a regular file" in notes[0]
 
 
-def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
-    """The command ends with one line."""
+def test_report_of_a_run_of_fifos_ends_with_one_line(run: RunDirectory) -> None:
     os.mkfifo(run.node_state(HOST))
     command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -211,7 +210,7 @@ def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
 
 
 @as_root
-def test_sidecar_on_a_run_of_another_user(run: RunDirectory) -> None:
+def test_sidecar_refuses_a_run_of_another_user(run: RunDirectory) -> None:
     """The run is refused, and no lock is left on this node."""
     for folder in [run.path, *run.path.iterdir()]:
         os.chown(folder, SOMEBODY, SOMEBODY)
@@ -231,7 +230,7 @@ def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = Fal
 
 
 @as_root
-def test_request_of_another_user(run: RunDirectory) -> None:
+def test_capture_request_of_another_user_is_ignored(run: RunDirectory) -> None:
     """The request is ignored, with a note."""
     _ask(run)
     os.chown(captures.request_path(run.captures, "one"), SOMEBODY, SOMEBODY)
@@ -242,7 +241,9 @@ def test_request_of_another_user(run: RunDirectory) -> None:
     assert relay.notes == ["a request for a capture cannot be used: one.request.json: another user has put it there"]
 
 
-def test_requests_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sidecar refuses requests with too many ranks or bytes on disk, whichever user wrote them."""
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
@@ -264,7 +265,7 @@ def test_requests_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch
     assert "MiB of captures" in captures.refusal(run.captures, few)
 
 
-def test_what_is_made_is_removed_again(tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_raises_and_stays(tmp_path: Path) -> None:
     """If a folder is refused, the folders created for it are removed."""
     file = tmp_path / "run"
     file.write_text(json.dumps({}))

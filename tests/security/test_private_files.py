@@ -74,7 +74,9 @@ def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
     ("umask", "share", "folders", "files"),
     [("000", "off", 0o700, 0o600), ("002", "off", 0o700, 0o600), ("077", "group", 0o750, 0o640)],
 )
-def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_path: Path) -> None:
+def test_files_of_a_run_are_private_or_shared_like_their_folder(
+    umask: str, share: str, folders: int, files: int, tmp_path: Path
+) -> None:
     """Folders, records, states, logs, tables and the report have the right modes.
 
     Shared memory is always private.
@@ -93,7 +95,7 @@ def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_pa
     assert umask_after == int(umask, 8), "the job's umask must not change"
 
 
-def test_modes_of_captures(tmp_path: Path) -> None:
+def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
     """The folder, a request and a rank's files have the right modes."""
     made = make_run(tmp_path)
     before = os.umask(0)
@@ -111,7 +113,7 @@ def test_modes_of_captures(tmp_path: Path) -> None:
     assert len(list(made.captures.rglob("*"))) == 4
 
 
-def test_modes_of_the_mailbox_and_of_a_group(tmp_path: Path) -> None:
+def test_mailbox_is_private_even_in_a_shared_folder(tmp_path: Path) -> None:
     """The mailbox from sidecar to rank is never shared. A log in a shared folder is."""
     before = os.umask(0)
     try:

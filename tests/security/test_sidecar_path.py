@@ -27,7 +27,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 
 @pytest.mark.parametrize("path", ["other:./package/", *long("package", ":other")])
-def test_relative_python_path(path: str, tmp_path: Path) -> None:
+def test_relative_python_path_works_after_a_change_of_directory(path: str, tmp_path: Path) -> None:
     """`PYTHONPATH=src python train.py` works, even if the job changes its directory."""
     start = tmp_path if path != ":other" else tmp_path / "package"
     copied = shutil.copytree(ROOT / "torchlens_perf", tmp_path / "package" / "torchlens_perf")
@@ -43,8 +43,7 @@ def test_relative_python_path(path: str, tmp_path: Path) -> None:
     assert "20 steps" in done.stderr
 
 
-def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sidecar gets absolute folders in order, without the script's."""
+def test_sidecar_gets_absolute_folders_without_that_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
@@ -56,7 +55,7 @@ def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_path_of_children_has_absolute_folders_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """PYTHONPATH has absolute folders, as resolved when Python started, in the user's order."""
     monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "src:/x")

@@ -137,8 +137,7 @@ def _found(modules: set[str]) -> dict[str, set[str]]:
     return {module: used for module, used in found.items() if used}
 
 
-def test_source(loaded: tuple[set[str], set[str]]) -> None:
-    """Files of the training process, and all that it has loaded, use nothing banned."""
+def test_files_of_the_training_process_use_nothing_banned(loaded: tuple[set[str], set[str]]) -> None:
     prefix = "torchlens_perf."
     ours = {name.removeprefix(prefix) for name in loaded[0] if name.startswith(prefix)}
 
@@ -146,8 +145,7 @@ def test_source(loaded: tuple[set[str], set[str]]) -> None:
     assert _found(ours) == {}
 
 
-def test_what_the_source_is_searched_for() -> None:
-    """The search finds all banned uses."""
+def test_search_finds_every_banned_use() -> None:
     source = "\n".join([
         "import pickle, ssl as s", "from signal import signal", "import torch.distributed as dist", "import atexit",
         "pickle.loads(b'')", "s.create_default_context()", "dist.barrier()", "atexit.register(thread.join)",
@@ -159,7 +157,7 @@ def test_what_the_source_is_searched_for() -> None:
     }  # fmt: skip
 
 
-def test_modules(loaded: tuple[set[str], set[str]]) -> None:
+def test_watch_loads_no_network_pickle_or_sidecar_modules(loaded: tuple[set[str], set[str]]) -> None:
     """A watched process loads no further modules for networks, pickles or the sidecar.
 
     Torch itself loads some of the standard library.

@@ -84,7 +84,7 @@ def _printed(*arguments: str) -> str:
 
 @given(data=st.data(), text=hostile, note=hostile, schema=hostile)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
-def test_state_of_a_node(
+def test_texts_of_a_node_state_are_escaped(
     data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
     """Texts of a state are escaped in the report, its JSON and the errors of `capture`."""
@@ -105,7 +105,7 @@ def test_state_of_a_node(
             assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
 
 
-def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
+def test_hostile_notes_and_names_are_escaped_in_the_report(state: dict[str, Any], tmp_path: Path) -> None:
     """The report is written in spite of hostile notes and names, and has everything else."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
-def test_arguments(text: str) -> None:
+def test_command_line_arguments_are_escaped(text: str) -> None:
     """Names of runs, faults and options may be pasted text."""
     for arguments in (
         ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
@@ -136,7 +136,7 @@ def test_arguments(text: str) -> None:
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
-def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_texts_of_a_capture_are_escaped(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Texts from a rank are escaped in the output of `capture` and in the report."""
     from torchlens_perf.commands import capture
 
@@ -156,14 +156,13 @@ def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactor
 
 @given(text=hostile)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
-def test_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings and findings are escaped."""
+def test_settings_are_escaped_by_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Check(2, text, text, text)]
     monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))
     assert_harmless(_printed("doctor"))
 
 
-def test_printable() -> None:
+def test_printable_returns_one_line_and_keeps_harmless_text() -> None:
     """The result is one line, and harmless text is unchanged."""
     assert printable("blocks.0.attn") == "blocks.0.attn"
     assert printable("größe 测试 \U0001f600") == "größe 测试 \U0001f600"

@@ -112,7 +112,7 @@ def test_every_response_has_the_security_headers(viewer: Viewer, server: PageSer
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "POST", "OPTIONS", "TRACE"])
-def test_other_methods(viewer: Viewer, method: str) -> None:
+def test_other_http_methods_get_status_405(viewer: Viewer, method: str) -> None:
     answer = viewer.ask("/runs/done/", method, Origin=f"http://{viewer.host}")
     assert answer.status == 405
 
@@ -137,13 +137,15 @@ def test_invalid_number_is_a_client_error(viewer: Viewer, path: str, number: str
 
 @pytest.mark.parametrize("number", _NUMBERS)
 @pytest.mark.parametrize("query", ["page={}", "search={}", "page=0&search={}", "page={}&page={}", "{}={}"])
-def test_list_of_any_query(viewer: Viewer, query: str, number: str) -> None:
+def test_run_list_is_shown_for_any_query(viewer: Viewer, query: str, number: str) -> None:
     assert viewer.ask("/?" + query.replace("{}", number.replace(" ", "%20"))).status == 200
 
 
 @pytest.mark.parametrize("number", _NUMBERS)
 @pytest.mark.parametrize("fields", ["ranks={}&steps=3", "ranks=0&steps={}", "ranks=0-{}&steps=3", "ranks={}-0&steps=1"])
-def test_capture_of_any_numbers(viewer: Viewer, runs: Path, fields: str, number: str) -> None:
+def test_invalid_numbers_in_a_capture_request_are_client_errors(
+    viewer: Viewer, runs: Path, fields: str, number: str
+) -> None:
     origin = f"http://{viewer.host}"
     query = fields.format(number).replace(" ", "%20")
     answer = viewer.ask(f"/runs/done/api/captures?{query}", "POST", Origin=origin)

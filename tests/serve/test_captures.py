@@ -50,7 +50,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 @pytest.mark.slow
-def test_capture_of_a_training_job(training: tuple[Path, Path]) -> None:
+def test_ranks_of_a_training_job_are_captured_and_files_fetched(training: tuple[Path, Path]) -> None:
     """The run is followed while it trains, ranks are captured, and their files are fetched, until the run ends."""
     folder, stop = training
     run = eventually(lambda: run_of(folder))

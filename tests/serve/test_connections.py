@@ -59,7 +59,7 @@ def test_hundreds_of_unfinished_requests_do_not_block_viewers(connect: Connect, 
     assert eventually(lambda: not any(map(is_open, held)))
 
 
-def test_viewers_are_not_closed_for_strangers(connect: Connect, viewer: Viewer) -> None:
+def test_connections_of_viewers_are_not_closed_for_unauthenticated_ones(connect: Connect, viewer: Viewer) -> None:
     head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\n"
     connection = connect(f"GET /api/counts HTTP/1.1\r\n{head}\r\n")
     assert connection.recv(15) == b"HTTP/1.1 200 OK"

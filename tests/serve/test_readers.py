@@ -84,7 +84,7 @@ def test_readers_have_the_lowest_priority_and_are_reused() -> None:
     ("kind", "status"),
     [(NoSuchError, 404), (ConfigError, 400), (RunStoreError, 503), (OSError, 503), (ZeroDivisionError, 500)],
 )
-def test_errors_become_words_with_a_status(kind: type[Exception], status: int) -> None:
+def test_errors_of_readers_become_messages_with_a_status(kind: type[Exception], status: int) -> None:
     async def work(readers: Readers) -> ReadError:
         with pytest.raises(ReadError) as raised:
             await readers.call(fail, kind, "why\x1b[2J\nso", within_s=LONGEST_S)

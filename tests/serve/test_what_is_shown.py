@@ -117,7 +117,7 @@ def test_run_names_in_addresses_cannot_leave_the_folder(path: bytes, name: str) 
     assert name == "" or name_in(f"/runs/{address(name)}/".encode()) == name
 
 
-def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
+def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs: Path) -> None:
     """An unreadable run is listed with the reason.
 
     Any folder name is shown as text. Links are not runs.

@@ -189,7 +189,7 @@ def test_second_request_for_a_rank_is_refused(node: Node) -> None:
     }
 
 
-def test_restarted_sidecar_takes_the_answer(node: Node) -> None:
+def test_restarted_sidecar_receives_the_answer_to_an_earlier_request(node: Node) -> None:
     """The request is not sent again."""
     node.ask()
     node.run_round()
@@ -453,7 +453,7 @@ def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
         (["--timeout", "60"], True, "has ended: a capture needs a live run"),
     ],
 )
-def test_command_says_why_it_cannot_ask(node: Node, options: list[str], ends: bool, words: str) -> None:
+def test_command_prints_why_a_rank_cannot_be_captured(node: Node, options: list[str], ends: bool, words: str) -> None:
     """The command never says that no step was made.
 
     A sidecar that has not read the ring cannot know that.
@@ -469,7 +469,7 @@ def test_command_says_why_it_cannot_ask(node: Node, options: list[str], ends: bo
     rank.close()
 
 
-def test_run_without_news_is_not_reported_as_ended(node: Node) -> None:
+def test_run_without_updates_is_not_reported_as_ended(node: Node) -> None:
     """Its node may have lost power."""
     rank = Rank(node.run, 0)
     rank.steps(40, forward=100)

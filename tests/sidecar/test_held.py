@@ -100,7 +100,7 @@ def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) 
         assert again[key].get("windows_held", 0) == pytest.approx(each.get("windows_held", 0), abs=4)
 
 
-def test_validity_matches_the_simulated_fault(tmp_path: Path) -> None:
+def test_start_end_and_windows_of_a_finding_match_the_simulated_fault(tmp_path: Path) -> None:
     """First step, end, windows and times are compared."""
     run = make_run(tmp_path)
     recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)

@@ -133,7 +133,7 @@ def test_build_waits_for_the_end_without_free_memory(node: Node, monkeypatch: py
 
 
 @pytest.mark.parametrize("missed", ["", "the setting", "by hand"])
-def test_nothing_is_built_unless_needed_and_wanted(missed: str, node: Node) -> None:
+def test_tap_is_not_built_unless_missed_and_enabled(missed: str, node: Node) -> None:
     """A rank must have missed the tap, and the setting must be on.
 
     No user may wait for the sidecar's end.
@@ -156,7 +156,9 @@ def test_nothing_is_built_unless_needed_and_wanted(missed: str, node: Node) -> N
 # -- outlook
 
 
-def test_obstacle_is_reported_with_a_remedy(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacle_to_a_build_is_reported_with_a_remedy(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No build is started."""
     monkeypatch.setenv("CXX", "nowhere")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -299,7 +301,7 @@ TAPPED = "collectives were tapped from Python: some 50 us each, and no end of as
         (True, {"_build_tap": False}, "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off"),
     ],
 )
-def test_equal_outlooks_of_nodes_are_one_line_in_the_report(
+def test_equal_tap_outlooks_of_nodes_are_one_line_in_the_report(
     builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path
 ) -> None:
     """The line has the present kind of tap and the outlook."""
@@ -309,7 +311,7 @@ def test_equal_outlooks_of_nodes_are_one_line_in_the_report(
     assert notes == [f"{TAPPED}; {outlook}"]
 
 
-def test_different_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path: Path) -> None:
+def test_different_tap_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path: Path) -> None:
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapForNextRun(builds=True), TapForNextRun(builds=False))
 

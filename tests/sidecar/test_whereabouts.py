@@ -55,7 +55,7 @@ def test_rank_outside_of_spans_has_no_span_time(run: RunDirectory) -> None:
     assert (found.inside, found.inside_s) == ((), None)
 
 
-def test_report_has_whereabouts_of_running_ranks_only(run: RunDirectory) -> None:
+def test_report_has_the_current_activity_of_running_ranks_only(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1, _total_steps=500)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(5, **WORK)

@@ -24,7 +24,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield running
 
 
-def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
+def test_screen_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
     """The screen waits, shows the first steps, the slow rank, its end, and the end of the run."""
 
     async def scenario() -> None:
@@ -232,7 +232,7 @@ def test_screens_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> No
     runs(scenario)
 
 
-def test_texts_scroll(live: LiveSimulation) -> None:
+def test_long_texts_scroll(live: LiveSimulation) -> None:
     """If there are more lines than room, the title has the visible range, and arrow keys scroll."""
 
     async def scenario() -> None:

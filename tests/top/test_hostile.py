@@ -47,7 +47,7 @@ def all_lines(view: View, width: int, terminal: Terminal) -> list[Text]:
 
 @given(data=st.data(), text=hostile, note=hostile, width=st.sampled_from([20, 80]), ascii_only=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
-def test_any_text_of_a_state(
+def test_any_text_of_a_state_is_drawn_as_text(
     data: st.DataObject, text: str, note: str, width: int, ascii_only: bool, state: dict[str, Any], tmp_path: Path
 ) -> None:
     run = RunDirectory(tmp_path / "run")

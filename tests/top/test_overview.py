@@ -174,7 +174,7 @@ def test_time_left_needs_a_total_number_of_steps(view: View) -> None:
     assert "min left" in joined(screen(told))
 
 
-def test_not_measured_is_not_zero(view: View) -> None:
+def test_unmeasured_values_are_not_shown_as_zero(view: View) -> None:
     ranks: Any = [
         {**rank, "not_measured": ["communication"], "phases": {"forward": rank["phases"]["forward"]}}
         for rank in report_of(view)["ranks"]
@@ -202,7 +202,7 @@ def test_ranks_are_listed_without_values_before_the_first_step(view: View) -> No
         assert "0.0% of" not in said
 
 
-def test_screen_of_a_rank(view: View) -> None:
+def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> None:
     """The screen has the current activity, phases and modules compared with other ranks, and collectives."""
     now = {"step": 97, "step_s": 0.12, "inside": ["backward", "wait"], "inside_s": 0.1}
     ranks: Any = [{**rank, "now": now} for rank in report_of(view)["ranks"]]
@@ -224,13 +224,13 @@ def test_screen_of_a_rank(view: View) -> None:
     assert any("allreduce" in line for line in lines)
 
 
-def test_rank_that_died(view: View) -> None:
+def test_rank_screen_shows_death_and_open_span(view: View) -> None:
     ranks: Any = [{**rank, "state": "died", "inside": ["forward GPT"]} for rank in report_of(view)["ranks"]]
 
     assert "  died inside forward GPT" in of_rank(with_report(view, ranks=ranks), 1)
 
 
-def test_rank_without_data(view: View) -> None:
+def test_rank_screen_without_data_says_so(view: View) -> None:
     assert of_rank(view, 7)[0].startswith("No data of rank 7")
 
 

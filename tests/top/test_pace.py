@@ -31,7 +31,7 @@ def test_no_time_left_without_a_valid_total() -> None:
     assert left_s(400, 1000, None, ()) == left_s(1001, 1000, 0.5, ()) == ()
 
 
-def test_more_steps_than_expected() -> None:
+def test_progress_shows_that_there_were_more_steps_than_expected() -> None:
     assert progress(1001, 1000) == "1,001 steps, more than the 1,000 expected"
     assert progress(1, None) == "1 step"
 
@@ -40,11 +40,11 @@ def test_more_steps_than_expected() -> None:
     ("seconds", "text"),
     [(0, "0 s"), (89, "89 s"), (91, "2 min"), (5340, "89 min"), (5460, "1 h 31 min"), (200_000, "2 d 7 h")],
 )
-def test_words_for_a_time(seconds: float, text: str) -> None:
+def test_time_left_is_rounded_to_suitable_units(seconds: float, text: str) -> None:
     assert time_left(seconds) == text
 
 
-def test_curve() -> None:
+def test_curve_has_its_lowest_block_at_the_lowest_value() -> None:
     """The lowest value is the lowest block, the highest value the highest one."""
     assert curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
     assert curve([1, 1, 4, 4], 2) == ["▁█"]
@@ -53,7 +53,7 @@ def test_curve() -> None:
     assert curve([], 10) == curve([1, 2], 0) == [""]
 
 
-def test_curve_of_several_lines() -> None:
+def test_upper_line_of_a_curve_continues_the_lower_one() -> None:
     """The upper line continues where the lower one is full."""
     assert curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
 
@@ -73,7 +73,7 @@ def test_current_pace_comes_from_the_last_minute_of_looks() -> None:
     assert seen.add("another process", 5, 300 * second) is None
 
 
-def test_words_of_a_run(tmp_path: Path) -> None:
+def test_pace_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
     """The run is slower from its middle on.
 
     The rate is that of the newest window or of recent looks.

@@ -16,7 +16,7 @@ PICTURE = ROOT / "docs" / "images" / "top.svg"
 SIZE = (112, 32)
 
 
-def test_picture_has_the_current_titles_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_picture_has_the_current_titles_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The picture loads no font from the network."""
     faults = (
         "constant:rank=11,share=0.12,phase=data,since=32,until=160",

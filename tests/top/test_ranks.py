@@ -45,7 +45,7 @@ def test_slow_rank_is_first_and_marked(view: View) -> None:
     assert sorted(ranks) == [0, 1, 2, 3]
 
 
-def test_ranks_by_number(view: View) -> None:
+def test_ranks_can_be_sorted_by_number(view: View) -> None:
     table, ranks = rank_list(view, by_number=True)
 
     assert ranks == [0, 1, 2, 3]
@@ -53,7 +53,7 @@ def test_ranks_by_number(view: View) -> None:
     assert column(table, "rank").values == [0, 1, 2, 3]
 
 
-def test_figures_are_those_of_the_report(view: View) -> None:
+def test_figures_of_ranks_equal_the_report(view: View) -> None:
     report, (table, _) = rank_table(report_of(view)), rank_list(view)
     assert report is not None
 
@@ -117,11 +117,11 @@ def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
     assert "-" not in column(table, "compute").texts()[:-1]
 
 
-def test_no_report() -> None:
+def test_rank_list_is_empty_without_a_report() -> None:
     assert rank_list(View("run"))[1] == []
 
 
-def test_excess_over_the_run() -> None:
+def test_excess_over_the_run_is_drawn_as_blocks() -> None:
     """Blocks are full from 30 %, blank if not known, and means of neighbours if there is no room."""
     assert blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
     assert blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
@@ -148,7 +148,7 @@ def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:
     assert column(rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess").values == [None] * 4
 
 
-def test_thousands_of_ranks_are_quick(view: View) -> None:
+def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
     """4096 ranks are ordered and compared in less than two seconds, also on a busy machine."""
     first: Any = report_of(view)["ranks"][0]
     ranks: Any = [{**first, "rank": rank} for rank in range(4096)]

@@ -37,7 +37,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield running
 
 
-def test_waits_for_the_run_directory(tmp_path: Path) -> None:
+def test_reader_waits_for_the_run_directory(tmp_path: Path) -> None:
     """The run is shown once the directory exists and a sidecar has written to it."""
     reader = RunReader(RunDirectory(tmp_path / "run"), monotonic=Clock())
     assert reader.look().trouble == f"{tmp_path}/run does not exist yet"

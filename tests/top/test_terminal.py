@@ -35,7 +35,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation
         yield live
 
 
-def test_live_run(tmp_path: Path) -> None:
+def test_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
     """The screen shows the training process's progress, time left, current activity, and end."""
     runs, stop = tmp_path / "runs", tmp_path / "stop"
     with open(tmp_path / "log", "wb") as log:
@@ -71,7 +71,7 @@ def test_live_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
-def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
+def test_slow_rank_cost_and_action_are_not_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
     """The slow rank, its cost and the action are completely visible, with all ranks, parts and keys."""
     with Tmux(*size) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
@@ -92,7 +92,7 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
 
 
 @pytest.mark.long
-def test_resized(planted: LiveSimulation) -> None:
+def test_screen_adapts_to_a_resized_terminal(planted: LiveSimulation) -> None:
     """The size changes while it runs, to small and large sizes."""
 
     def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
@@ -107,7 +107,7 @@ def test_resized(planted: LiveSimulation) -> None:
             terminal.sees(partial(is_drawn, columns=columns, lines=lines, keys=keys))
 
 
-def test_without_colour(planted: LiveSimulation) -> None:
+def test_slow_rank_is_recognizable_without_colour(planted: LiveSimulation) -> None:
     """With NO_COLOR there is no colour, and the slow rank is still recognizable."""
     with Tmux(environment={"NO_COLOR": "1"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
@@ -125,7 +125,7 @@ def test_without_colour(planted: LiveSimulation) -> None:
 
 
 @pytest.mark.long
-def test_without_unicode(planted: LiveSimulation) -> None:
+def test_screen_is_ascii_in_the_c_locale(planted: LiveSimulation) -> None:
     """With LC_ALL=C everything is ASCII, even if the terminal supports Unicode."""
     with Tmux(environment={"LC_ALL": "C"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")

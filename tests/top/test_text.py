@@ -64,7 +64,7 @@ def table(rows: int) -> Table:
     return Table("ranks", "Ranks", columns, frozenset({2}))
 
 
-def test_part_of_a_table_keeps_marks_of_rows_and_units() -> None:
+def test_selected_rows_keep_slow_marks_and_units() -> None:
     found = part(table(200), [3, 2])
 
     assert (list(found.columns[0].values), found.slow) == ([3, 2], frozenset({1}))
@@ -97,7 +97,7 @@ def test_selected_row_is_marked_if_names_are_folded(at: int) -> None:
     assert max(map(cell_len, lines)) <= 40
 
 
-def test_as_many_parts_as_fit() -> None:
+def test_parts_that_do_not_fit_in_a_line_are_left_out() -> None:
     assert fitting(["first", "", "a long second part", "third"], 16) == "first   third"
     assert fitting(["a long first part"], 3) == "a long first part"
 
@@ -107,7 +107,7 @@ def test_rule_is_as_wide_as_the_terminal() -> None:
     assert "\x1b" not in rule("step\x1b[2J", 40).plain
 
 
-def test_ascii_drawing() -> None:
+def test_ascii_bars_and_charts_have_distinct_characters() -> None:
     """Bars and charts have distinct ASCII characters, so lengths remain comparable."""
     (found,) = Terminal(ascii_only=True).lines([line("▶ ██▌ ▁▄█ Größe …")], 40)
 

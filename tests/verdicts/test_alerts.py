@@ -97,7 +97,7 @@ def test_ids_differ_by_run_attempt_rank_step_and_change() -> None:
     assert all(len(each) == 32 and int(each, 16) >= 0 for each in ids)
 
 
-def test_ids_are_pinned() -> None:
+def test_alert_ids_equal_their_pinned_values() -> None:
     """Ids must not change in later versions: `printf run/0/straggler/3/112 | sha256sum`, and again
     with /started."""
     (alert,) = told(FindingLog("run"), findings(episode()))

@@ -112,7 +112,7 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     assert empty(value["join"]) == {"generation", "outdated_records", "from_any"}
 
 
-def test_types_are_read_back(run: RunDirectory, state: NodeState) -> None:
+def test_values_are_read_back_with_their_types(run: RunDirectory, state: NodeState) -> None:
     """Sketches, arrays, and mutable and immutable values."""
     state.save(run)
     loaded = node_state.load(run.node_state(HOST))

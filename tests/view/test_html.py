@@ -129,7 +129,7 @@ def test_long_text_keeps_the_whole_in_a_title() -> None:
     assert short.get("title") == name
 
 
-def test_hostile_text_is_text() -> None:
+def test_hostile_text_is_escaped() -> None:
     facts = (("rank", HOSTILE),)
     bad = dataclasses.replace(SLOW, facts=facts, sentence=HOSTILE, action=HOSTILE, command=HOSTILE)
     spec = Table("t", HOSTILE, [Column(HOSTILE, [HOSTILE], Quantity.TEXT, help=HOSTILE)], note=HOSTILE)

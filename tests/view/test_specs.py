@@ -22,7 +22,7 @@ def test_missing_value_differs_from_one_that_does_not_apply() -> None:
     assert column.texts() == ["10.0", "not measured", "-"]
 
 
-def test_other_quantities_carry_their_units() -> None:
+def test_quantities_other_than_durations_have_their_units() -> None:
     assert Column("memory", [1.5e9], Quantity.BYTES).texts() == ["1.5 GB"]
     assert Column("bandwidth", [2e9], Quantity.RATE).texts() == ["2.0 GB/s"]
     assert Column("last to arrive", [0.99, 0.012], Quantity.SHARE).texts() == ["99%", "1.2%"]
@@ -50,11 +50,11 @@ def test_column_takes_the_unit_of_a_given_duration() -> None:
     assert column.texts() == ["0.20", "0.00"]
 
 
-def test_bound_is_marked() -> None:
+def test_value_that_is_a_bound_is_marked() -> None:
     assert Column("comm wait", [0.02, 0.01], marks=[">= ", ""]).texts() == [">= 20.0", "10.0"]
 
 
-def test_number_of_a_rank_is_a_name() -> None:
+def test_rank_number_is_formatted_without_a_thousands_separator() -> None:
     column = Column("rank", [1023], Quantity.TEXT)
 
     assert column.texts() == ["1023"]

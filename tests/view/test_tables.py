@@ -48,7 +48,7 @@ def test_slow_rank_is_the_first_row(slow: Report) -> None:
     assert compute[0] > compute[1] >= compute[2]  # type: ignore[operator]
 
 
-def test_few_of_many_equal_ranks_matter(clean: Report) -> None:
+def test_table_of_many_equal_ranks_shows_four_and_sums_up_the_rest(clean: Report) -> None:
     table = found(clean, "ranks")
 
     assert (table.rows, table.first, table.slow) == (16, 4, frozenset())
@@ -133,7 +133,7 @@ def test_columns_of_a_rank_add_up_to_its_step() -> None:
     assert compute_s == pytest.approx(step_s - 0.020)  # type: ignore[operator]
 
 
-def test_table_says_what_a_rank_computes_in_the_mean_since_it_is_slow(tmp_path: Path) -> None:
+def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25,since=60")
     row = report["verdicts"][0]
 

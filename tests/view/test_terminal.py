@@ -64,7 +64,7 @@ def with_all(state: NodeState) -> NodeState:
 class TestPlantedJobs:
     """Reports of jobs with a planted fault, and of one without a fault."""
 
-    def test_slow_rank(self, tmp_path: Path) -> None:
+    def test_short_report_of_a_slow_rank_has_cost_and_action(self, tmp_path: Path) -> None:
         report = simulated(tmp_path, "constant:rank=1,share=0.27,phase=forward", ranks=2)
         text = short(report)
         lines = text.splitlines()
@@ -81,7 +81,7 @@ class TestPlantedJobs:
         assert rows == ["1", "0"]
         assert len(lines) <= SHORT_LINES
 
-    def test_slow_loader_of_one_process(self) -> None:
+    def test_slow_loader_of_one_process_is_the_bottleneck(self) -> None:
         text = short(node([[{**BASE, "data": 14.0}] * 100]))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
@@ -91,7 +91,7 @@ class TestPlantedJobs:
         assert not re.search("rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0])
         assert text.count("\n") <= SHORT_LINES_OK
 
-    def test_slow_loader_of_two_ranks(self) -> None:
+    def test_slow_loader_is_shown_before_the_line_on_slow_ranks(self) -> None:
         """The bottleneck comes before the line that no rank is slow."""
         loops = [[{**BASE, "data": 14.0}] * 100] * 2
         text = short(node(loops, findings(last_step=99, compared=2)))
@@ -103,7 +103,7 @@ class TestPlantedJobs:
         assert "Typical step of each rank" not in text
         assert text.count("\n") <= SHORT_LINES_OK
 
-    def test_clean(self, tmp_path: Path) -> None:
+    def test_short_report_of_a_clean_run_is_ok(self, tmp_path: Path) -> None:
         text = short(simulated(tmp_path), page=f"{LONG}/report.html")
 
         assert "OK No slow rank in 120 steps. The smallest detectable slowdown is " in words(text)
@@ -133,7 +133,7 @@ def test_run_without_finding_is_short(seed: int, columns: int) -> None:
     assert "\n  data lost " in text
 
 
-def test_missing_data_has_no_section() -> None:
+def test_sections_without_data_are_left_out() -> None:
     text = short(node([usual(60)] * 8, findings(last_step=59)), 120)
 
     assert text.count("\n") <= 12
@@ -259,7 +259,7 @@ def test_memory_of_a_rank_that_ran_out_is_shown() -> None:
     assert text.count("\n") <= SHORT_LINES
 
 
-def test_run_that_ended_in_a_hang_is_one() -> None:
+def test_run_that_ended_in_a_hang_is_shown_as_hanging() -> None:
     text = short(node([usual(57)] * 2, records=hung(60.0, over=True)))
 
     assert text.splitlines()[2].startswith("  HANG ")

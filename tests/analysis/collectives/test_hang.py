@@ -28,7 +28,7 @@ def test_nothing_is_reported_before_the_limit(usual_s: float, limit: float) -> N
     assert limit_s(early, factor=1000.0) == 1000 * USUAL_S
 
 
-def test_slowest_rank_sets_the_limit() -> None:
+def test_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
     assert limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
 
 
@@ -41,17 +41,17 @@ def test_dead_or_stopped_process_is_reported_early_in_first_steps(state: str) ->
     assert named(found(*waiting, behind(2, usual_step_s=0.0, state=state))) == [2]
 
 
-def test_evaluation_is_no_hang() -> None:
+def test_rank_that_writes_records_in_a_long_step_is_not_reported() -> None:
     """Ranks that write records are working, however long their step takes."""
     assert job(*(rank(number, since_step_s=900.0, since_mark_s=0.1) for number in range(4))) is None
 
 
-def test_unknown_marks_are_ignored() -> None:
+def test_only_steps_count_if_times_of_last_records_are_unknown() -> None:
     """If the time of the last record is not known, only steps count."""
     assert found(behind(2, since_mark_s=None), *(rank(n, since_mark_s=None) for n in (0, 1, 3))).kind == "missing"
 
 
-def test_no_rank_alive_is_no_hang() -> None:
+def test_no_hang_is_reported_if_no_rank_is_alive() -> None:
     assert find_hang({}, {}) is None
     assert job(*every(4, state="closed")) is None
     assert job(*every(4, state="dead")) is None
@@ -85,7 +85,7 @@ def test_ranks_that_are_ahead_wait_in_the_first_incomplete_collective() -> None:
     assert (hang.collective, hang.waiting) == (Collective(WORLD, 57, "allreduce"), (0, 1, 3))
 
 
-def test_name_of_another_number_is_not_shown() -> None:
+def test_collective_has_no_name_if_its_own_name_is_unknown() -> None:
     """If the name of that collective is not known, no name of another one is shown."""
     hang = found(behind(2), *(rank(n, issued={WORLD: 58}, operations={WORLD: {58: "x"}}) for n in (0, 1, 3)))
 
@@ -113,7 +113,7 @@ def test_several_missing_ranks_are_named_together() -> None:
     assert "; ranks 0 (node-a), 1 (node-a), 2 (node-a), 3 (node-a) and 2 more did not enter it" in text(many)
 
 
-def test_few_ranks_that_wait_for_many_may_be_faulty() -> None:
+def test_single_rank_in_a_collective_is_described_as_possibly_faulty() -> None:
     """If only one rank has entered a collective, the text says that it may be the faulty one."""
     hang = found(*(behind(number) for number in (1, 2, 3)))
 
@@ -199,7 +199,7 @@ def test_rank_stuck_in_the_data_phase_points_to_its_loader() -> None:
     assert "Next: look at the loader of rank 2 on node-b" in text(found(behind(2, inside=("data",))))
 
 
-def test_busy_rank_is_no_alarm() -> None:
+def test_blocking_rank_that_writes_records_is_not_reported() -> None:
     """A rank that others wait for and that writes records is working."""
     hang = found(behind(2, since_mark_s=0.2, inside=("evaluate",)))
 
@@ -287,13 +287,13 @@ def test_rank_that_ended_after_fewer_steps_is_named() -> None:
     assert "Next: give all ranks the same number of steps" in text(hang)
 
 
-def test_ended_rank_that_entered_all_is_not_blamed() -> None:
+def test_ended_rank_that_entered_all_collectives_is_not_blamed() -> None:
     hang = found(rank(1, state="closed"), behind(2))
 
     assert (hang.kind, named(hang)) == ("missing", [2])
 
 
-def test_ended_rank_does_not_wait() -> None:
+def test_ended_rank_counts_as_missing_and_blames_no_other_rank() -> None:
     """A rank that ended counts as missing, whatever else it has issued. It does not make others
     missing.
     """
@@ -362,14 +362,14 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
         assert "3 ranks wait in allreduce 57 of group 0, or what follows it; the cause is where nothing" in text(hang)
 
 
-def test_only_reporting_rank_is_not_alone() -> None:
+def test_single_reporting_rank_is_not_called_the_last_living_one() -> None:
     """One rank waits, and nothing is known of the others. They may not have ended."""
     hang = found(*(on_silent_node(number, report_age_s=70.0) for number in (1, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("unheard", [], (0,), (1, 2, 3))
 
 
-def test_same_place_is_no_pause_if_some_ranks_do_not_report() -> None:
+def test_reporting_ranks_in_one_place_are_no_pause_if_others_do_not_report() -> None:
     """The missing ranks may not be saving."""
     hang = found(*every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",)))
 
@@ -385,7 +385,7 @@ def test_node_that_became_silent_during_the_hang_still_counts() -> None:
     assert "did not enter it, last inside forward GPT > blocks.3 when last heard of 20.0 s ago." in text(hang)
 
 
-def test_writing_a_capture_is_a_hang_only_after_minutes() -> None:
+def test_writing_a_capture_counts_as_a_hang_only_after_minutes() -> None:
     """All ranks wait for it. That is a hang only after minutes."""
     writing = {"inside": (CAPTURING,), "issued": {WORLD: 56}}
     for_minutes = {"since_step_s": 150.0, "since_mark_s": 150.0}

@@ -77,7 +77,7 @@ def test_device_stuck_at_an_earlier_mark_is_named() -> None:
     )
 
 
-def test_marks_of_an_earlier_step_are_behind() -> None:
+def test_device_at_a_mark_of_an_earlier_step_counts_as_behind() -> None:
     """Marks are compared by step first."""
     others = [at(number, 0, step=100) for number in range(2)]
     assert named(found(*others, at(2, 7, step=99), at(3, 7, step=99))) == [2, 3]
@@ -93,18 +93,18 @@ def test_device_with_too_few_polls_is_not_stuck() -> None:
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
 
-def test_no_device_is_stuck_without_a_usual_step() -> None:
+def test_device_is_not_called_stuck_if_the_usual_step_time_is_unknown() -> None:
     """The duration of a step on the device is not known then."""
     ranks = [at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0) for number in range(3)]
     assert found(*ranks, at(3, 1, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)).kind == "together"
 
 
-def test_no_rank_is_named_if_one_has_no_mark() -> None:
+def test_no_rank_is_named_if_the_mark_of_one_is_unknown() -> None:
     """Such a rank may be on another node."""
     assert found(*(at(number, 3) for number in range(2)), at(2, 1), rank(3)).kind == "together"
 
 
-def test_all_devices_stuck_at_one_mark_is_no_pause() -> None:
+def test_all_devices_stuck_at_one_mark_are_reported_as_a_hang() -> None:
     """Work is left undone, so this is not a pause, wherever the hosts are."""
     hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
     assert (hang.kind, named(hang)) == ("together", [])
@@ -146,7 +146,7 @@ def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
     "waits_in", [(None, None), ("", ""), (ITEM, ""), (ITEM, "`x.item()`, other (gpt.py:40)")],
     ids=["not asked", "none waits", "one waits", "in two places"],
 )  # fmt: skip
-def test_busy_hosts_are_a_pause(waits_in: tuple[str | None, str | None]) -> None:
+def test_busy_hosts_on_stuck_devices_are_reported_as_a_pause(waits_in: tuple[str | None, str | None]) -> None:
     """The hosts are busy, as in a checkpoint or an evaluation. Missing polls of the devices do not
     prove a hang.
     """
@@ -167,7 +167,7 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
     )
 
 
-def test_stuck_device_takes_precedence_over_stacks() -> None:
+def test_rank_with_a_stuck_device_is_named_if_all_stacks_wait_for_devices() -> None:
     others = [at(number, 3, inside=(), stood_s=0.0, waits_in=ITEM) for number in range(3)]
     assert named(found(*others, at(3, 1, inside=(), waits_in=ITEM))) == [3]
 
@@ -208,6 +208,6 @@ def test_devices_are_not_mentioned_in_a_job_on_cpus() -> None:
         (8, 0, False, ""),
     ],
 )
-def test_marks_as_text(place: int, kind: int, is_end: bool, words: str) -> None:
+def test_mark_is_described_by_its_phase_or_module(place: int, kind: int, is_end: bool, words: str) -> None:
     found_place = device_place(DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3")
     assert found_place == DevicePlace(12, place, words, 2.5, kind, is_end)

@@ -76,7 +76,9 @@ def levels(progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...
 
 
 @given(jobs())
-def test_any_job_gives_a_consistent_hang_or_none(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
+def test_random_job_gives_a_consistent_hang_or_none(
+    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+) -> None:
     """The result is None or a hang whose fields are consistent, with a text in one line."""
     progress, groups = job
     hang = find_hang(progress, groups)
@@ -120,7 +122,9 @@ def test_rank_that_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress
 
 
 @given(standing_still(["running"]))
-def test_cycle_is_real(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
+def test_each_rank_of_a_cycle_blocks_the_previous_one(
+    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+) -> None:
     """Each rank of a cycle has entered a collective that the next one has not entered."""
     progress, groups = job
     hang = find_hang(progress, groups)
@@ -136,7 +140,7 @@ def test_cycle_is_real(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]
 
 
 @given(jobs(), st.randoms(use_true_random=False))
-def test_numbers_of_ranks_do_not_matter(
+def test_renumbering_the_ranks_gives_the_same_finding(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], shuffled: random.Random
 ) -> None:
     """Renumbering the ranks of a job gives the same finding for the same processes."""

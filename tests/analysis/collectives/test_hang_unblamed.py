@@ -60,7 +60,7 @@ def test_different_operations_under_one_number_are_shown() -> None:
     assert hang.look_at == (2, 0)
 
 
-def test_different_operations_take_precedence_over_ranks_behind() -> None:
+def test_mismatched_operations_are_shown_instead_of_ranks_behind() -> None:
     """A rank on another code path may be behind or ahead later, so the first number that differs is
     shown.
     """
@@ -96,7 +96,7 @@ def test_waiting_without_a_numbered_collective_has_no_name() -> None:
     assert "Both ranks wait, and nothing tells for what." in text(hang)
 
 
-def test_pause_of_all_ranks_is_no_alarm() -> None:
+def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
     """All ranks are in the same section, for example a checkpoint."""
     hang = found(*every(4, inside=("torch.save", "write")), rank(3, inside=("torch.save",)))
 
@@ -107,7 +107,7 @@ def test_pause_of_all_ranks_is_no_alarm() -> None:
     )
 
 
-def test_pause_outside_of_spans_is_no_alarm() -> None:
+def test_all_ranks_outside_of_spans_are_a_pause_and_no_alarm() -> None:
     """All ranks are in code that is not timed."""
     assert "are outside of all that is timed. No rank waits" in text(found(*every(4, inside=())))
 
@@ -154,7 +154,7 @@ def test_stuck_rank_is_named_while_others_make_steps() -> None:
     )
 
 
-def test_rank_without_work_is_not_stuck() -> None:
+def test_idle_server_rank_without_a_request_is_not_stuck() -> None:
     """A server's rank without a request has no open span, which is not a hang. If it is stopped, it
     is one.
     """
@@ -173,7 +173,7 @@ def test_nothing_is_reported_while_other_ranks_are_about_to_stop() -> None:
     assert job(behind(2), *others) is None
 
 
-def test_hang_of_half_of_the_job_is_judged_alone() -> None:
+def test_hang_is_found_in_one_of_two_independent_halves_of_a_job() -> None:
     """The two halves do not depend on each other. Only the one that hangs is judged."""
     going_on = [rank(number, since_step_s=0.03, issued={"b": 900}, operations={}) for number in (4, 5, 6, 7)]
     hang = found(behind(2), *going_on, count=8)
@@ -226,7 +226,7 @@ def test_times_and_step_cover_all_ranks() -> None:
     assert (hang.since_s, hang.usual_s, hang.step) == (11.0, 0.5, 103)
 
 
-def test_collective_is_of_the_largest_group() -> None:
+def test_collective_of_the_group_with_most_ranks_is_shown() -> None:
     """The collective is that of the group that most ranks use or wait in."""
     small = {"z": 3}
     both = found(*(rank(number, issued={WORLD: 57, **small}) for number in (0, 1)))
@@ -238,7 +238,7 @@ def test_collective_is_of_the_largest_group() -> None:
     assert missed.collective == missed.blocking[0].missing == Collective(WORLD, 57, "allreduce")
 
 
-def test_operation_is_not_shown_if_ranks_disagree() -> None:
+def test_operation_is_not_shown_if_ranks_report_different_ones() -> None:
     hang = found(behind(2, state="stopped"), rank(0, operations={WORLD: {57: "broadcast"}}))
 
     assert (hang.kind, hang.collective) == ("stopped", Collective(WORLD, 57, ""))
@@ -257,7 +257,7 @@ def test_operation_is_known_in_a_group_with_one_kind() -> None:
     assert sole_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
 
 
-def test_many_places_and_deep_ones_are_cut() -> None:
+def test_places_beyond_the_fourth_are_counted_and_nested_spans_shortened() -> None:
     """Places beyond the fourth are only counted. Of nested spans, the outermost and innermost names
     are shown.
     """
@@ -268,14 +268,14 @@ def test_many_places_and_deep_ones_are_cut() -> None:
     assert "rank 3 is inside p3 > m0 > ... > m6 > m7 > m8; and 2 more places. Next:" in line
 
 
-def test_many_clauses_are_cut() -> None:
+def test_ways_of_blocking_beyond_the_fourth_are_counted() -> None:
     """Blocking ranks in more than four ways are only counted."""
     line = text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
 
     assert "rank 3 (node-b) did not enter it, last inside p3; 2 more ranks are missing." in line
 
 
-def test_long_cycle_is_cut() -> None:
+def test_text_of_a_long_cycle_shows_its_start_and_end() -> None:
     """The text shows the start of the cycle and how it closes."""
     # Each rank waits for the next one.
     ring = [rank(n, issued={f"g{n}": 5, f"g{(n + 5) % 6}": 4}, operations={}) for n in range(6)]

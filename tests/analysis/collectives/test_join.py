@@ -90,7 +90,7 @@ def test_monitored_barrier_blocks() -> None:
     assert of(join, "monitored_barrier").asynchronous == 0
 
 
-def test_sizes_have_separate_bandwidths() -> None:
+def test_bandwidth_is_that_of_the_size_class_with_most_bytes() -> None:
     """Small and large operations of one name have separate bandwidths. The row shows that of most
     bytes.
     """
@@ -196,7 +196,7 @@ def test_rows_of_two_nodes_are_merged() -> None:
         Issued(NAME, 0, 10, bytes=8),
     ],
 )
-def test_other_operation_at_the_same_number_is_a_mismatch(other: Issued) -> None:
+def test_different_operation_at_the_same_number_counts_as_mismatched(other: Issued) -> None:
     """Ranks that issued different operations, types or sizes count as mismatched, without a wait."""
     join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
 
@@ -204,7 +204,7 @@ def test_other_operation_at_the_same_number_is_a_mismatch(other: Issued) -> None
     assert all(row.joined == 0 for row in join.operations())
 
 
-def test_other_root_at_the_same_number_is_a_mismatch() -> None:
+def test_different_root_at_the_same_number_counts_as_mismatched() -> None:
     join = joined({rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)})
 
     assert counts(join) == Counts(mismatched=1)
@@ -318,7 +318,7 @@ def test_operation_without_waiting_may_end_before_another_rank_arrives() -> None
         assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
 
 
-def test_receiving_from_any_source_stops_joining() -> None:
+def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None:
     """Once a rank does so, the numbers of messages to it do not identify them."""
     send, any_source = "send group=0 dtype=int8 peer=1", "recv_any_source group=0 dtype=int8"
     join = joined({0: [Issued(send, 0, 10), Issued(send, 1, 10)],
@@ -364,7 +364,7 @@ def test_operations_without_a_rank_that_left_are_dropped() -> None:
     assert join.pending_operations() == 0
 
 
-def test_backlog_is_bounded() -> None:
+def test_oldest_pending_operations_are_dropped_and_counted_at_the_limit() -> None:
     """If a rank never comes, the oldest operations are dropped and counted. Late records of them
     are not joined.
     """
@@ -446,7 +446,7 @@ def test_each_process_has_its_own_name_ids() -> None:
     assert {row.key.operation: row.records for row in join.operations()} == {"allreduce": 1, "broadcast": 1}
 
 
-def test_sequence_numbers_beyond_32_bits() -> None:
+def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
     """Records have the low 32 bits. Joining continues in order when they wrap."""
     first = (1 << 32) - 3
     join = CollectiveJoin()
@@ -478,7 +478,7 @@ def test_join_continues_after_a_restart() -> None:
     assert of(again, "allreduce").totals()[0]["last"] == 5
 
 
-def test_disorder_outlives_a_restart() -> None:
+def test_ranks_that_count_from_different_starts_are_not_joined_after_a_restart() -> None:
     """Ranks still count from different starts after a restart. Nothing is joined until the next
     impossible operation.
     """
@@ -505,7 +505,7 @@ def test_messages_of_different_types_have_one_sequence() -> None:
     assert counts(wrong) == Counts(mismatched=2)
 
 
-def test_other_records_are_ignored() -> None:
+def test_records_of_steps_and_modules_are_ignored() -> None:
     """Steps, modules and unknown names are ignored."""
     made, names = records([Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)])
     made["kind"][1] = Kind.MODULE

@@ -45,7 +45,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, 
 
 
 @given(job=jobs(), data=st.data())
-def test_order_and_chunks_do_not_matter(
+def test_any_order_and_split_of_records_joins_the_same_operations(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]], data: st.DataObject
 ) -> None:
     """Any split and order of a job's records gives the same joined operations, to the same

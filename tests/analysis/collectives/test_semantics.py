@@ -36,8 +36,9 @@ ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is W
         ("forward Model", None),
     ],
 )
-def test_name_is_parsed(name: str, operation: Operation | None) -> None:
-    """Names of other records give None."""
+def test_name_of_a_collective_record_gives_its_operation_and_other_names_none(
+    name: str, operation: Operation | None
+) -> None:
     assert parse(name) == operation
 
 
@@ -82,15 +83,14 @@ def test_receivers_wait_for_the_root(operation: str) -> None:
     assert found.transfer_ns.tolist() == [100, 100]
 
 
-def test_receivers_without_the_root() -> None:
-    """If the root is on another node, all ranks seen are receivers."""
+def test_all_seen_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
     found = attribute("broadcast", np.array([[100, 140]]), None)
 
     assert found.wait_ns.tolist() == [[0, 40]]
 
 
 @pytest.mark.parametrize("operation", ["reduce", "gather"])
-def test_root_waits_for_all(operation: str) -> None:
+def test_only_the_root_of_a_gather_waits(operation: str) -> None:
     """Only the root waits, for at most its excess. The others leave when their part is sent."""
     found = attribute(operation, np.array([[5, 200, 8]]), 1)
 
@@ -103,7 +103,7 @@ def test_root_waits_for_all(operation: str) -> None:
     assert unseen.transfer_ns.tolist() == [-1]
 
 
-def test_wait_of_a_send_and_its_receive() -> None:
+def test_send_that_outlasts_its_receive_waited_for_it() -> None:
     """A send that outlasts its receive waited for it. A receive that outlasts its send may have
     waited, or the send was buffered.
     """

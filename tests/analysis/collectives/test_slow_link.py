@@ -83,7 +83,7 @@ def test_slow_group_is_found(seed: int) -> None:
     assert (found.compared, found.shared_ranks, found.undecided) == (8, (), "")
 
 
-def test_no_link_is_found_without_a_slow_one() -> None:
+def test_healthy_job_has_no_slow_link() -> None:
     """The jobs differ in seeds, number of operations and noise, which may be larger than usual."""
     for seed in range(SEEDS):
         for noise, operations in ((0.05, MIN_OPERATIONS), (0.3, 40), (0.6, MIN_OPERATIONS)):
@@ -123,7 +123,7 @@ def test_nodes_common_to_all_groups_are_not_named() -> None:
     assert (found.shared_ranks, found.shared_nodes) == ((), ())
 
 
-def test_no_link_is_found_if_peers_differ_a_lot() -> None:
+def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
     """If the bandwidths of comparable groups differ a lot, a further one is no outlier."""
     factors = dict(zip(COLUMNS, (0.6, 1.0, 1.5, 2.3), strict=True))
 
@@ -158,7 +158,7 @@ def test_rank_common_to_slow_pairs_is_named() -> None:
     assert slow_links(messages({(2, 3): 2.5, (3, 4): 2.5}, ranks=8)).shared_ranks == (3,)
 
 
-def test_late_rank_is_no_slow_link() -> None:
+def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
     """Groups that wait for a slow rank have long operations and usual transfers."""
     for seed in range(8):
         assert slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links == ()
@@ -173,7 +173,7 @@ def test_group_whose_ranks_arrive_apart_is_no_slow_link() -> None:
     assert slow_links(job(rows, {COLUMNS[2]: 2.0}, late=6), HOSTS).links == ()
 
 
-def test_more_bytes_are_no_slow_link() -> None:
+def test_group_with_more_bytes_is_no_slow_link() -> None:
     """Within one octave of sizes, a group with more bytes takes longer and is not slow."""
     sizes = {columns: 1_050_000 if columns != COLUMNS[2] else 2_000_000 for columns in COLUMNS}
 
@@ -190,7 +190,7 @@ def test_groups_across_nodes_are_no_peers_of_groups_within_nodes() -> None:
     assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links
 
 
-def test_missing_peers_are_explained() -> None:
+def test_missing_comparison_of_links_is_explained() -> None:
     """One group of all ranks, two similar groups, or too few operations each have a text. Without
     operations it is empty.
     """

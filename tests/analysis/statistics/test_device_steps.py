@@ -47,7 +47,7 @@ def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
     return {part: ns / MS for part, ns in zip(PARTS, table.parts_ns[row].tolist(), strict=True) if ns}
 
 
-def test_parts_are_device_times() -> None:
+def test_parts_of_a_step_are_its_phases_without_stalls_by_the_device_clock() -> None:
     """Phases do not include their stalls. Recomputation is not part of the enclosing backward pass."""
     table = joined(
         records(
@@ -98,7 +98,7 @@ def test_wait_counts_only_where_it_overlaps_the_gap() -> None:
     assert parts_ms(table) == {"backward": 20, "communication": 5, "host": 5}
 
 
-def test_late_device_times_are_joined() -> None:
+def test_step_is_complete_when_its_late_device_times_arrive() -> None:
     """The device is some steps behind. A step is complete with its STEP record, however the records
     are split.
     """
@@ -182,7 +182,7 @@ def test_lack_of_a_cpu_counts_while_the_device_has_no_work() -> None:
     assert {part: ms for part, ms in ready_ms.items() if ms} == {"data": 3, "host": 3, "forward": 2}
 
 
-def test_lack_of_a_cpu_that_was_not_measured() -> None:
+def test_lack_of_a_cpu_is_none_if_it_was_not_measured() -> None:
     made = records((Kind.STEP, 0, 0, 30), device(0, Kind.FORWARD, 10, 6), device(0, Kind.STEP, 0, 30))
 
     assert (joined(made).ready_ns == -1).all()
@@ -192,7 +192,9 @@ SPAN = st.tuples(st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]),
 
 
 @given(st.lists(st.tuples(st.lists(SPAN, max_size=4), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40))))))
-def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]]) -> None:
+def test_parts_of_any_step_add_up_to_its_duration(
+    steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]],
+) -> None:
     """For any phases, stalls and waits, a step's parts add up to its duration and are not negative."""
     rows: list[Row] = []
     for number, (spans, waits) in enumerate(steps):
@@ -214,7 +216,7 @@ def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[
 
 
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
-def test_spans_may_share_a_mark(rounding: int) -> None:
+def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(rounding: int) -> None:
     """A stall that ends with the backward pass shares its mark, except for a rounding error of 1
     ns.
     """
@@ -234,7 +236,7 @@ def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
     return {part: ns / MS for part, ns in zip(PARTS, values[row].tolist(), strict=True) if 0 < ns < 1e15}
 
 
-def test_the_hosts_time_and_the_devices_lag_by_part() -> None:
+def test_host_time_and_device_lag_are_known_for_each_part() -> None:
     table = joined(
         records(
             (Kind.DATA, 0, 1, 2), (Kind.FORWARD, 0, 4, 5), (Kind.BACKWARD, 0, 9, 6), (Kind.WAIT, 0, 10, 1),
@@ -249,7 +251,7 @@ def test_the_hosts_time_and_the_devices_lag_by_part() -> None:
     assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
 
 
-def test_steps_by_the_hosts_clock_have_no_host_line() -> None:
+def test_steps_timed_by_the_host_have_no_separate_host_times() -> None:
     table = assemble_steps(records((Kind.FORWARD, 0, 0, 1), (Kind.STEP, 0, 0, 3)))
 
     assert not table.issue_ns.any()
@@ -288,14 +290,14 @@ def test_wait_for_a_steady_lag_is_not_the_hosts_own_time() -> None:
     assert hosts_own_ms([(120.0, 80.0, False)], lag_at_end_ms=0.0) == [120.0]
 
 
-def test_time_independent_of_the_lag_is_the_hosts_own() -> None:
+def test_time_that_does_not_depend_on_the_lag_is_own_time_of_the_host() -> None:
     """A host that never waits takes as long with a lag as without."""
     found = hosts_own_ms([(8.0, 5.0 + 3 * (step % 2), False) for step in range(40)])
 
     assert found[-20:] == [8.0] * 20
 
 
-def test_times_without_a_full_queue_replace_those_with_one() -> None:
+def test_host_times_without_a_full_queue_replace_those_with_one() -> None:
     found = hosts_own_ms([(3.0, 0.0, False)] * 12 + [(20.0, 15.0, True)] * 5)
 
     assert found[-5:] == [3.0] * 5

@@ -38,14 +38,14 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
     return made
 
 
-def test_values_that_were_not_measured_are_missing() -> None:
+def test_unmeasured_gpu_values_are_missing_and_not_zero() -> None:
     """No signal of a GPU that reports nothing is 0."""
     assert gpu_signals([]) == {}
     assert gpu_signals(gpu(5)) == {}
     assert link_signals([]) == {}
 
 
-def test_means_of_clocks_temperature_and_memory() -> None:
+def test_clocks_temperature_and_memory_are_means_over_time() -> None:
     """They are means over time. The clock is also divided by the GPU's highest clock."""
     samples = gpu(
         4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
@@ -85,7 +85,7 @@ def test_errors_are_increases_within_the_period() -> None:
     }  # fmt: skip
 
 
-def test_decreased_counter_was_reset() -> None:
+def test_decreased_counter_counts_from_zero() -> None:
     """A reset GPU's counter has increased by its current value. For an unknown counter nothing is
     known.
     """
@@ -111,7 +111,7 @@ def test_totals_survive_json() -> None:
     assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (2500, 13, 5)
 
 
-def test_signals_of_a_port() -> None:
+def test_network_port_has_its_growth_errors_used_rate_and_time_without_link() -> None:
     """They are the increase of each counter, the sum of errors, the used rate and the time without
     a link.
     """

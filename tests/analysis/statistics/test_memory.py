@@ -49,7 +49,7 @@ def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
     )
 
 
-def test_records_of_one_time_are_one_reading() -> None:
+def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
     """Records of one time are one reading. Lost or unmeasured values are None, not 0."""
     whole = records(
         16,
@@ -82,7 +82,7 @@ def test_retries_are_counted_from_the_first_reading() -> None:
     assert [reading.alloc_retries for reading in statistics.readings] == [0, 0, 4, 4, 6]
 
 
-def test_decreased_peak_was_reset() -> None:
+def test_decreased_peak_counts_as_reset_and_keeps_the_peak_of_the_run() -> None:
     """Only users reset it. The peak of the run stays."""
     peaks = [GB, 3 * GB, 3 * GB, 2 * GB, 4 * GB, GB]
     statistics = statistics_of([records(i, allocated=(GB, peak)) for i, peak in enumerate(peaks)])
@@ -109,7 +109,7 @@ def test_readings_are_thinned_out_and_the_newest_is_kept() -> None:
     assert len(steps) > MAX_READINGS / 3
 
 
-def test_growth_is_found() -> None:
+def test_steady_growth_is_found_despite_noise() -> None:
     """A list keeps 8 MB a step, while caches fill first and the batch size varies."""
     noise = np.random.default_rng(0).normal(0, 20 * MB, 200)
     allocated = [10 * GB + min(i, 10) * GB + 16 * i * 8 * MB + noise[i] for i in range(200)]
@@ -170,7 +170,7 @@ def reading(step: int, **values: int) -> MemoryReading:
     return MemoryReading(step, **values)
 
 
-def test_signals_of_an_interval() -> None:
+def test_signals_are_retries_per_step_median_fragmentation_and_largest_use() -> None:
     """Retries since the last reading before the interval, divided by its steps; the median
     fragmentation; the largest use.
     """

@@ -20,7 +20,7 @@ def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -
     times.set_remote(rank, digest(names), sent)
 
 
-def test_slow_modules_of_a_rank_on_another_node() -> None:
+def test_modules_of_a_rank_on_another_node_are_compared_with_the_median() -> None:
     """Its modules are compared with the median of all other ranks. One of those may be slow, too."""
     times = ModuleTimes()
     times.set_local(0, USUAL)
@@ -51,7 +51,7 @@ def test_rank_without_comparable_modules_has_no_excess() -> None:
     assert times.excess_ns(0) == times.excess_ns(4) == dict.fromkeys(NAMES, 0.0)
 
 
-def test_other_modules_are_not_compared() -> None:
+def test_rank_with_different_module_names_is_not_compared() -> None:
     """A rank that has not yet run one of the modules has other names and is left out until it has."""
     times = ModuleTimes()
     times.set_local(0, USUAL)

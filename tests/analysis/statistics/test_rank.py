@@ -57,7 +57,7 @@ def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
     assert history.windows().duration_ns.tolist() == [10 * MS]
 
 
-def test_history_does_not_grow_with_the_run() -> None:
+def test_number_of_windows_is_bounded_in_a_long_run() -> None:
     """Above the maximum number of windows, neighbors are merged and the width doubles. The values
     stay the same.
     """
@@ -73,7 +73,7 @@ def test_history_does_not_grow_with_the_run() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9))
-def test_windows_do_not_depend_on_batches(durations: list[int], size: int) -> None:
+def test_windows_are_the_same_however_steps_are_split_into_batches(durations: list[int], size: int) -> None:
     """Steps added one by one or in pieces of any size give the same windows."""
     whole, pieces = WindowHistory(), WindowHistory()
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
@@ -107,7 +107,7 @@ def test_lost_steps_lower_the_coverage() -> None:
     assert statistics.lost == 321
 
 
-def test_modules_are_those_of_usual_forward_passes() -> None:
+def test_modules_of_evaluation_recomputation_and_other_threads_do_not_count() -> None:
     """Modules called in an evaluation, in recomputation, on another thread or in the warm-up do not
     count.
     """
@@ -147,7 +147,7 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(kind: Kind, in_steps
     assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
 
 
-def test_number_of_step_lengths_is_limited() -> None:
+def test_number_of_kept_step_durations_is_limited() -> None:
     """The steps have all durations. Those of the typical step are kept."""
     statistics, rng = RankStatistics(), np.random.default_rng(0)
     for first in range(0, 2000, 100):
@@ -186,7 +186,7 @@ def test_records_are_counted_by_kind_and_name() -> None:
     assert statistics.collectives["allreduce group=0"].bytes == 2000
 
 
-def test_survives_json() -> None:
+def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
     """Statistics that were written and read continue unchanged."""
     first, second = step_table([{"data": 3, "host": 1}] * 30, memory=5), step_table([{"data": 4}] * 2, first_step=30)
     straight, again = RankStatistics(), RankStatistics()
@@ -231,7 +231,7 @@ def test_work_excludes_waits_and_time_without_a_cpu() -> None:
     assert windows.work_sum_ns.tolist() == [(11 + 7 + 14 + 14) * MS]
 
 
-def test_work_is_of_comparable_steps() -> None:
+def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
     """The warm-up, and steps that compile, save or evaluate, have no work. Windows of such steps
     have a tag.
     """

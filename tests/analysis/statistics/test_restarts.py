@@ -73,7 +73,7 @@ def test_launcher_that_gives_local_rank_0_to_all_has_one_generation(node: Node) 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_child_of_a_rank_is_unrelated(node: Node, world_size: int) -> None:
+def test_child_process_of_a_rank_starts_no_new_generation(node: Node, world_size: int) -> None:
     """The child inherits the rank from the environment, or is a world of its own. The other ranks
     continue.
     """

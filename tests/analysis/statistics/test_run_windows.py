@@ -25,7 +25,7 @@ def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
     return found
 
 
-def test_columns_are_covered_by_their_middle() -> None:
+def test_column_belongs_to_the_steps_of_its_middle() -> None:
     """A column belongs to the steps of its middle. The last column ends with the last step."""
     # Columns start at 0, 8, 16, 24 and 32. The last one has six steps.
     found = grid(windows(40), last_step=37)
@@ -72,7 +72,7 @@ def test_merged_windows_have_the_first_start_and_the_mean_lack() -> None:
     assert [merged.lack_ns[step][PARTS.index("forward")] for step in merged.first_step.tolist()] == [2 * MS] * 300
 
 
-def test_no_windows_give_no_grid() -> None:
+def test_grid_is_none_without_windows() -> None:
     assert run_windows({}, 0) is None
     history = WindowHistory()
     history.add(step_table([]))

@@ -32,13 +32,13 @@ def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndar
     ("step_ns", "width"),
     [(1e3, 1024), (19.6e3, 1024), (19.5e6, 2), (20e6, 1), (5e6, 4), (4.9e6, 8), (1e9, 1), (0.0, 1024)],
 )
-def test_width_makes_rows_of_20_ms(step_ns: float, width: int) -> None:
+def test_row_width_is_the_smallest_power_of_two_that_makes_20_ms(step_ns: float, width: int) -> None:
     """A width is the smallest power of two that makes 20 ms, and at most 1024 steps."""
     assert row_width(step_ns) == width
     assert row_width(step_ns, 0) == 1
 
 
-def test_width_is_that_of_usual_steps() -> None:
+def test_row_width_is_chosen_from_the_median_of_the_first_steps() -> None:
     """The width is chosen after eight steps by their median, so a compiling first step or a stall
     does not matter.
     """
@@ -52,7 +52,7 @@ def test_width_is_that_of_usual_steps() -> None:
     assert (maker.width, rows.step.tolist()) == (4, [0, 4])
 
 
-def test_rows_are_means() -> None:
+def test_row_values_are_means_per_step() -> None:
     """Duration, work by part and waiting are per step. Communication and this package's time are
     not work.
     """
@@ -139,7 +139,7 @@ def test_rows_start_at_multiples_of_their_width() -> None:
     assert rows.duration_ns == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
 
 
-def test_no_steps_give_no_rows() -> None:
+def test_incomplete_rows_are_returned_only_by_rest() -> None:
     """Empty tables and incomplete rows give none. A short run gives its rows at the end."""
     empty = step_table([])
     assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (None, None, None)
@@ -159,7 +159,9 @@ def test_no_steps_give_no_rows() -> None:
     width=st.sampled_from([0, 1, 2, 8]),
     seed=st.integers(0, 1000),
 )
-def test_any_split_gives_the_same_rows(count: int, first: int, cuts: list[int], width: int, seed: int) -> None:
+def test_rows_are_the_same_however_steps_are_split_into_tables(
+    count: int, first: int, cuts: list[int], width: int, seed: int
+) -> None:
     """Any split of a rank's steps into tables gives the same rows. No step is lost or counted
     twice.
     """

@@ -52,7 +52,7 @@ def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
     return steps
 
 
-def test_typical_step_adds_up() -> None:
+def test_parts_of_the_typical_step_add_up_to_its_duration() -> None:
     """Its parts add up to its duration with any noise, and it is close to the median."""
     found = classes(loop(500), noise=0.1)
     assert found.typical is not None
@@ -109,7 +109,7 @@ def test_several_flags_are_one_class() -> None:
     assert (long.kinds, long.count) == (("evaluation", "saving"), 2)
 
 
-def test_flagged_steps_that_take_no_longer_are_no_class() -> None:
+def test_flagged_steps_of_usual_duration_are_no_class() -> None:
     assert classes(loop(100, every16={"flags": Flag.SAMPLED})).long == ()
 
 
@@ -127,7 +127,7 @@ def test_long_steps_of_different_parts_are_separate_classes() -> None:
     assert [each.total_ns for each in found.long] == pytest.approx([18 * 60 * MS, 3 * 200 * MS])
 
 
-def test_irregular_steps_have_no_period() -> None:
+def test_class_of_irregular_steps_has_no_period() -> None:
     """The class has their count and their numbers."""
     steps = loop(100)
     for number in (7, 8, 30, 77):
@@ -169,7 +169,7 @@ class TestKindsOfSteps:
     """Every step is in a class, whichever class is the largest."""
 
     @pytest.mark.parametrize("short", range(42, 61))
-    def test_two_kinds_are_found_for_any_ratio(self, short: int) -> None:
+    def test_two_kinds_of_steps_are_found_for_any_ratio(self, short: int) -> None:
         """One step more or less of a kind does not change the typical step."""
         found = classes([*[{"forward": 20.0}] * short, *[{"forward": 60.0}] * (100 - short)])
         assert found.typical is not None
@@ -184,7 +184,7 @@ class TestKindsOfSteps:
         (long,) = found.long
         assert (long.period, long.part, round(long.more_ns / MS)) == (2, "optimizer", 18)
 
-    def test_fewer_shorter_steps_are_a_class(self) -> None:
+    def test_minority_of_shorter_steps_is_a_class(self) -> None:
         """A warm cache or short sequences make some steps shorter."""
         found = classes([*[{"forward": 60.0}] * 80, *[{"forward": 20.0}] * 20])
         (short,) = found.short
@@ -196,15 +196,14 @@ class TestKindsOfSteps:
         )
         assert (found.typical and found.typical.count, found.long) == (80, ())
 
-    def test_three_kinds_are_found(self) -> None:
+    def test_three_step_durations_are_three_classes(self) -> None:
         """Buckets of sequence lengths make three durations."""
         found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (30, 10)
         assert sorted((each.count, round(each.duration_ns / MS)) for each in found.long) == [(30, 30), (30, 90)]
 
-    def test_steps_with_flags_that_take_no_longer_are_counted(self) -> None:
-        """They are in the typical step's class."""
+    def test_flagged_steps_of_usual_duration_count_in_the_typical_class(self) -> None:
         found = classes(loop(100, every10={"flags": Flag.EVALUATION}))
         assert (found.typical and found.typical.count, found.long, found.short) == (100, (), ())
 
@@ -228,7 +227,7 @@ class TestSizes:
         assert [(each.count, each.steps) for each in found.long] == [(1, (250,)), (1, (130,))]
         assert found.long[0].more_ns == pytest.approx(45_000 * MS, rel=0.01)
 
-    def test_one_huge_step_among_those_that_take_no_longer(self) -> None:
+    def test_huge_step_is_a_class_if_others_with_its_flag_take_no_longer(self) -> None:
         """Other steps with the same flag count as usual steps."""
         steps = loop(300, every50={"flags": Flag.EVALUATION})
         steps[149] = {**NORMAL, "host": 45_000.0, "flags": Flag.EVALUATION}
@@ -242,7 +241,7 @@ class TestSizes:
         found = classify([mix_of(mixed_table(waits)) for _ in range(2)])
         assert [(each.count, each.steps[0]) for each in found.long] == [(1, 120), (5, 39)]
 
-    def test_similar_steps_stay_together(self) -> None:
+    def test_evaluations_of_similar_duration_are_one_class(self) -> None:
         """Evaluations of 0.5 to 1.2 s are one class."""
         steps = loop(400)
         for number, ms in zip(range(20, 400, 40), np.linspace(500, 1200, 10), strict=True):
@@ -258,7 +257,7 @@ class TestSizes:
         (long,) = classes(steps).long
         assert (long.count, long.period) == (20, 20)
 
-    def test_evaluations_of_very_different_size_are_one_class(self) -> None:
+    def test_evaluations_of_very_different_durations_are_one_class(self) -> None:
         """Other programs may keep a machine busy for a while."""
         sizes = np.linspace(600, 1_700, 14)
         steps = loop(260)
@@ -302,13 +301,13 @@ class TestCauses:
         (long,) = classes(steps).long
         assert (long.kinds, long.part, long.steps) == ((), part, (8, 24, 40, 56))
 
-    def test_sampled_backward_pass(self) -> None:
+    def test_sampled_steps_with_longer_backward_passes_are_a_class(self) -> None:
         """All sampled steps take longer in the backward pass."""
         (long,) = classes(loop(128, every16={"backward": 16.0, "flags": Flag.SAMPLED})).long
         assert (long.kinds, long.count) == (("sampled backward pass",), 8)
 
     @pytest.mark.parametrize("more", [16.0, 500.0])
-    def test_stall_in_one_sampled_backward_pass(self, more: float) -> None:
+    def test_stall_in_one_sampled_backward_pass_is_not_blamed_on_sampling(self, more: float) -> None:
         """The extra time is not the cost of sampling: other sampled steps take no longer, or the
         extra time is too long.
         """
@@ -338,7 +337,7 @@ class TestCauses:
             (Flag.CHECKPOINT, 0.0, ("saving",)),
         ],
     )  # fmt: skip
-    def test_measured_time_explains_the_extra_time(
+    def test_flag_is_the_cause_only_if_its_measured_time_explains_the_extra_time(
         self, flag: Flag, measured_ms: float, kinds: tuple[str, ...]
     ) -> None:
         """Saving without torch.save() is not measured."""
@@ -375,7 +374,7 @@ class TestLackOfCpu:
 
 
 class TestSeveralRanks:
-    def test_counts_are_per_rank(self) -> None:
+    def test_step_counts_are_those_of_one_rank(self) -> None:
         """All ranks do the same. The numbers are those of one of them."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
@@ -408,14 +407,14 @@ class TestSeveralRanks:
         assert (long.kinds, long.count, long.steps) == ((WITHOUT_GRADIENTS,), 2, (20, 40))
         assert long.part == "host"
 
-    def test_wait_without_a_known_cause_stays_communication(self) -> None:
+    def test_wait_without_a_known_cause_is_shown_as_communication(self) -> None:
         """The part stays communication."""
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
         assert (long.kinds, long.part, long.count) == ((), "communication", 4)
 
 
-def test_no_steps_give_no_classes() -> None:
+def test_mix_without_steps_has_no_classes() -> None:
     assert classify([]) == classify([StepMix()]) == StepClasses(0, 0.0, None, 0.0, (), ())
 
 
@@ -456,7 +455,7 @@ def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: 
 
 
 @given(steps_of_any_kind)
-def test_classes_are_a_partition_of_any_mix(steps: list[dict[str, Any]]) -> None:
+def test_counts_and_times_of_classes_add_up_to_all_steps(steps: list[dict[str, Any]]) -> None:
     """The typical step adds up. The classes are a partition: counts and times add up to those of
     all steps.
     """
@@ -486,7 +485,7 @@ def test_classes_are_a_partition_of_any_mix(steps: list[dict[str, Any]]) -> None
             assert each.more_ns == pytest.approx(longer, rel=1e-6, abs=100)
 
 
-def test_number_of_bins_is_limited() -> None:
+def test_number_of_histogram_bins_is_limited() -> None:
     rng = np.random.default_rng(0)
     mix = StepMix()
     for first in range(0, 100_000, 20_000):

@@ -60,8 +60,7 @@ def test_unfinished_step_is_left_out(rig: Rig) -> None:
     assert table.parts_ns[0, PARTS.index("data")] == 10
 
 
-def test_other_threads_are_no_part_of_a_step(rig: Rig) -> None:
-    """A span of another thread adds to no part."""
+def test_spans_of_other_threads_add_to_no_part_of_a_step(rig: Rig) -> None:
     rig.recorder.record_span(Kind.DATA, rig.ring.intern("prefetch"), 0, 50, int(Flag.OTHER_THREAD))
     rig.clock.advance(80)
     rig.recorder.next_step()
@@ -78,7 +77,9 @@ spans = st.recursive(
 
 
 @given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4), index=st.sampled_from(range(2)))
-def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_parts_of_any_step_add_up_to_its_duration(
+    steps: list, index: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """For any nesting, a step's parts add up to its duration and are not negative. Own time is work
     only.
     """
@@ -107,7 +108,7 @@ def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPath
     assert (table.own_ns == own).all()
 
 
-def test_trace_has_a_complete_step(rig: Rig) -> None:
+def test_trace_has_all_spans_of_its_step_and_no_others(rig: Rig) -> None:
     """A wanted step has all of its spans and no span of another step."""
     for step in range(3):
         rig.span(Kind.DATA, f"data {step}", 5)

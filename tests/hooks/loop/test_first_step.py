@@ -79,7 +79,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", long_but({"inference", "an optimizer that never steps"}, SILENT))
-def test_message_if_nothing_was_recorded(name: str, tmp_path: Path) -> None:
+def test_one_line_with_advice_is_printed_if_nothing_was_recorded(name: str, tmp_path: Path) -> None:
     """One line with advice; no directory is created and the exit code is the script's."""
     script, seen = SILENT[name]
     code, stderr = recorded(f"{script}\nraise SystemExit(3)", tmp_path)
@@ -107,7 +107,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize(("arguments", "environment"), QUIET.values(), ids=QUIET)
-def test_no_message_from_tools_launchers_and_other_ranks(
+def test_tools_launchers_and_other_ranks_print_no_message(
     arguments: list[str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(MODEL)
@@ -136,7 +136,7 @@ def test_output_of_programs_without_a_model_is_unchanged(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_no_message_from_child_processes(tmp_path: Path) -> None:
+def test_child_processes_print_no_message(tmp_path: Path) -> None:
     """Forked and spawned processes of multiprocessing inherit state of their parent."""
     script = """
 import multiprocessing, os

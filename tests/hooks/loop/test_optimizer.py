@@ -105,7 +105,7 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_wrapper_is_one_step(tmp_path: Path) -> None:
+def test_optimizer_and_its_wrapper_are_one_step(tmp_path: Path) -> None:
     """Both have a span, and the outermost ends the step."""
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
@@ -118,7 +118,7 @@ def test_wrapper_is_one_step(tmp_path: Path) -> None:
     assert len(recording.steps) == 2
 
 
-def test_several_optimizers_are_one_step(tmp_path: Path) -> None:
+def test_several_optimizers_that_take_turns_are_one_step(tmp_path: Path) -> None:
     """They take turns, and the last one passed to watch() ends the step."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
@@ -231,7 +231,7 @@ def test_skip_of_one_of_two_optimizers_flags_one_step(which: int, tmp_path: Path
     assert scaled_steps(tmp_path, 2, {1: which}) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
-def test_scaler_that_overrides_update(tmp_path: Path) -> None:
+def test_skipped_step_is_flagged_if_the_scaler_overrides_update(tmp_path: Path) -> None:
     """FSDP's ShardedGradScaler overrides update()."""
 
     class Sharded(torch.amp.GradScaler):
@@ -269,7 +269,7 @@ def test_optimizer_of_another_class_is_found_by_its_scaler(tmp_path: Path) -> No
     assert [each.flags & Flag.SKIPPED for each in recording.steps] == [Flag(0)] * 3
 
 
-def test_manual_steps(tmp_path: Path) -> None:
+def test_only_manual_calls_end_steps_after_the_first_one(tmp_path: Path) -> None:
     """After the first w.step() nothing else ends a step; other events still have spans."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
@@ -355,7 +355,9 @@ def phase(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 @pytest.mark.parametrize("is_passed", [True, False], ids=["passed", "not passed"])
 @pytest.mark.parametrize("first", ["all", "head"])
 @pytest.mark.parametrize("name", SECOND_PHASES)
-def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path) -> None:
+def test_steps_of_an_optimizer_that_takes_over_are_counted(
+    name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path
+) -> None:
     """Another optimizer takes over: a head is replaced, layers are unfrozen, Adam follows SGD."""
     model = TwoParts()
     parameters = (model if first == "all" else model.head).parameters()
@@ -373,7 +375,7 @@ def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, i
         assert f"{new} has replaced SGD: steps end with {new} from then on" in recording.notes
 
 
-def test_joined_steps_are_noted(tmp_path: Path) -> None:
+def test_steps_joined_before_another_optimizer_takes_over_are_noted(tmp_path: Path) -> None:
     """Models are trained in turn with optimizers made before. At first they might take turns."""
     models = [nn.Linear(4, 4) for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -415,7 +417,7 @@ def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
-def test_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) -> None:
+def test_steps_are_counted_after_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) -> None:
     """Steps that alternate are counted correctly before and after, as when a GAN grows."""
     models = [TwoParts(), TwoParts()]
 
@@ -433,7 +435,7 @@ def test_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) 
     assert len(recording.steps) in (20, 21)
 
 
-def test_inference_steps(tmp_path: Path) -> None:
+def test_each_call_of_the_model_is_a_step_without_an_optimizer(tmp_path: Path) -> None:
     """Without an optimizer each call of the model is a step, with and without gradients."""
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:

@@ -171,7 +171,7 @@ def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Pa
     assert {each.value1 & 0xFFFF for each in recording.steps} == {1}, "nothing accumulates"
 
 
-def test_sharded_optimizer(tmp_path: Path) -> None:
+def test_steps_of_a_sharded_optimizer_are_counted_once(tmp_path: Path) -> None:
     """torch's ZeroRedundancyOptimizer steps another optimizer with the parameters of this rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
@@ -187,7 +187,7 @@ def test_sharded_optimizer(tmp_path: Path) -> None:
     assert len(recording.steps) == STEPS
 
 
-def test_wrapper_that_skips_while_accumulating(tmp_path: Path) -> None:
+def test_wrapper_that_skips_ends_a_step_in_the_last_micro_step_only(tmp_path: Path) -> None:
     """Accelerate's wrapper calls the optimizer, and ends a step, in the last micro-step only."""
 
     class Accumulates(Unregistered):
@@ -209,7 +209,7 @@ def test_wrapper_that_skips_while_accumulating(tmp_path: Path) -> None:
     assert [each.value1 & 0xFFFF for each in recording.steps] == [2] * STEPS
 
 
-def test_engine_that_steps_in_its_own_backward(tmp_path: Path) -> None:
+def test_steps_of_an_engine_that_steps_in_its_backward_are_counted(tmp_path: Path) -> None:
     """With DeepSpeed under Accelerate, the optimizer in the passed object steps elsewhere."""
 
     class Engine:
@@ -290,7 +290,7 @@ class Descent:
         return loss
 
 
-def test_optimizer_of_another_class(tmp_path: Path) -> None:
+def test_only_steps_of_the_passed_foreign_optimizer_are_counted(tmp_path: Path) -> None:
     """Steps of the passed object count, those of another one of the class do not.
 
     The class is restored.
@@ -309,7 +309,7 @@ def test_optimizer_of_another_class(tmp_path: Path) -> None:
     assert dict(vars(Descent)) == before
 
 
-def test_closure_of_another_class(tmp_path: Path) -> None:
+def test_closure_of_a_foreign_optimizer_is_not_optimizer_time(tmp_path: Path) -> None:
     """The closure runs inside the step, returns its value, and does not count as optimizer time."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
@@ -328,7 +328,7 @@ def test_closure_of_another_class(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_step_of_another_class_that_raised_is_not_counted(tmp_path: Path) -> None:
+def test_foreign_optimizer_step_that_raised_is_not_counted(tmp_path: Path) -> None:
     """The next step is counted."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
@@ -349,7 +349,7 @@ def test_step_of_another_class_that_raised_is_not_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("passed", [False, True])
-def test_optimizers_that_step_inside_of_the_backward_pass(passed: bool, tmp_path: Path) -> None:
+def test_optimizers_inside_the_backward_pass_end_the_step_with_it(passed: bool, tmp_path: Path) -> None:
     """One for each parameter, as in torchtitan.
 
     The step ends with the pass; the time is the optimizer's.
@@ -461,7 +461,7 @@ def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path
 # -- matching
 
 
-def test_positions() -> None:
+def test_passed_optimizers_are_matched_by_identity_wrapper_and_parameters() -> None:
     """Optimizers are matched by identity, through wrappers, and by parameters.
 
     A deleted wrapper is not kept alive.
@@ -503,7 +503,7 @@ def test_forward_without_gradients_in_each_step_is_not_an_evaluation(tmp_path: P
     assert [step for step, flag in enumerate(flags["validation"]) if flag] == [3, 7, 11]
 
 
-def test_actor_that_steps_twice_is_no_evaluation(tmp_path: Path) -> None:
+def test_actor_with_a_target_network_is_no_evaluation(tmp_path: Path) -> None:
     """An agent's target network has no gradients in any iteration, so no step is an evaluation."""
     critic, actor = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, actor)]

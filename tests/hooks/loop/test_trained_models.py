@@ -45,7 +45,7 @@ def modules(recording: Any) -> list[str]:
 # -- passed models
 
 
-def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
+def test_models_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
     """Names come from the call of watch(). An element without a name gets that of its class."""
     from torchlens_perf import watch
 
@@ -59,7 +59,7 @@ def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
     assert sorted(names) == ["Linear", "actor", "actor.0", "actor.1", "critic", "critic.0", "critic.1"]
 
 
-def test_dictionary_names_its_models(tmp_path: Path) -> None:
+def test_models_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
     """This includes a single model."""
     model, other = network(), network()
     with recorded(tmp_path / "two", {"generator": model, "critic": other}, modules="all") as recording:
@@ -73,7 +73,7 @@ def test_dictionary_names_its_models(tmp_path: Path) -> None:
     assert (roots(single), modules(single)) == (["policy"], ["policy.0", "policy.1"])
 
 
-def test_a_single_model_keeps_its_modules_names(tmp_path: Path) -> None:
+def test_module_names_of_a_single_model_have_no_prefix(tmp_path: Path) -> None:
     """Names have no prefix, also in a list."""
     model = network()
     for given in (model, [model], (model,)):
@@ -110,8 +110,7 @@ def test_other_trained_models_are_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["inner model", "part of it"])
-def test_wrapped_or_partial_models_are_the_same(way: str, tmp_path: Path) -> None:
-    """A model that is wrapped later, or of which a part was passed, is recognized."""
+def test_model_is_recognized_if_wrapped_later_or_passed_in_part(way: str, tmp_path: Path) -> None:
     inner = network()
     whole = nn.Sequential(inner, nn.Linear(4, 4)) if way == "part of it" else nn.DataParallel(inner)
     (optimizer,) = optimizers(whole)
@@ -161,7 +160,7 @@ def test_models_from_before_the_watch_are_not_timed(tmp_path: Path) -> None:
     assert len(roots(recording)) == 1
 
 
-def test_a_model_made_later_is_found(tmp_path: Path) -> None:
+def test_model_created_later_is_found(tmp_path: Path) -> None:
     """The model has its own optimizer and comes after steps of the others."""
     model = Generator(nn.Linear(4, 4))
     (optimizer,) = optimizers(model)
@@ -176,7 +175,7 @@ def test_a_model_made_later_is_found(tmp_path: Path) -> None:
     assert len(roots(recording)) == 2
 
 
-def test_one_optimizer_over_several_models(tmp_path: Path) -> None:
+def test_models_of_one_optimizer_are_timed_separately(tmp_path: Path) -> None:
     """Twin critics have one optimizer."""
     models = [network(), network()]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
@@ -188,7 +187,7 @@ def test_one_optimizer_over_several_models(tmp_path: Path) -> None:
     assert len(roots(recording)) == 2
 
 
-def test_parts_of_a_model_that_is_not_called(tmp_path: Path) -> None:
+def test_called_parts_of_an_uncalled_model_are_timed_by_name(tmp_path: Path) -> None:
     """An agent calls its actor and critic but is never called itself.
 
     Each is a forward pass with its name.
@@ -246,13 +245,13 @@ def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
     assert names == ["Linear", "Bilinear"]
 
 
-def test_names_are_distinct() -> None:
+def test_names_of_models_are_distinct() -> None:
     """They also differ from names that are taken."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     assert name_models(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
 
 
-def test_local_variables_are_not_changed() -> None:
+def test_search_for_names_does_not_change_local_variables() -> None:
     """A dictionary that the user got from locals() keeps its contents."""
 
     def training() -> tuple[dict[str, Any], list[str]]:
@@ -267,7 +266,7 @@ def test_local_variables_are_not_changed() -> None:
     assert names == (["model", "other"] if sys.version_info >= (3, 12) else ["Sequential", "Sequential_2"])
 
 
-def test_naming_evaluates_no_property() -> None:
+def test_search_for_names_evaluates_no_property() -> None:
     called: list[str] = []
 
     class Holder:

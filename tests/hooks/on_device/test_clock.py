@@ -88,7 +88,7 @@ def test_marks_that_the_device_has_not_reached_are_unknown(device: FakeDevice, c
     assert device.synchronizations == synchronizations
 
 
-def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock) -> None:
+def test_every_mark_is_read_when_the_host_is_twenty_steps_ahead(device: FakeDevice, clock: EventClock) -> None:
     """Each mark is read at last, without synchronization and with two queries per step at most."""
     marks: list[int] = []
     times: dict[int, int] = {}
@@ -126,7 +126,7 @@ def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: Ev
     assert fake.made < 12
 
 
-def test_streams_do_not_wait_for_each_other(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_slow_stream_does_not_delay_times_of_another(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
     """A stream that is far behind does not delay another one's times."""
     slow, fast = device.new_stream(), device.new_stream()
     fake.stream = slow
@@ -181,7 +181,7 @@ def test_queries_do_not_end_a_capture_on_another_thread(device: FakeDevice, cloc
     device.end_capture(anothers)
 
 
-def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: EventClock) -> None:
+def test_marks_are_skipped_and_counted_on_a_device_far_behind(device: FakeDevice, clock: EventClock) -> None:
     """Missing marks are counted. Marking continues after the device has reached the last mark."""
     device.spin(10 * SECOND)
     for _ in range(events.BEHIND_STEPS + 1):
@@ -195,7 +195,9 @@ def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: Ev
     assert clock.mark() is not None
 
 
-def test_more_marks_than_events(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_beyond_the_event_limit_are_counted_separately(
+    device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is limited.
 
     Missing marks are counted separately from those of a device that is behind.
@@ -205,7 +207,7 @@ def test_more_marks_than_events(device: FakeDevice, clock: EventClock, monkeypat
     assert (clock.crowded, clock.skipped, clock.missing) == (12, 0, 12)
 
 
-def test_many_marks_on_a_device_that_is_a_step_behind(device: FakeDevice, clock: EventClock) -> None:
+def test_no_mark_is_missing_on_a_device_two_steps_behind(device: FakeDevice, clock: EventClock) -> None:
     """No mark is missing with 82 modules of FSDP2 and 8 micro-steps, two steps ahead."""
     for step in range(6):
         for _ in range(3936):
@@ -218,10 +220,9 @@ def test_many_marks_on_a_device_that_is_a_step_behind(device: FakeDevice, clock:
     assert clock.missing == 0
 
 
-def test_an_event_that_cannot_be_made_or_recorded(
+def test_failed_event_raises_and_leaves_the_mark_missing(
     fake: FakeEvents, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is raised, and the mark is missing."""
     for name in ("new", "record", "current"):
         with monkeypatch.context() as patched:
             patched.setattr(fake, name, lambda *given: 1 / 0)
@@ -231,7 +232,9 @@ def test_an_event_that_cannot_be_made_or_recorded(
     assert clock.skipped == 3
 
 
-def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_times_of_old_steps_are_dropped(
+    device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module whose backward pass never came has marked its start, which is never read."""
     monkeypatch.setattr(events, "MAX_TIMES", 8)
     marks = []
@@ -276,7 +279,7 @@ def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents
         assert span[1] == pytest.approx((SECOND + 1400) * (1 + fake.fast), abs=2000)
 
 
-def test_without_an_anchor_nothing_is_marked(device: FakeDevice, fake: FakeEvents) -> None:
+def test_marks_without_an_anchor_are_counted_as_missing(device: FakeDevice, fake: FakeEvents) -> None:
     """With a busy front end, marks are counted as missing. A later attempt finds an anchor."""
     device.spin(2 * SECOND, fake.aside)
     clock = EventClock(fake, fake.now_ns)

@@ -91,7 +91,7 @@ def test_collective_has_its_time_on_the_device(loop: Loop) -> None:
     assert loop.device.synchronizations == synchronizations
 
 
-def test_nothing_is_marked_in_a_capture(loop: Loop) -> None:
+def test_collective_in_a_capture_has_no_event(loop: Loop) -> None:
     """The record is the same as without events."""
     loop.fake.stream = loop.device.new_stream()
     loop.device.begin_capture(loop.fake.stream)

@@ -204,7 +204,9 @@ def test_device_delay_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
     assert behind[4] == pytest.approx(50 * MILLISECOND + STEP_NS, rel=0.02)
 
 
-def test_modules_and_sections_in_sampled_steps(recorder: ModuleType, device: FakeDevice, tmp_path: Path) -> None:
+def test_modules_and_sections_have_device_times_in_sampled_steps_only(
+    recorder: ModuleType, device: FakeDevice, tmp_path: Path
+) -> None:
     """Only sampled steps have device times of modules, forward and backward, and of sections."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
@@ -231,7 +233,7 @@ def test_modules_and_sections_in_sampled_steps(recorder: ModuleType, device: Fak
     assert all(BACKWARD_NS <= each.duration_ns < BACKWARD_NS + OVER_NS for each in backward)
 
 
-def test_a_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -> None:
+def test_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -> None:
     """No event is recorded into the graph, and missing steps are published."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
@@ -299,7 +301,7 @@ def test_stalls_are_recorded_before_their_step(device: FakeDevice, tmp_path: Pat
         assert spans.index(stall) < spans.index(step)
 
 
-def test_reading_probes_counts_as_their_cost(
+def test_time_to_read_marks_counts_as_cost_of_the_sampled_step(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Marks of a sampled step are read in later steps, which would not have this cost."""
@@ -357,7 +359,7 @@ def test_spans_that_the_device_never_reached_are_counted(device: FakeDevice, tmp
     assert recording.metadata["device"]["unread"] == 3 * 3 + 2
 
 
-def test_a_user_exception_in_the_forward_pass(device: FakeDevice, tmp_path: Path) -> None:
+def test_user_exception_in_the_forward_pass_is_passed_on(device: FakeDevice, tmp_path: Path) -> None:
     """The exception is passed on, and later steps are timed."""
     rig = Rig(device)
 
@@ -454,7 +456,7 @@ def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path
     assert hooks_device._never_freed == []
 
 
-def test_no_hook_on_a_cpu_build() -> None:
+def test_no_hook_is_attached_on_a_cpu_build() -> None:
     """This includes a setting that asks for device times."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")

@@ -34,7 +34,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_one_object_per_stream(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
+def test_equal_streams_share_one_object(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
     """Streams are compared by value. With handles, there is one object for each stream."""
     cuda = Cuda(monkeypatch, handles=handles)
     own = CudaEvents(3)

@@ -89,7 +89,9 @@ def test_all_devices_of_a_process_are_published(devices: Devices, tmp_path: Path
 
 
 @pytest.mark.parametrize("reason", ["initialized", "capturing"])
-def test_no_query_before_cuda_is_initialized_or_in_a_capture(devices: Devices, tmp_path: Path, reason: str) -> None:
+def test_gpu_is_not_queried_before_cuda_is_initialized_or_in_a_capture(
+    devices: Devices, tmp_path: Path, reason: str
+) -> None:
     devices.reserved = [GB, 0, 0]
     devices.initialized, devices.capturing = reason != "initialized", reason == "capturing"
     with recorded(tmp_path) as recording:
@@ -100,7 +102,7 @@ def test_no_query_before_cuda_is_initialized_or_in_a_capture(devices: Devices, t
     assert len(gpus(recording)) == 1
 
 
-def test_no_hook_without_a_gpu(tmp_path: Path) -> None:
+def test_no_hook_is_attached_without_a_gpu(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         steps(recording, 3)
     assert gpus(recording) == []

@@ -43,7 +43,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-def test_parts_run_in_their_order_and_the_file_has_it_all(tmp_path: Path) -> None:
+def test_parts_run_in_order_and_the_file_has_all_output(tmp_path: Path) -> None:
     code, runner, text = run(tmp_path, part("passes"), part("fails"))
     assert code == 1
     assert [line.part for line in runner.lines] == ["passes"] * 3 + ["fails"]
@@ -55,7 +55,7 @@ def test_parts_run_in_their_order_and_the_file_has_it_all(tmp_path: Path) -> Non
     assert "passes " in text.rpartition("Seconds of each part")[2]
 
 
-def test_without_a_fail_it_exits_with_0(tmp_path: Path) -> None:
+def test_exit_code_is_0_without_a_failed_part(tmp_path: Path) -> None:
     assert run(tmp_path, part("passes"))[0] == 0
 
 
@@ -68,7 +68,7 @@ def test_without_a_fail_it_exits_with_0(tmp_path: Path) -> None:
         ("silent", "said nothing"),
     ],
 )
-def test_a_part_that_breaks_is_a_fail_and_the_next_one_runs(tmp_path: Path, name: str, said: str) -> None:
+def test_part_that_raises_fails_and_the_next_one_runs(tmp_path: Path, name: str, said: str) -> None:
     code, runner, text = run(tmp_path, part(name), part("passes"))
     assert code == 1
     assert runner.failed == 1
@@ -77,7 +77,7 @@ def test_a_part_that_breaks_is_a_fail_and_the_next_one_runs(tmp_path: Path, name
     assert (name in ("silent", "killed")) == ("before" not in text)
 
 
-def test_a_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, _ = run(tmp_path, part("hangs", limit_s=3), part("passes"))
     assert code == 1
@@ -99,7 +99,7 @@ def test_no_part_begins_after_the_time_limit(tmp_path: Path, monkeypatch: pytest
     ] * 2
 
 
-def test_lines_before_a_kill_are_in_the_file(tmp_path: Path) -> None:
+def test_file_has_the_lines_before_a_kill(tmp_path: Path) -> None:
     """The running part does not survive."""
     program = f"""
 from pathlib import Path
@@ -150,12 +150,12 @@ def test_every_part_has_its_function() -> None:
         ("cuMemGetInfo_v2", None), ("cudaMallocAsync_v11020", None), ("cudaFreeAsync_v11020", None),
     ],
 )  # fmt: skip
-def test_which_calls_wait(function: str, kind: str | None) -> None:
+def test_calls_that_wait_for_the_device_are_recognized(function: str, kind: str | None) -> None:
     assert kind_of(function) == kind
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_calls_are_counted_by_what_cupti_calls_back(tmp_path: Path) -> None:
+def test_calls_are_counted_from_cupti_callbacks(tmp_path: Path) -> None:
     library = tmp_path / "libfake_cupti.so"
     source = ROOT / "tests" / "support" / "fake_cupti.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
@@ -175,7 +175,7 @@ def test_calls_are_counted_by_what_cupti_calls_back(tmp_path: Path) -> None:
         Calls(str(library))
 
 
-def test_a_small_shared_memory_is_had_or_said_to_be_not_permitted() -> None:
+def test_small_shared_memory_is_mounted_or_the_reason_returned() -> None:
     prefix = small_shared_memory()
     if isinstance(prefix, str):
         assert "not permitted" in prefix or "no unshare" in prefix
@@ -187,7 +187,7 @@ def test_a_small_shared_memory_is_had_or_said_to_be_not_permitted() -> None:
     assert os.statvfs("/dev/shm").f_blocks == before.f_blocks
 
 
-def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
+def test_refusals_of_nccl_differ_from_other_failures() -> None:
     words = "x\nncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 40\n"
     assert "Duplicate GPU detected" in refusal(words)
     assert refusal("ValueError: no") == ""
@@ -196,7 +196,7 @@ def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
 @pytest.mark.long  # it asks for a quiet machine: who is named first may be a rank that lacked a CPU
 @pytest.mark.distributed
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
-def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
+def test_planted_part_passes_on_the_asynchronous_device(tmp_path: Path) -> None:
     """One loop and one fault of this part, planted as on CUDA."""
     lines: list[Line] = []
     planted.check(Checks(lines.append), MODULES, kinds=("launch-clean", "ddp-backward"), steps=90)
@@ -208,7 +208,7 @@ def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 @pytest.mark.parametrize("name", [ASYNC, MODULES])
-def test_the_check_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
+def test_complete_check_passes_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
     """The complete check on this device, run from its command line."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", name, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)

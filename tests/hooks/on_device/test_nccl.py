@@ -124,7 +124,9 @@ def test_plugin_of_the_launchers_installation_is_replaced(
     assert recording.notes == []
 
 
-def test_settings_of_nccl_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_settings_without_a_plugin_do_not_prevent_timing(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other settings in NCCL's file, or a commented-out variable, are not a plugin."""
     (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=INFO\n#{VARIABLE}=another\n")
     with watched(tmp_path, monkeypatch):
@@ -148,7 +150,7 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
         ((2, 31, 2), "on", SAMPLED_EVERY), ((3, 0, 1), "on", SAMPLED_EVERY),
     ],
 )  # fmt: skip
-def test_steps_that_are_timed(
+def test_one_step_of_50_is_timed_with_an_untested_nccl(
     version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -162,7 +164,7 @@ def test_steps_that_are_timed(
     assert len(sampled) == (every > 1)
 
 
-def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin needs shared memory, which containers may lack.
 
     Events are used instead, with a note.
@@ -176,7 +178,9 @@ def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
-def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_not_set_without_room_in_shared_memory(
+    wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The note gives the needed and the free size. NCCL itself would use a null pointer."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
@@ -186,14 +190,16 @@ def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, mon
     assert re.search(r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note)
 
 
-def test_room_in_shared_memory(tmp_path: Path) -> None:
+def test_room_in_shared_memory_is_computed_for_all_ranks_of_the_node(tmp_path: Path) -> None:
     """All ranks of the node count. A missing folder has no room."""
     assert nccl_plugin.no_room(1, tmp_path) == ""
     assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # Has no free space.
     assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
 
 
-def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_ends_without_room_for_a_later_communicator(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Timing ends for good, with a note."""
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
@@ -232,7 +238,7 @@ def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
         assert (VARIABLE in os.environ) == offered
 
 
-def test_no_notes_on_a_single_rank(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_has_no_nccl_notes(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL runs no kernel there."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -241,7 +247,7 @@ def test_no_notes_on_a_single_rank(nccl: FakeNccl, tmp_path: Path, monkeypatch: 
     assert recording.notes == []
 
 
-def test_nccl_does_not_report_in_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_timing_is_off_in_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's class is restored after the watch."""
     asked: list[Any] = []
 
@@ -386,7 +392,7 @@ def test_plugin_is_set_before_communicators_are_made(monkeypatch: pytest.MonkeyP
     assert names == ["DeviceHook", "DataParallelHook", "NcclHook", "GpuHook", "StampHook"]
 
 
-def test_nccl_reports_after_a_capture_that_did_not_begin(
+def test_timing_continues_after_a_capture_that_failed_to_begin(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch raises and does not end this capture."""
@@ -511,7 +517,7 @@ def test_plugin_is_not_set_without_nccl(nccl: FakeNccl, monkeypatch: pytest.Monk
         assert VARIABLE not in os.environ
 
 
-def test_version_of_torchs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_nccl_has_no_suffix_and_is_none_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a suffix; None in a torch without CUDA or with another vendor's NCCL."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert nccl_plugin.version() is None
@@ -531,7 +537,7 @@ def test_version_of_torchs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         ((2, 26, 2), None, LIMITED, "not timed"), ((2, 29, 7), "another", LIMITED, "another plugin was chosen"),
     ],
 )  # fmt: skip
-def test_doctor(
+def test_doctor_has_one_line_on_nccl(
     version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -547,7 +553,7 @@ def test_doctor(
     assert bool(check.remedy) == (severity == LIMITED)
 
 
-def test_torchs_timing_is_not_enabled() -> None:
+def test_timing_of_process_groups_in_torch_is_not_enabled() -> None:
     """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
 
     Only the user may set it.

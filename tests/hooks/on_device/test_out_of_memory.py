@@ -56,7 +56,7 @@ class Hungry(torch.nn.Module):
         return value
 
 
-def test_table_is_written(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_out_of_memory_error_writes_a_table(tmp_path: Path, allocator: FakeAllocator) -> None:
     """The table has the process, time, place and size of the request, and the memory in use."""
     model = torch.nn.Sequential(Hungry(allocator))
     with recorded(tmp_path, model) as recording:
@@ -86,7 +86,7 @@ def recording_key(metadata: dict[str, Any]) -> str:
     return f"rank{identity['rank']:05d}-attempt{identity['attempt']}-{identity['pid']}-{identity['process_started']}"
 
 
-def test_one_observer_per_process(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_second_watch_uses_the_observer_of_the_first(tmp_path: Path, allocator: FakeAllocator) -> None:
     """An observer cannot be removed.
 
     A second watch uses the first one's, which is inactive in between.
@@ -212,7 +212,9 @@ class Clock:
         return self.now_ns
 
 
-def test_tables_are_rare_if_errors_repeat(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """cuDNN tries algorithms until one fits. Tables take at most a hundredth of the time."""
     clock = Clock()
     with recorded(tmp_path) as recording:
@@ -251,7 +253,7 @@ def test_error_shortly_after_a_table_has_a_file_without_one(tmp_path: Path, allo
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_error_that_did_not_end_the_watch_was_caught(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
+def test_error_before_later_steps_counts_as_caught(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
     """The step in progress does not matter."""
     with pytest.raises(MemoryError) if fatal else nullcontext(), recorded(tmp_path) as recording:
         recording.watch.step()
@@ -275,7 +277,7 @@ def test_newest_eight_tables_are_kept(tmp_path: Path, allocator: FakeAllocator) 
         assert written(recording.watch, "rank00000-11.json")["asked_bytes"] == 2 * GB
 
 
-def test_no_observer_if_memory_is_off(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_no_observer_is_attached_if_memory_is_off(tmp_path: Path, allocator: FakeAllocator) -> None:
     """There are no readings either."""
     with recorded(tmp_path, memory="off"):
         assert allocator.observers == []

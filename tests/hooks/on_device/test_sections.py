@@ -83,7 +83,7 @@ def test_sections_of_eager_code_are_counted(device: FakeDevice, torch_device: Fa
     assert recording.notes == []
 
 
-def test_each_replay_of_a_captured_graph_counts(
+def test_section_is_counted_in_each_replay_of_a_captured_graph(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     with recorded(tmp_path) as recording:
@@ -344,7 +344,7 @@ def test_busy_device_is_not_waited_for_at_the_end(
     assert any("were not known when the watch ended" in note for note in recording.notes)
 
 
-def test_without_a_watch_nothing_happens() -> None:
+def test_device_section_without_a_watch_does_nothing() -> None:
     """There is no error and no import of device modules."""
     with perf.device_section("anything"):
         pass

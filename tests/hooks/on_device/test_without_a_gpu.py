@@ -29,7 +29,7 @@ print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.
 """
 
 
-def test_no_device_module_is_loaded(tmp_path: Path) -> None:
+def test_no_device_module_is_loaded_without_a_gpu(tmp_path: Path) -> None:
     """This includes CuPy, even if the script asks for device times and sections."""
     done = run([sys.executable, "-c", PROGRAM], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def agent(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_open_mpi_mpirun(tmp_path: Path, agent: str) -> None:
+def test_mpirun_of_open_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
     need("mpirun.openmpi")
     command = [
         "mpirun.openmpi", "--allow-run-as-root", "--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", "lo",
@@ -66,7 +66,7 @@ def test_open_mpi_mpirun(tmp_path: Path, agent: str) -> None:
     check_numbers(done, "Open MPI")
 
 
-def test_mpich(tmp_path: Path, agent: str) -> None:
+def test_mpirun_of_mpich_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
     """MPICH's mpirun (Hydra), which Intel MPI's resembles, sets no variable that names the job."""
     need("mpirun.mpich")
     command = [
@@ -77,7 +77,7 @@ def test_mpich(tmp_path: Path, agent: str) -> None:
     check_numbers(done, "Hydra")
 
 
-def test_intel_mpi(tmp_path: Path, agent: str) -> None:
+def test_mpiexec_of_intel_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
     """mpiexec of Intel MPI sets a variable that names the job."""
     root = os.environ.get("I_MPI_ROOT", "")
     if not os.path.exists(f"{root}/bin/mpiexec.hydra"):
@@ -99,7 +99,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield environ
 
 
-def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_srun_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Each task is a rank. Job id and step id name the run, which is the same on all nodes."""
     command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--unbuffered", sys.executable, SCRIPT]
     done = run_both(tmp_path, command, **slurm, **store())
@@ -107,7 +107,7 @@ def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert done.runs[0].run_id.startswith("slurm-")
 
 
-def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_srun_of_shells_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Each task is a shell that starts the rank, so ranks of a node share no parent.
 
     The cyclic distribution puts ranks 0 and 2 on one node, and 1 and 3 on the other.
@@ -135,7 +135,7 @@ def python_with(package: str) -> str:
     return python
 
 
-def test_ray(tmp_path: Path) -> None:
+def test_ray_train_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     """Ray Train runs on a cluster of two nodes. Its workers are children of Ray's daemons."""
     python = python_with("ray")
     done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
@@ -146,7 +146,7 @@ def test_ray(tmp_path: Path) -> None:
     assert all(rank["steps"] >= STEPS - 1 for rank in done.report()["ranks"])
 
 
-def test_deepspeed(tmp_path: Path) -> None:
+def test_deepspeed_launcher_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     """DeepSpeed's launcher runs once on each node."""
     python = python_with("deepspeed")
     # Decodes to {"node-a": [0, 1], "node-b": [0, 1]}.

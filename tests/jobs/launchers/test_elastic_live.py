@@ -227,14 +227,14 @@ def test_all_ranks_continue_after_a_failure(failed: dict[str, Any]) -> None:
     assert max(node.findings.compared for node in failed["nodes"]) == 4
 
 
-def test_captures_after_a_failure(failed: dict[str, Any]) -> None:
+def test_ranks_can_be_captured_after_a_failure(failed: dict[str, Any]) -> None:
     """A rank on either node can be captured in the second attempt."""
     assert failed["codes"] == [0, 0]
     assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [(0, 1, ""), (3, 1, "")]
     assert all(row["last_step"] == row["first_step"] + 1 for row in failed["captures"])
 
 
-def test_traces_after_a_failure(failed: dict[str, Any]) -> None:
+def test_spans_of_all_ranks_are_in_one_trace_after_a_failure(failed: dict[str, Any]) -> None:
     """The spans of all ranks of a step are in one trace, in both attempts."""
     whole = {attempt for (attempt, _), ranks in failed["traces"].items() if ranks == {0, 1, 2, 3}}
 
@@ -242,14 +242,14 @@ def test_traces_after_a_failure(failed: dict[str, Any]) -> None:
     assert {attempt for attempt, _ in failed["traces"]} == {0, 1}
 
 
-def test_slow_rank_after_a_failure(failed: dict[str, Any]) -> None:
+def test_slow_rank_is_named_after_a_failure(failed: dict[str, Any]) -> None:
     """Node 0 names the rank of the other node."""
     found = verdict(failed["slow"], "straggler")
     assert found is not None
     assert found["rank"] == 3
 
 
-def test_hang_after_a_failure(failed: dict[str, Any]) -> None:
+def test_missing_rank_of_a_hang_is_named_after_a_failure(failed: dict[str, Any]) -> None:
     """The verdict names the rank that other ranks wait for.
 
     The ended processes of the first attempt are no hang.
@@ -291,7 +291,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen
 
 
-def test_rank_0_moves_to_the_other_node(moved: dict[str, Any]) -> None:
+def test_remaining_node_judges_after_rank_0_moves_to_it(moved: dict[str, Any]) -> None:
     """The remaining node gets rank 0 and judges.
 
     The ranks that have left are not reported as missing.
@@ -306,7 +306,7 @@ def test_rank_0_moves_to_the_other_node(moved: dict[str, Any]) -> None:
     assert found["evidence"]["waiting"] == [0]
 
 
-def test_node_that_joins(moved: dict[str, Any]) -> None:
+def test_node_that_joins_has_the_same_run_and_attempt(moved: dict[str, Any]) -> None:
     """The node has the same run and attempt as the other one, and is compared with it."""
     assert {rank["host"] for rank in moved["again"]["ranks"]} == set(NODES)
     found = verdict(moved["slow"], "straggler")

@@ -21,7 +21,7 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.mark.long
-def test_worker_fails(tmp_path: Path) -> None:
+def test_node_0_judges_all_ranks_after_a_worker_fails(tmp_path: Path) -> None:
     """The exchange continues afterwards: node 0 judges all ranks of the same attempt in one run."""
     job = c10d(free_port(), "--max-restarts=2")
     environment = {

@@ -24,7 +24,7 @@ def store() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_loop(tmp_path: Path) -> None:
+def test_ranks_started_by_a_loop_are_one_run(tmp_path: Path) -> None:
     """Only MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are set.
 
     Each node finds out which ranks are local.
@@ -38,7 +38,7 @@ def test_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_spawn(tmp_path: Path) -> None:
+def test_ranks_started_by_spawn_are_one_run(tmp_path: Path) -> None:
     """Only torch.distributed has the rank and the world size, as torch.multiprocessing sets no
     variables.
     """
@@ -47,7 +47,7 @@ def test_spawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_loop_in_a_shell(tmp_path: Path) -> None:
+def test_ranks_started_by_a_shell_loop_are_one_run(tmp_path: Path) -> None:
     """Each rank is a fresh interpreter in a separate shell."""
     loop = 'for i in 0 1; do (export RANK=$(($2 + i)); "$0" "$1"; true) & done; wait'
     commands = [
@@ -58,7 +58,7 @@ def test_loop_in_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
+def test_ranks_spawned_as_fresh_interpreters_are_one_run(tmp_path: Path) -> None:
     """mp.spawn starts fresh interpreters."""
     script = str(SCRIPTS / "launched_spawn.py")
     commands = [
@@ -68,7 +68,7 @@ def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_accelerate(tmp_path: Path) -> None:
+def test_accelerate_launch_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     """`accelerate launch` runs on two machines."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     port = free_port()
@@ -80,7 +80,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning_launcher_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     """Lightning's own launcher: rank 0 of a node is the script, which starts the other ranks."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     script = str(SCRIPTS / "launched_lightning.py")

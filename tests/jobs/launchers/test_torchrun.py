@@ -69,7 +69,7 @@ def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
 
 
 @pytest.mark.long
-def test_static_rendezvous(tmp_path: Path) -> None:
+def test_static_rendezvous_makes_one_run_named_by_node_0(tmp_path: Path) -> None:
     """The run id is "none" and the port is fixed in advance.
 
     Nodes learn the run's name from node 0.
@@ -93,6 +93,6 @@ def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_c10d_rendezvous(tmp_path: Path) -> None:
+def test_c10d_rendezvous_makes_one_run_named_by_its_endpoint(tmp_path: Path) -> None:
     """All nodes know node 0's address and port, which name the run."""
     run_both(tmp_path, *c10d(free_port()), **C10D)

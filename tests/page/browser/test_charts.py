@@ -67,7 +67,7 @@ def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) 
         np.testing.assert_allclose(values, expected.ravel(), rtol=1e-5, atol=1e-6)
 
 
-def test_excess_in_large_populations_and_small_ones(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
+def test_excess_is_relative_to_all_ranks_only_above_16_ranks(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
     """More than 16 ranks are compared with the median of all, fewer ranks with the median of the others."""
     matrices = wide["steps"]
     assert matrices is not None
@@ -174,7 +174,7 @@ def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
     assert healthy_coloured / healthy < 0.01
 
 
-def test_few_ranks_are_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+def test_fewer_than_five_ranks_are_drawn_as_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
     """Below five ranks, each has a line of its compute time."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
     compute = tab.named("compute")
@@ -223,8 +223,7 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
     assert found == {"height": 500, "at": [2, 388], "row": 777, "column": 2, "count": 1, "unknown": 1}
 
 
-def test_hover_on_the_heat_map(tab: Tab) -> None:
-    """The tip has rank, host, step, value and flags."""
+def test_tip_of_the_heat_map_has_rank_host_step_value_and_flags(tab: Tab) -> None:
     tab.open("#heat;order=rank")
     tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, SLOW_RANK + 0.5))
     text = tab.tip()
@@ -238,7 +237,7 @@ def test_hover_on_the_heat_map(tab: Tab) -> None:
     assert tab.tip() == ""
 
 
-def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) -> None:
+def test_tip_of_a_sampled_step_says_not_compared(tab_of: TabOf, wide_file: Path) -> None:
     """A sampled step is not compared. Its tip names the sampling."""
     tab = tab_of(wide_file).open("#heat;order=rank;rows=all")
     tab.page.mouse.move(*tab.at("heat", 32.5, 20.5))
@@ -248,8 +247,7 @@ def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) ->
     assert "also: checkpoint" in tab.tip()
 
 
-def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path) -> None:
-    """Each tip has the values at the pointer."""
+def test_tip_of_each_chart_has_the_values_at_the_pointer(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open()
     tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
     assert f"step {WIDE_SINCE + 10}" in tab.tip()
@@ -291,7 +289,7 @@ def test_timeline_shows_waits_and_the_last_rank(tab: Tab, shown: Contents) -> No
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
 
-def test_hover_on_the_timeline(tab: Tab, shown: Contents) -> None:
+def test_tip_of_a_collective_names_its_last_rank(tab: Tab, shown: Contents) -> None:
     """The tip of a collective names the last rank. The collective is framed on all its ranks."""
     tab.show("step")
     line = tab.named("step")
@@ -337,7 +335,7 @@ def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
     assert tab.value(window) == pytest.approx([begin, end])
 
 
-def test_device_lanes(tab_of: TabOf, device_file: Path) -> None:
+def test_device_work_has_its_own_lane(tab_of: TabOf, device_file: Path) -> None:
     """Work on a device has its own lane, and phases have bars by the device's clock."""
     tab = tab_of(device_file).open("#step")
     lanes: Any = tab.value(f"[...{tab.named('step')}.laid.labels.values()]")
@@ -371,7 +369,7 @@ def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents
     assert "chosen" in row.get_attribute("class")
 
 
-def test_a_slow_module_is_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
+def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
     """The slowest rank's bar is followed by the median of the others.
 
     The slow rank has its own colour.
@@ -459,6 +457,6 @@ def test_exported_numbers_are_those_of_the_page(tab: Tab, shown: Contents) -> No
     assert float(parts["forward_s"]) == pytest.approx(typical["parts"]["forward"], rel=1e-4)
 
 
-def test_names_are_no_formulas_in_an_export(tab: Tab) -> None:
+def test_exported_names_cannot_be_spreadsheet_formulas(tab: Tab) -> None:
     made = tab.value("""torchlens.csv([["=1+1", "@x", 'a"b,c', -1.5, NaN, null, "+\\u202ex"]])""")
     assert made == '\'=1+1,\'@x,"a""b,c",-1.5,,,\'+?x\r\n'

@@ -58,7 +58,7 @@ def hostile(of: Contents) -> Contents:
 
 
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
-def test_hostile_names_are_text(tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool) -> None:
+def test_hostile_names_are_shown_as_text(tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool) -> None:
     tab = tab_of(written(tmp_path, "hostile", hostile(wide)), phone=phone)
     dialogs: list[str] = []
     tab.page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))

@@ -44,7 +44,7 @@ def test_axe_finds_no_serious_fault(tab_of: TabOf, wide_file: Path, dark: bool, 
 
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
-def test_screenshots(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool) -> None:
+def test_page_and_charts_fit_the_window(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool) -> None:
     """The page is as wide as the window, charts are as wide as their containers, and none is too high."""
     tab = tab_of(wide_file, dark=dark, phone=phone).open(VIEW)
     tab.show_all()
@@ -99,7 +99,7 @@ def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file
     assert all(int(str(font).partition("px")[0].rpartition(" ")[2]) >= 11 for font in fonts)
 
 
-def test_without_scripts_everything_is_there(tab_of: TabOf, wide_file: Path) -> None:
+def test_verdicts_tables_and_bars_are_shown_without_scripts(tab_of: TabOf, wide_file: Path) -> None:
     """Verdicts, words, tables and bars are shown.
 
     Charts need scripts and say so. There are no requests.

@@ -113,7 +113,7 @@ def terminal_of() -> Iterator[Any]:
         each.close()
 
 
-def test_page(run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path) -> None:
+def test_page_shows_the_numbers_of_the_report(run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     command("report", str(run), "--html", str(file), "--quiet")
 
@@ -122,7 +122,9 @@ def test_page(run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path) -
     assert missing(facts, text) == {}
 
 
-def test_page_without_scripts(run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path) -> None:
+def test_page_without_scripts_shows_the_numbers_of_the_report(
+    run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path
+) -> None:
     file = tmp_path / "page.html"
     command("report", str(run), "--html", str(file), "--quiet")
     tab = tab_of(file, scripts=False)
@@ -131,7 +133,7 @@ def test_page_without_scripts(run: Path, facts: dict[str, str], tab_of: TabOf, t
     assert missing(facts, tab.page.inner_text("body")) == {}
 
 
-def test_list_and_live_page(run: Path, facts: dict[str, str], tab_of: TabOf) -> None:
+def test_run_list_and_live_page_show_the_numbers_of_the_report(run: Path, facts: dict[str, str], tab_of: TabOf) -> None:
     with PageServer(run.parent) as server:
         tab = tab_of(Path("/"))
         tab.page.goto(server.address)
@@ -147,9 +149,9 @@ def test_list_and_live_page(run: Path, facts: dict[str, str], tab_of: TabOf) -> 
     assert missing(facts, in_page) == {}
 
 
-def test_report_in_a_terminal(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
+def test_report_in_a_terminal_shows_the_numbers(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
     assert missing(facts, terminal_of("report", str(run)).screen("p95")) == {}
 
 
-def test_top_in_a_terminal(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
+def test_top_in_a_terminal_shows_the_numbers_of_the_report(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
     assert missing(facts, terminal_of("top", str(run)).screen(facts["share"])) == {}

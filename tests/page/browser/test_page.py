@@ -45,7 +45,7 @@ def test_page_does_not_scroll_sideways_on_a_phone(tab_of: TabOf, pages: str, req
     assert max(tables) <= PHONE["width"]
 
 
-def test_command_is_copied(tab_of: TabOf, file: Path, shown: Contents) -> None:
+def test_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -> None:
     tab = tab_of(file).open()
     tab.page.locator("#verdict-1 .copies").click()
     tab.page.get_by_text("Copied").wait_for()
@@ -53,7 +53,7 @@ def test_command_is_copied(tab_of: TabOf, file: Path, shown: Contents) -> None:
     assert copied(tab) == shown["headlines"][0].command
 
 
-def test_command_is_copied_without_the_clipboard_interface(tab_of: TabOf, file: Path, shown: Contents) -> None:
+def test_button_copies_the_command_without_the_clipboard_interface(tab_of: TabOf, file: Path, shown: Contents) -> None:
     """Pages outside a secure context have no clipboard API."""
     tab = tab_of(file).open()
     tab.value("delete Navigator.prototype.clipboard")
@@ -127,7 +127,7 @@ def test_saved_table_has_whole_names(tab_of: TabOf, shown: Contents, tmp_path: P
     assert (tmp_path / "names.csv").read_text("utf-8").split() == ["collective", *reversed(names)]
 
 
-def test_theme_is_chosen_and_kept_in_the_address(tab_of: TabOf, file: Path) -> None:
+def test_chosen_theme_is_kept_in_the_address(tab_of: TabOf, file: Path) -> None:
     tab = tab_of(file).open()
     light = tab.value("getComputedStyle(document.body).backgroundColor")
     tab.page.get_by_label("Theme").select_option("dark")

@@ -95,7 +95,7 @@ def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents,
     assert tab.problems == []
 
 
-def test_contents_alone_renew_the_charts(tab: Tab, shown: Contents) -> None:
+def test_charts_are_renewed_by_new_contents_without_markup(tab: Tab, shown: Contents) -> None:
     tab.open("#heat;steps=60-119")
     newer = json.loads(as_json(grown(shown, 2 * STEPS)))
     tab.page.evaluate("newer => torchlensPage.update(newer)", newer)
@@ -104,8 +104,7 @@ def test_contents_alone_renew_the_charts(tab: Tab, shown: Contents) -> None:
     assert tab.view()["steps"] == [60, 120]
 
 
-def test_many_renewals_leave_nothing_behind(tab: Tab, shown: Contents) -> None:
-    """The number of figures, elements and listeners does not grow."""
+def test_number_of_figures_and_listeners_does_not_grow_with_renewals(tab: Tab, shown: Contents) -> None:
     tab.open("#heat")
     tab.show_all()
     tab.show("heat")

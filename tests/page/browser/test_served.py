@@ -124,7 +124,7 @@ def test_charts_appear_with_their_data(tab_of: TabOf, tmp_path: Path) -> None:
         assert tab.problems == []
 
 
-def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
+def test_any_recorded_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
     """This includes steps that are newer than the page."""
     opened(tab)
     goes_on(live)
@@ -151,7 +151,7 @@ def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
 
 
-def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
+def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: LiveSimulation) -> None:
     """The request equals that of the command.
 
     Results of ranks appear as they arrive, with their files.
@@ -208,7 +208,7 @@ def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: Pag
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
-def test_step_times_of_two_ticked_runs(tab: Tab, live: LiveSimulation) -> None:
+def test_step_times_of_two_ticked_runs_are_compared(tab: Tab, live: LiveSimulation) -> None:
     """Ticks stay when the list is renewed. A third tick removes the first."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with (

@@ -33,7 +33,9 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif("SHOTS" not in os.environ, reason="SHOTS=1 writes the pictures into docs/images")
 @pytest.mark.parametrize("name", ["light", "dark", "phone"])
-def test_shots(name: str, tab_of: TabOf, slow_rank_page: Path) -> None:
+def test_documentation_screenshot_is_taken_within_its_size_limit(
+    name: str, tab_of: TabOf, slow_rank_page: Path
+) -> None:
     tab = tab_of(slow_rank_page, dark=name == "dark", phone=name == "phone").open()
     IMAGES.mkdir(exist_ok=True)
     path = IMAGES / f"page-{name}.png"

@@ -92,7 +92,7 @@ def test_missing_steps_of_a_late_rank_are_not_counted(tab_of: TabOf, wide_file: 
     assert "step time: not measured" in tab.tip()
 
 
-def test_brush_in_step_times_and_memory(tab_of: TabOf, wide_file: Path) -> None:
+def test_brush_in_any_chart_over_steps_selects_steps(tab_of: TabOf, wide_file: Path) -> None:
     """Every chart over steps selects. Charts over time show the same range in seconds."""
     tab = tab_of(wide_file).open()
     tab.show_all()
@@ -127,7 +127,7 @@ def test_heat_map_does_not_move_when_content_above_grows(tab: Tab) -> None:
     assert tab.chart("heat").bounding_box()["y"] == pytest.approx(top, abs=3)
 
 
-def test_grouping_and_order(tab: Tab) -> None:
+def test_ranks_are_sorted_by_slowness_and_grouped_by_node(tab: Tab) -> None:
     """Sorted by slowness, the slow rank is first.
 
     Grouped by node or mesh dimension, ranks of a group are adjacent.
@@ -312,7 +312,7 @@ def test_the_keyboard_walks_through_the_collectives_of_a_step(tab: Tab, shown: C
     assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(first["wait_us"])
 
 
-def test_zoom_is_one_for_all_charts_of_steps(tab_of: TabOf, wide_file: Path) -> None:
+def test_zoom_applies_to_all_charts_over_steps(tab_of: TabOf, wide_file: Path) -> None:
     """The wheel zooms with Ctrl. Without, the page scrolls."""
     tab = tab_of(wide_file).open()
     tab.show_all()
@@ -371,7 +371,7 @@ def test_theme_follows_the_system(tab: Tab) -> None:
     tab.until(f"{tab.named('steps')}.plot.axes[0].stroke() === '{colours['dark'][1]}'")
 
 
-def test_a_narrow_window_has_narrow_charts(tab: Tab) -> None:
+def test_charts_are_redrawn_narrower_in_a_narrow_window(tab: Tab) -> None:
     tab.show("heat")
     before = tab.value(f"{tab.named('heat')}.plot.width")
     tab.page.set_viewport_size({"width": 700, "height": 900})
@@ -422,12 +422,12 @@ def test_rank_number_in_the_table_toggles_the_selection(tab: Tab) -> None:
     assert tab.view()["rank"] is None
 
 
-def test_all_ranks_of_a_large_table(tab_of: TabOf, wide_file: Path) -> None:
+def test_button_shows_all_ranks_of_a_large_table(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open("#ranks;steps=10-19")
     assert tab.page.locator("#ranks table:visible tbody tr").count() == WIDE_RANKS
 
 
-def test_paper_has_light_charts_without_controls(tab: Tab) -> None:
+def test_printed_page_has_light_charts_without_controls(tab: Tab) -> None:
     """Controls and the selection are not printed. The theme returns after printing."""
     tab.open("#heat;steps=10-19;rank=1;step=12;theme=dark")
     tab.show_all()

@@ -74,7 +74,7 @@ def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
     assert group.quota_periods() == (4, 2)
 
 
-def test_missing_values_are_none(machine: Machine) -> None:
+def test_missing_limits_and_pressure_are_none(machine: Machine) -> None:
     """There are no limits, no quota and no pressure accounting."""
     machine.root.mkdir()
     machine.write(machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")

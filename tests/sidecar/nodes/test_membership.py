@@ -26,7 +26,7 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
     return made
 
 
-def test_set_belongs_to_the_nearest_generation_of_its_size() -> None:
+def test_process_set_belongs_to_the_nearest_generation_of_its_size() -> None:
     generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
     assert match_generations([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
         0: 0,
@@ -37,7 +37,7 @@ def test_set_belongs_to_the_nearest_generation_of_its_size() -> None:
     assert match_generations([Generation(0, 0.0, 8)], generations) == {}
 
 
-def test_new_set_does_not_match_the_generation_it_replaces() -> None:
+def test_new_process_set_does_not_match_the_generation_it_replaces() -> None:
     """A node's new processes may start before those of node 0."""
     assert match_generations([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
 
@@ -52,7 +52,7 @@ def test_nodes_with_different_restart_counts_agree() -> None:
     assert zero.remote_generation("b", 1, 50.4, 4) == 1
 
 
-def test_first_set_of_a_late_node_is_not_generation_0() -> None:
+def test_first_process_set_of_a_late_node_is_not_generation_0() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
     assert late.number(0) == 0
     assert not late.is_known(0)
@@ -63,7 +63,7 @@ def test_first_set_of_a_late_node_is_not_generation_0() -> None:
     assert late.number(1) == 3  # This is a guess until node 0's message.
 
 
-def test_set_is_placed_by_its_age_if_an_earlier_one_was_not_reported() -> None:
+def test_process_set_is_placed_by_its_age_if_an_earlier_one_is_missing() -> None:
     """The first processes of a node ended before they were reported."""
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
     assert zero.remote_generation("b", 1, 51.0, 4) == 1
@@ -73,7 +73,7 @@ def test_set_is_placed_by_its_age_if_an_earlier_one_was_not_reported() -> None:
     assert early.remote_generation("b", 1, 51.0, 4) == 1
 
 
-def test_new_node_0_continues_the_numbers() -> None:
+def test_new_node_0_continues_the_generation_numbers() -> None:
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
     heir.receive(zero.control(60.0), 60.0)
     heir.lead()

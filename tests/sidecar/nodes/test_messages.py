@@ -50,7 +50,7 @@ def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
 
 class TestWire:
     @given(payloads_of_ranks, st.floats(0, 1e6))
-    def test_report_round_trip(self, payloads: dict[int, bytes], posted_s: float) -> None:
+    def test_report_is_unpacked_as_it_was_packed(self, payloads: dict[int, bytes], posted_s: float) -> None:
         """A report is only a little longer than its payloads."""
         report = Report(1.5e6, 0, False, [Post(posted_s, payloads)])
         data = encode(report)

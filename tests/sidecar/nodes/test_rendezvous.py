@@ -39,7 +39,7 @@ def job_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
-def test_address_round_trip() -> None:
+def test_address_is_unpacked_as_it_was_packed() -> None:
     """Invalid data raises an error that the exchange's thread catches."""
     assert Address.decode(ADDRESS.encode()) == ADDRESS
     for data in (

@@ -84,7 +84,7 @@ class TestSize:
 
 
 class TestPlaceAndProgress:
-    def test_placement_round_trip(self) -> None:
+    def test_placement_is_unpacked_as_it_was_packed(self) -> None:
         """Ranks of all nodes have equal populations and positions."""
         (value,) = received(made_summary())
 
@@ -92,14 +92,14 @@ class TestPlaceAndProgress:
         assert (value["set"], value["world_size"], value["ended"]) == (2, 8, 0)
         assert received(made_summary(ended=True))[0]["ended"] == 1
 
-    def test_more_than_six_dimensions_are_cut(self) -> None:
+    def test_mesh_dimensions_beyond_six_are_cut(self) -> None:
         names = ("dp_replicate", "dp_shard_cp", "pp", "tp", "ep", "cp", "more")
         place = Placement("", "", {name: i for i, name in enumerate(names)})
         (value,) = received(made_summary(place=place))
 
         assert summary.place(value, "").coordinates == {name: i for i, name in enumerate(names[:6])}
 
-    def test_progress_round_trip(self) -> None:
+    def test_progress_is_unpacked_as_it_was_packed(self) -> None:
         """Missing values are still missing."""
         for sent in (
             ranks.rank(5),
@@ -115,7 +115,7 @@ class TestPlaceAndProgress:
 
     @pytest.mark.parametrize("step", [100, 99, 36, 0])
     @pytest.mark.parametrize(("kind", "is_end"), [(0, False), (Kind.FORWARD, True), (Kind.BACKWARD, False)])
-    def test_device_mark_round_trip(self, step: int, kind: int, is_end: bool) -> None:
+    def test_device_mark_is_unpacked_as_it_was_packed(self, step: int, kind: int, is_end: bool) -> None:
         sent = ranks.rank(5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), ""))
 
         assert_close(back(sent), dataclasses.replace(sent, operations={}))
@@ -132,7 +132,7 @@ class TestPlaceAndProgress:
     def test_device_mark_out_of_range_is_not_sent(self, step: int, place: int) -> None:
         assert back(ranks.rank(5, device=DevicePlace(step, place, "", 1.0))).device is None
 
-    def test_begun_kernels_round_trip(self) -> None:
+    def test_begun_kernels_are_unpacked_as_they_were_packed(self) -> None:
         """Missing values are still missing. Large distances are cut."""
         issued = {"a": 900, "b": 57, "c": 5, "d": 4}
         sent = ranks.rank(5, issued=issued, began={"a": 3, "b": 57, "c": 4}, operations={})
@@ -205,7 +205,7 @@ class TestRows:
 
         assert block.key.tolist() == [list(range(60 - ROWS, 60))]
 
-    def test_rows_round_trip(self) -> None:
+    def test_rows_are_unpacked_as_they_were_packed(self) -> None:
         """Times that were not measured are NaN."""
         rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
         rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
@@ -250,7 +250,7 @@ class TestRows:
         assert sorted(blocks) == [(PLACE.population, 1, [1, 2]), (PLACE.population, 2, [4]), ("other", 1, [3])]
         assert list(summary.blocks(received(made_summary()))) == []
 
-    def test_module_times_round_trip(self) -> None:
+    def test_module_times_are_unpacked_within_half_a_percent(self) -> None:
         """Times are in the order of the modules' names and exact to half a percent.
 
         A digest identifies the names.

@@ -412,7 +412,7 @@ def test_survey_counts_gpus_with_gpm(rig: Rig) -> None:
     assert survey() == "Driver Not Loaded"
 
 
-def test_doctor_prints_the_survey(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without NVML, it prints the reason and a remedy."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

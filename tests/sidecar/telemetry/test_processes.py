@@ -35,7 +35,7 @@ def worker(tmp_path: Path) -> Iterator[int]:
         yield process.pid
 
 
-def test_sample_of_a_real_process(worker: int) -> None:
+def test_sample_of_a_real_process_has_cpu_time_and_memory(worker: int) -> None:
     (sample,) = sample_processes({3: worker}, 5, 7)
     assert (sample.rank, sample.monotonic_ns, sample.unix_ns) == (3, 5, 7)
     assert sample.cpu_ns is not None
@@ -54,7 +54,7 @@ def test_children_count_for_their_parent(worker: int) -> None:
     assert both.resident_bytes > alone.resident_bytes + 16 * MB
 
 
-def test_written_bytes_and_ended_processes(worker: int) -> None:
+def test_written_bytes_are_counted_and_ended_processes_disappear(worker: int) -> None:
     if not os.access(f"/proc/{worker}/io", os.R_OK):
         pytest.skip("the kernel does not count bytes per process (CONFIG_TASK_IO_ACCOUNTING)")
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -86,7 +86,7 @@ NET = """Inter-|   Receive
 """
 
 
-def test_sums_over_children_and_interfaces(tmp_path: Path) -> None:
+def test_values_of_children_and_interfaces_are_summed(tmp_path: Path) -> None:
     io = "rchar: 1\nread_bytes: 100\nwrite_bytes: 200\n"
     proc(tmp_path, 1, "2 99 ", io=io, net_dev=NET)
     proc(tmp_path, 2, io=io)
@@ -98,7 +98,7 @@ def test_sums_over_children_and_interfaces(tmp_path: Path) -> None:
     assert (sample.network_received_bytes, sample.network_transmitted_bytes) == (1010, 2020)
 
 
-def test_what_the_kernel_does_not_report_is_not_zero(tmp_path: Path) -> None:
+def test_values_that_the_kernel_does_not_report_are_none(tmp_path: Path) -> None:
     proc(tmp_path, 1)
     (sample,) = sample_processes({0: 1}, 0, 0, str(tmp_path))
     assert (sample.read_bytes, sample.written_bytes) == (None, None)

@@ -130,7 +130,7 @@ def test_rare_sample_counts_once() -> None:
     assert named(history.means([1], 0)[1])["link_errors_per_s"] == 0.5
 
 
-def test_usual_rate_of_bursts_is_their_mean() -> None:
+def test_usual_rate_of_error_bursts_is_their_mean() -> None:
     """Earlier bursts of errors make later ones unremarkable."""
     history = MetricHistory()
     for second in range(100):

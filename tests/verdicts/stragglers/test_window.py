@@ -41,7 +41,7 @@ def test_batch_of_one_rank_has_row_numbers_and_equal_values() -> None:
     assert all(getattr(block, name).shape[:2] == (1, 5) for name in FIELDS)
 
 
-def test_between_marks_rows_outside_as_missing() -> None:
+def test_rows_outside_of_a_range_are_marked_as_missing() -> None:
     """A row that begins inside is kept."""
     block = BinBatch.of(0, wider(Job.of(1, 20).rows_of(0), 4))
 
@@ -82,7 +82,7 @@ def test_row_missing_on_one_rank_is_not_comparable() -> None:
     assert set(range(20)) - set(window.comparable(0, 20)[0].tolist()) == {5, 9}
 
 
-def test_frontier_is_the_newest_row_of_the_slowest_rank() -> None:
+def test_comparable_rows_end_at_the_newest_row_of_the_slowest_rank() -> None:
     """Ranks that are far behind or have ended do not count."""
     window = SlidingWindow(np.arange(3), 1)
     job = Job.of(3, 200)

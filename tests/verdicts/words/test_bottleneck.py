@@ -530,13 +530,13 @@ class TestWaitsInCommunication:
         (verdict,) = (each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound")
         return str(verdict["text"])
 
-    def test_equal_waits_have_a_note_on_slow_links(self) -> None:
+    def test_equal_communication_waits_of_ranks_have_a_note_on_slow_links(self) -> None:
         assert ". All ranks wait for about as long. A slow link of one rank would look the same. Next:" in self.text(
             30.0, 33.0
         )
 
     @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
-    def test_unequal_waits_have_no_note(self, waits_ms: tuple[float, ...]) -> None:
+    def test_unequal_communication_waits_of_ranks_have_no_note(self, waits_ms: tuple[float, ...]) -> None:
         assert "slow link" not in self.text(*waits_ms)
 
 
@@ -586,7 +586,9 @@ class TestOnADevice:
         ([("4", False, False), ("Net", True, False)], False, "start with module 4, the largest by own time."),
     ],
 )
-def test_advised_pattern_matches_modules(rows: list[tuple[str, bool, bool]], deeper: bool, advice: str) -> None:
+def test_advised_modules_pattern_matches_existing_modules(
+    rows: list[tuple[str, bool, bool]], deeper: bool, advice: str
+) -> None:
     """Module names do not begin with the class of the whole model, and a leaf has no modules
     inside."""
     modules = [

@@ -66,7 +66,7 @@ def test_change_halfway_of_a_short_run_is_no_growth(seed: int) -> None:
     assert not any(each["kind"] == "growing_steps" for each in found)
 
 
-def test_noise_is_no_growth() -> None:
+def test_noisy_steps_are_not_reported_as_growing() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):
         found = verdicts((8 * np.exp(0.4 * rng.standard_normal(200))).tolist())

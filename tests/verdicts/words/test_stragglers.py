@@ -50,7 +50,7 @@ def module(title: str, forward: dict[str, float], backward: dict[str, float] | N
     return {"name": title, "by_rank": forward, "backward_by_rank": backward or {}}
 
 
-def test_sentence_on_a_slow_rank() -> None:
+def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
     """The sentence has the rank, the phase, the times, the cost, the first step and the action, in
     this
     order."""
@@ -107,7 +107,7 @@ def test_location_follows_the_name_of_the_host_or_node() -> None:
     assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
 
 
-def test_sentence_on_two_ranks_since_the_start_without_a_host() -> None:
+def test_sentence_since_the_start_has_no_step_and_no_unknown_host() -> None:
     found = findings(episode(1, from_start=True), compared=2)
     (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
@@ -347,7 +347,7 @@ def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> Non
     assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 
-def test_sentence_on_an_imbalance() -> None:
+def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
