@@ -41,7 +41,7 @@ def autoload() -> None:
             if configuration.is_on(os.environ):
                 arm()
     except ConfigError as error:
-        _say_off(str(error))
+        _print_not_recording(str(error))
 
 
 def arm() -> None:
@@ -77,7 +77,7 @@ def _start(optimizer: Any) -> None:
         _started = start_after_first_step(optimizer)
     except ConfigError as error:
         # An invalid variable must not stop a script.
-        _say_off(str(error))
+        _print_not_recording(str(error))
 
 
 def _again_in_child() -> None:
@@ -92,7 +92,7 @@ os.register_at_fork(after_in_child=_again_in_child)
 
 # Cached, because the entry point and `run` both call autoload(), and the line must appear once.
 @functools.cache
-def _say_off(reason: str) -> None:
+def _print_not_recording(reason: str) -> None:
     already_printed.add(reason)
     # One line per node is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -339,7 +339,7 @@ class Watch(ShowsResults):
         # Keep no reference: the user may delete models inside the watch to free their memory.
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
-        with switches_off(lambda reason: _say_off(reason, self._identity)), ExitStack() as cleanup:
+        with switches_off(lambda reason: _log_not_recording(reason, self._identity)), ExitStack() as cleanup:
             refused = refusal()
             if refused is not None:
                 raise RunStoreError(refused)
@@ -535,7 +535,7 @@ def _warn_not_started() -> None:
     )
 
 
-def _say_off(reason: str, identity: Identity | None) -> None:
+def _log_not_recording(reason: str, identity: Identity | None) -> None:
     """Log the reason once per node: as a warning on the first rank that fails, as info on others.
 
     identity: this rank's identity, if it is known. Ranks that cannot agree on the first one all warn.

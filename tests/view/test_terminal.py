@@ -54,7 +54,7 @@ def with_all(state: NodeState) -> NodeState:
     names = [f"discriminator.blocks.{place}.attention" for place in range(40)]
     for process in state.processes.values():
         of = process.statistics
-        of._add_named(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
+        of._add_named_sections(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
         of.modules.update(dict.fromkeys(names, of.step))
         of.usual_steps, of.lost = 60, 20
         process.notes += [f"note {place} that is as long as notes on what was not recorded are" for place in range(9)]

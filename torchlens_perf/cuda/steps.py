@@ -1,6 +1,6 @@
 """Reduction of the device's steps of one window on the device, to a row for each part of a step.
 
-The host knows the parts of a step some steps late, as differences of events
+The host knows the parts of a step a few steps late, as differences of events
 (hooks/on_device/clock.py). Once per window they are copied to the device (8 KB) and reduced there
 by the kernel that also reduces the sections' rings:
 

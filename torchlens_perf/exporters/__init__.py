@@ -115,7 +115,7 @@ class Exporter(Protocol):
         """
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait about `timeout_s` until little is left. Return True if data is accepted."""
+        """Wait about `timeout_s` until little data is left. Return True if data is accepted."""
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Stop within about `timeout_s`. Return notes for the report about undelivered data."""

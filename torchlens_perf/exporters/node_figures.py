@@ -137,7 +137,7 @@ def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
 def _labels(alert: Alert) -> Labels:
     """Return the labels of an alert, without its sentence: each change makes a new series."""
     of_hang = alert.kind == "hang"
-    return _known(
+    return _without_unknown(
         {
             node_semantics.ALERT_KIND: alert.kind,
             semantics.RANK: alert.rank,
@@ -150,7 +150,7 @@ def _labels(alert: Alert) -> Labels:
     )
 
 
-def _known(labels: Mapping[str, Any]) -> Labels:
+def _without_unknown(labels: Mapping[str, Any]) -> Labels:
     return {name: value for name, value in labels.items() if value not in (None, "")}
 
 

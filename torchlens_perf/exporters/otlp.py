@@ -65,7 +65,7 @@ class OtlpExporter:
         self._interval_s = signals["metrics"].interval_s if "metrics" in signals else math.inf
         self._last_metrics_sent = False
         for name, signal in signals.items():
-            collect = self._collect_metrics if name == "metrics" else _nothing
+            collect = self._collect_metrics if name == "metrics" else _collect_nothing
             self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
         self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by (attempt, step)
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
@@ -115,7 +115,7 @@ class OtlpExporter:
                 self._metrics.measured(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until little is left or an attempt fails. Return True if data is accepted."""
+        """Wait until little data is left or an attempt fails. Return True if data is accepted."""
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
@@ -172,7 +172,7 @@ class OtlpExporter:
         return min(filter(alert.covers, steps), default=None)
 
 
-def _nothing(everything: bool) -> float:
+def _collect_nothing(everything: bool) -> float:
     """Collect nothing, because items of this signal are added when they arrive."""
     return math.inf
 

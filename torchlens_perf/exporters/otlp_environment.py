@@ -93,32 +93,32 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
     made = {}
     for name, way in signals.items():
         with guard(f"exporting {name} over OTLP"):  # An invalid variable disables only this signal.
-            made[name] = _signal(name, way, environ, folder, owner)
+            made[name] = _make_signal(name, way, environ, folder, owner)
     if not made:
         return None
     with guard("exporting over OTLP"):
-        return _exporter(made, environ)
+        return _make_exporter(made, environ)
     return None
 
 
-def _signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str) -> Signal:
+def _make_signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str) -> Signal:
     from torchlens_perf.exporters.delivery.outbox import Outbox, Room, outbox
     from torchlens_perf.exporters.otlp import Signal
 
-    transport = _transport(name, way, folder, owner)
+    transport = _make_transport(name, way, folder, owner)
     disk_bytes = from_environment(environ).get("disk_bytes", Config.disk_bytes)
     waits_in = outbox(folder) if folder is not None and way in _PROTOCOLS else None
     room = Room(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
     if name not in _BATCHES:
-        interval_s = _number(environ, *_EXPORT_INTERVAL_MS) / 1e3
+        interval_s = _positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
         return Signal(Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
     prefix, delay_ms = _BATCHES[name]
-    items = _number(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
-    delay_s = _number(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
+    items = _positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
+    delay_s = _positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
     return Signal(Outbox(waits_in, owner, name, items, delay_s, room), transport)
 
 
-def _transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
+def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
     if way == "otlp_json_file":
         from torchlens_perf.exporters.delivery.local import FileTransport
 
@@ -130,7 +130,7 @@ def _transport(name: str, way: str, folder: Path | None, owner: str) -> Transpor
     return sdk_exporters.over_grpc(name) if way == GRPC else sdk_exporters.over_http(name)
 
 
-def _exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExporter:
+def _make_exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExporter:
     from torchlens_perf.exporters.otlp import OtlpExporter
     from torchlens_perf.exporters.series import Meter
 
@@ -153,7 +153,7 @@ def _exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExp
     return OtlpExporter(made, meter, environ)
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+def _positive_integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return default
@@ -174,17 +174,17 @@ class DeferredExporter:
         self._part: JobPart | None = None
 
     def export(self, batch: ExportBatch) -> None:
-        exporter = self._exporter()
+        exporter = self._make_exporter()
         if exporter is not None:
             exporter.export(batch)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        exporter = self._exporter()
+        exporter = self._make_exporter()
         if exporter is not None:
             exporter.on_assessment(assessment)
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
-        exporter = self._exporter()
+        exporter = self._make_exporter()
         if exporter is not None:
             exporter.measured(identity, hardware)
 
@@ -202,7 +202,7 @@ class DeferredExporter:
     def shutdown(self, timeout_s: float) -> list[str]:
         return [] if self._made is None else self._made.shutdown(timeout_s)
 
-    def _exporter(self) -> Exporter | None:
+    def _make_exporter(self) -> Exporter | None:
         if self._make is not None:
             make, self._make = self._make, None
             self._made = make()

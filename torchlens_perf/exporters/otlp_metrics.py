@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
 Sampled = Mapping[int, tuple[int, int]]
-"""Ids by traced step: of its trace, and of the rank's span (of the root if that is all)."""
+"""Ids of a step's trace and of its rank span, or root span if no other is sent."""
 # Fields of a memory reading by the value of the state attribute.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",

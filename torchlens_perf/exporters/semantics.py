@@ -149,7 +149,7 @@ class Metric(NamedTuple):
     meaning: str
     source: str = OURS
     when: str = ""
-    """What must be there for it to be sent; "" for nothing."""
+    """Condition under which the metric is sent; "" if it is always sent."""
 
 
 class Attribute(NamedTuple):
@@ -164,7 +164,7 @@ class Attribute(NamedTuple):
 
 
 class SpanName(NamedTuple):
-    """A span whose name is fixed. Those below a rank's step have the names of what they are."""
+    """A span whose name is fixed. Spans inside a rank's step are named after their work."""
 
     name: str
     parent: str

@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
     hardware: int
     others: int | None
-    """Series that are not of hardware; None: their number is bounded anyway."""
+    """Number of series that do not describe hardware; None: their number is bounded anyway."""
 
 
 def most_ranks(max_series: int) -> int:

@@ -295,7 +295,7 @@ class BackwardHook:
     def _record_passes(self, session: Session) -> None:
         """Record the passes whose times are known at the end of a step.
 
-        Times of a device may become known some steps later.
+        Times of a device may become known a few steps later.
         """
         # If an exception leaves this method, self._record stays None and modules get no more hooks.
         record, self._record = self._record, None

@@ -204,7 +204,7 @@ class _Capture:
         with self._pause():
             trace.stop()
             if self._steps:
-                self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MAX_TRACE_BYTES)
+                self._write_if_small(TRACE, RAW_TRACE, trace.write, capture_files.MAX_TRACE_BYTES)
             else:
                 self._left_out[TRACE] = "no step was complete"
             self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
@@ -231,7 +231,7 @@ class _Capture:
             recorder.end(_SECTION, name_id)
             self._paused_s += took_ns / 1e9
 
-    def _keep(self, name: str, file: str, make: Callable[[Path], object], max_bytes: int) -> None:
+    def _write_if_small(self, name: str, file: str, make: Callable[[Path], object], max_bytes: int) -> None:
         """Write a file, and remove it again if it is too large.
 
         name: the file's name in the finished capture. file: its name in this folder.
@@ -273,7 +273,7 @@ class _Capture:
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
-            self._keep(name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES)
+            self._write_if_small(name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES)
 
     def _answer(self, ended: str) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Support for sections in compiled code, where Dynamo would else break the graph at `section()`."""
+"""Support for sections in compiled code. Without it, Dynamo breaks the graph at `section()`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TagHook:
     @contextmanager
     def _collections(self, session: Session) -> Iterator[None]:
         recorder, name_id, now_ns = session.recorder, session.intern("python gc"), time.perf_counter_ns
-        began_ns = 0  # One variable suffices, as collections do not nest.
+        began_ns = 0  # One variable is enough, because collections do not nest.
 
         def on_collection(phase: str, info: dict[str, int]) -> None:
             nonlocal began_ns

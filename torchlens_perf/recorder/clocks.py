@@ -53,7 +53,7 @@ class Clocks:
         """Receiver of times of synchronous device collectives that are not reported otherwise."""
 
     def use(self, clock: Clock | None, stalls: Stalls | None = None) -> None:
-        """Take further marks with a device's clock, or with the host's if it is None."""
+        """Take further marks with a device's clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
 
     def listen_to_collectives(self, listener: CollectiveListener | None) -> None:

@@ -62,7 +62,7 @@ class FolderRequest:
         if not self._text:
             # It hangs or has not started. It may have created some folders.
             process.kill()
-        elif process.poll() is None:  # it waits for this word: to write to one that is gone may be a deadly signal
+        elif process.poll() is None:  # A write to an ended child may raise SIGPIPE, so check first.
             with contextlib.suppress(OSError):
                 process.stdin.write(make_folders.KEEP)
         self.close()

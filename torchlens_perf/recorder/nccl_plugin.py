@@ -56,7 +56,7 @@ class Counters(NamedTuple):
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
     unnamed: int
-    """Operations that were not launched in one either, with a version of NCCL (2.27) that reports no calls."""
+    """Operations of NCCL 2.27, which reports no calls, that no recorded call launched either."""
     crowded: int
     """Collectives of torch in one NCCL group with more than 64 others."""
     lost: int

@@ -407,7 +407,7 @@ class Recorder:
         depth = len(frames)
         if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
             self._open_on_device(kind, depth)
-        if self.closed:  # by what was called, or by another thread meanwhile
+        if self.closed:  # The called function, or another thread, may have closed the recorder.
             return depth
         if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
             self._thread_time.mark(self._phase(frames))

@@ -31,7 +31,7 @@ class SamplingSchedule:
         """every: 0 samples no steps."""
         self._every = every
         self._ended = self._begun = Boundary(0, 0, 0)  # of the last sampled step, and of the one in progress
-        self._later_ns = 0.0  # what the sampled steps before have cost after their end
+        self._later_ns = 0.0  # Cost that earlier sampled steps have caused after their end.
         self.period = every
         """Number of steps from one sampled step to the next."""
 

@@ -91,7 +91,7 @@ class LateReport:
         """Return the message to show instead of the report. Raise OSError if a file cannot be read."""
         waited_s = time.monotonic() - self._began_s
         lock = find_sidecar_lock(self._run.run_id)
-        gone = self._why_nobody_works(lock)
+        gone = self._why_no_report_comes(lock)
         if gone:
             log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
             return f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar {self._run.path}"
@@ -103,7 +103,7 @@ class LateReport:
             f"in {self._run.report}; show it with: torchlens-perf report {self._run.path}"
         )
 
-    def _why_nobody_works(self, lock: Path | None) -> str:
+    def _why_no_report_comes(self, lock: Path | None) -> str:
         """Return why no process will write the report; "" if one will."""
         if lock is None:
             return "the sidecar has ended without one"

@@ -77,13 +77,13 @@ class StepRule:
         """Id of the optimizer that ends the steps."""
         self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
         self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
-        self._stepped = False  # an optimizer has
-        self._backwards = 0  # before that
+        self._stepped = False  # True once an optimizer has stepped.
+        self._backwards = 0  # Number of backward passes before an optimizer has stepped.
         self._unused: int | None = None  # the module called first, with gradients, since the last backward pass
-        self._learns = False  # there was a backward pass since the last boundary
+        self._learns = False  # True if a backward pass has run since the last boundary.
         self._called: int | None = None  # the module whose calls are the steps of inference
-        self._ended = 0  # steps, before the first w.step()
-        self._learned = False  # there was a backward pass since the last of them
+        self._ended = 0  # Number of steps that ended before the first w.step().
+        self._learned = False  # True if a backward pass has run since the last of these steps.
         self.trains = passed > 0
         self.manual = False
         self.ignores_passed = False
@@ -119,11 +119,11 @@ class StepRule:
             if passed is not None:
                 if self.ignores_passed:
                     self.ignores_passed, self.ending = False, None
-                self._strangers = -1  # what was passed steps: others never count
+                self._strangers = -1  # A passed optimizer steps, so others never count.
                 if self._turns.stepped(passed) and self._turns.last != self._last:
                     self._last, self.ending = self._turns.last, None
             elif optimizer == self.ending:
-                pass  # it has taken the place of one that was passed
+                pass  # This optimizer has replaced one that was passed.
             elif self._strangers < 0:
                 return False
             else:

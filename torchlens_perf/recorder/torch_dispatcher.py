@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 KEY = "BackendSelect"
-_SHOWN = f"{KEY}: registered at "  # by the dispatcher, with who has done it, of the kernel that is in use
+_SHOWN = f"{KEY}: registered at "  # The dispatcher's text before the owner of the kernel in use.
 
 
 def rest_of_dispatch() -> torch._C.DispatchKeySet:

@@ -32,7 +32,7 @@ _NOT_RECORDED = (
     "other threads run models, train or call w.step() too: a watch records one thread, and their steps are not counted"
 )
 _BUSY_INTERVAL_S = 0.01
-# A thread with only these packages on its stack has no work: it waits in its pool or hands a result over.
+# A thread with only these packages on its stack has no work: it waits or returns a result.
 _POOLS = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "socket", "anyio"})
 
 

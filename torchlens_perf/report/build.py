@@ -116,7 +116,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         windows=None if grid is None else JudgedWindows(grid, judging.findings, _places(processes), by_device),
         records=_records(nodes, facts["run"]),
         step_time=functools.partial(_step_time, processes, judged_windows),
-        time=_time,
+        time=_utc,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
@@ -125,7 +125,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         {
             **with_cpu_action(each, facts).facts(),
             "lost_s": lost_s,
-            "where": _where(each, processes),
+            "where": _location_names(each, processes),
             "held": held,
             "is_over": order.is_over(each, held),
         }
@@ -158,10 +158,10 @@ def _step_time(
     first_ns, last_ns = process.statistics.started_ns, process.statistics.ended_ns
     if first_ns is None or last_ns is None:
         return None
-    return _time(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
+    return _utc(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
-def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
+def _location_names(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
     """Return the names of a verdict's rank by host, scheduler, container and cloud.
 
     Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
@@ -198,10 +198,10 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "world_size": who.world_size if who else 0,
         "nodes": _node_names(nodes),
         "attempt": max((process.identity.attempt for process in processes.values()), default=0),
-        "started": _time(min(started)) if started else None,
-        "ended": None if live or not ended else _time(max(ended)),
-        "last_step_at": _time(max(ended)) if ended else None,
-        "as_of": _time(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
+        "started": _utc(min(started)) if started else None,
+        "ended": None if live or not ended else _utc(max(ended)),
+        "last_step_at": _utc(max(ended)) if ended else None,
+        "as_of": _utc(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
         "total_steps": _total_steps(processes),
         "live": live,
         "state": run_state.run_state(live, died),
@@ -267,7 +267,7 @@ def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
     return monotonic_ns + process.anchor.unix_ns - process.anchor.monotonic_ns
 
 
-def _time(unix_ns: int) -> str:
+def _utc(unix_ns: int) -> str:
     return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -352,7 +352,7 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "attempt": process.identity.attempt,
         "state": process.ended or "running",
         "inside": process.open_spans,
-        "now": _now(process),
+        "now": _current_activity(process),
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
@@ -389,7 +389,7 @@ def _cpu(process: ProcessState) -> CpuFacts | None:
     }
 
 
-def _now(process: ProcessState) -> RankNow | None:
+def _current_activity(process: ProcessState) -> RankNow | None:
     now = process.now
     if now is None or process.ended:
         return None

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
 COMMAND = "results"
-"""Of our command line, see commands/results.py."""
-ANSWER_TIMEOUT_S = 5.0  # of the sidecar: a young one imports what it needs first
-_WRITE_TIMEOUT_S = 5.0  # for the sidecar to write what is left, once the run has ended
+"""Name of the subcommand in commands/results.py."""
+ANSWER_TIMEOUT_S = 5.0  # A sidecar that has just started first imports its modules.
+_WRITE_TIMEOUT_S = 5.0  # For the sidecar to write the last records of an ended run.
 _POLL_INTERVAL_S = 0.02
 _WAKE_INTERVAL_S = 0.5
 
@@ -101,7 +101,7 @@ def ask(recorded: RunHandle, question: str) -> str | None:
         try:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
-                wake(recorded)  # one that is being killed may hold its lock a little longer
+                wake(recorded)  # A sidecar that is being killed may hold its lock a little longer.
                 text = box.wait(min(left_s, _WAKE_INTERVAL_S))
             return text
         finally:

@@ -8,7 +8,7 @@ from torchlens_perf.errors import RunStoreError, printable
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children
 
-TIMEOUT_S = 60.0  # of a report on 4096 ranks, three times
+TIMEOUT_S = 60.0  # Three times the duration of a report on 4096 ranks.
 
 
 @above_standard_streams()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SHORT_TIMEOUT_S = 1.0
 """Longest wait for a sidecar without progress, with a disk that hangs, and in jobs on several nodes."""
-_LONGEST_S = 10.0  # while it makes progress
-_STANDING_S = 0.5  # without progress, when the short timeout has passed
+_LONGEST_S = 10.0  # Longest wait while the sidecar makes progress.
+_STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
 _at_exit: AtExit | None = None
 
@@ -74,7 +74,7 @@ def show(
     exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers: False if the disk of the
     run directory did not answer when the watch began.
 
-    Return None if the report is shown when the program ends. Then the mailbox stays open until that.
+    Return None if the report is shown when the program ends. Until then the mailbox stays open.
     """
     global _at_exit
     if _at_exit is not None:

@@ -38,7 +38,7 @@ class SummaryWriter:
             self._writer.add_scalar(name, value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._writer.add_text(name, f"    {text}".replace("\n", "\n    "), step)  # Markdown: as it is
+        self._writer.add_text(name, f"    {text}".replace("\n", "\n    "), step)  # Markdown shows it as it is.
         self._writer.flush()
 
 
@@ -77,7 +77,7 @@ class MlflowModule:
 
     def text(self, name: str, text: str, step: int) -> None:
         run_id = self._known_run()
-        if run_id:  # it may have ended
+        if run_id:  # The run may have ended.
             self._mlflow.MlflowClient().log_text(run_id, text, f"{name}.txt")
 
 
@@ -121,7 +121,7 @@ class HuggingFaceTrainer:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._texts: dict[int, Logger] = {}  # by callback: some let go of theirs before the run ends
+        self._texts: dict[int, Logger] = {}  # By callback: some release their logger before the run ends.
 
     def figures(self, values: dict[str, float], step: int) -> None:
         trainer = self._trainer
@@ -177,11 +177,11 @@ class Function:
 
 def writer_of(value: Any) -> Logger | None:
     """Return the adapter of a logger that is not a framework's; None for other objects."""
-    if _has(value, "add_scalar", "add_text", "flush"):
+    if _has_attributes(value, "add_scalar", "add_text", "flush"):
         return SummaryWriter(value)
-    if _has(value, "log_metrics", "active_run", "MlflowClient"):
+    if _has_attributes(value, "log_metrics", "active_run", "MlflowClient"):
         return MlflowModule(value)
-    if _has(value, "log", "summary"):
+    if _has_attributes(value, "log", "summary"):
         return WandbRun(value)
     return None
 
@@ -194,19 +194,19 @@ def logger_for(value: Any) -> Logger:
     if isinstance(value, (list, tuple)) and value:
         inner = [logger_for(each) for each in value]
         return Several(lambda: inner)
-    if _has(value, "callback_handler", "state", "log"):
+    if _has_attributes(value, "callback_handler", "state", "log"):
         return HuggingFaceTrainer(value)
-    if _has(value, "trackers", "log", "prepare"):
+    if _has_attributes(value, "trackers", "log", "prepare"):
         return Accelerator(value)
-    if _has(value, "log_metrics", "experiment"):
+    if _has_attributes(value, "log_metrics", "experiment"):
         return LightningLogger(value)
-    if _has(value, "loggers"):
+    if _has_attributes(value, "loggers"):
         return Several(lambda: [LightningLogger(each) for each in value.loggers])
     if callable(value):
         return Function(value)
     raise ConfigError(f"log_to: {type(value).__name__} is no logger: pass {KNOWN}")
 
 
-def _has(value: Any, *names: str) -> bool:
+def _has_attributes(value: Any, *names: str) -> bool:
     # Decide by class where possible: reading some attributes of a logger opens its files.
     return value is not None and all(hasattr(type(value), name) or name in dir(value) for name in names)

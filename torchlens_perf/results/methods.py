@@ -34,8 +34,8 @@ class HasResults(abc.ABC):
     def summary(self) -> Summary:
         """Return the verdicts, step times and what recording costs, as they are now (run/verdicts.py).
 
-        The call takes a fraction of a second, or some seconds while the sidecar is busy. In a watch this counts as
-        the tool's time in the current step. Missing values are None, and `missing` gives the reason.
+        The call takes a fraction of a second, or a few seconds if the sidecar is busy. In a watch
+        it counts as the tool's time. Missing values are None; `missing` gives the reason.
         """
         from torchlens_perf.results.summary import summary
 
@@ -56,9 +56,9 @@ class HasResults(abc.ABC):
         """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return its path.
 
         path: by default report.html in the run directory. The page of a live run shows what the sidecar has saved,
-        which is some seconds old. The call blocks until another process has written the file, usually for one or two
-        seconds and at most 120 s. Raise RunStoreError, with advice, if nothing is recorded or saved yet, or if the
-        file cannot be written.
+        which is a few seconds old. The call blocks until another process has written the file,
+        usually for one or two seconds and at most 120 s. Raise RunStoreError, with advice, if
+        nothing is recorded or saved yet, or if the file cannot be written.
         """
         from torchlens_perf.results import child
 

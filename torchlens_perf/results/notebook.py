@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _MIN_INTERVAL_S = 1.0
-_MIN_IDLE_RATIO = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
-_FIRST_S = 2.0  # that a display waits for the first results, once there are steps
+_MIN_IDLE_RATIO = 100.0  # Relative to an update: slow front ends must not slow the job.
+_FIRST_S = 2.0  # Longest wait of a display for the first results, once there are steps.
 TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
 
@@ -49,10 +49,10 @@ class Cell:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
         self._clock = clock
-        self._handle: Any = None  # IPython's, of the newest display
-        self._cell: object = None  # that the report at the end was put into, without having been asked for
+        self._handle: Any = None  # IPython's handle of the newest display.
+        self._cell: object = None  # The cell in which the final report was shown without a request.
         self._mailbox: Mailbox | None = None
-        self._newest: Results | None = None  # of the mailbox
+        self._newest: Results | None = None  # The newest results from the mailbox.
         self._due_s = float("-inf")
 
     @property
@@ -124,7 +124,7 @@ class Cell:
         from IPython.display import display
 
         if self._cell is not None and self._cell == _running_cell():
-            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)  # it was not asked for, and now it is
+            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)  # Clear the unrequested report.
         self._cell = None
         self._handle = display(bundle(found), raw=True, display_id=True)
 

@@ -173,12 +173,12 @@ def is_id(text: str) -> bool:
 def _check(value: Request | Outcome) -> None:
     if not isinstance(value.id, str) or not is_id(value.id):
         raise ValueError(f"invalid id {value.id!r}")
-    wrong = [field for field, right in _right(value).items() if not right]
+    wrong = [field for field, right in _field_validity(value).items() if not right]
     if wrong:
         raise ValueError(", ".join(f"invalid {field} {getattr(value, field)!r}" for field in wrong))
 
 
-def _right(value: Request | Outcome) -> dict[str, bool]:
+def _field_validity(value: Request | Outcome) -> dict[str, bool]:
     """Return for each field whether its value is valid."""
     if isinstance(value, Request):
         return {

@@ -174,7 +174,7 @@ class RunDirectory:
 
     def local_changes_ns(self) -> list[int]:
         """Return the time of the last change of each folder of local_rings(); 0 if it is missing."""
-        return [_changed_ns(_local(parent, self.run_id)) for parent in _local_parents()]
+        return [_changed_ns(_local_folder(parent, self.run_id)) for parent in _local_parents()]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
         """Return this node's mailbox files of a kind, see mailbox.py. Their readers may have ended."""
@@ -194,7 +194,7 @@ class RunDirectory:
     def leave_local(self) -> None:
         """Remove the run's empty folders of this node, for ranks that do not record."""
         for parent in _local_parents():
-            _remove_if_empty(_local(parent, self.run_id))
+            _remove_if_empty(_local_folder(parent, self.run_id))
 
     def clear_local(self) -> None:
         """Remove leftover files of this node except the lock, when the sidecar ends."""
@@ -207,7 +207,7 @@ class RunDirectory:
     def _local_files(self, pattern: str) -> Iterator[Path]:
         """Yield the matching files in the run's folders of this node. Make no folder."""
         for parent in _local_parents():
-            folder = _local(parent, self.run_id)
+            folder = _local_folder(parent, self.run_id)
             if _is_private(parent) and _is_private(folder):
                 yield from list(folder.glob(pattern))
 
@@ -246,46 +246,46 @@ def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | N
     stem = f".{kind}-{pid_namespace()}-{digest}."
 
     def claim(folder: Path) -> str:
-        _forget_claims_of_the_dead(folder)
+        _remove_stale_claims(folder)
         for nth in itertools.count():
             link = folder / f"{stem}{nth}"
             with contextlib.suppress(FileExistsError):
                 # The link has no target. Its text is the content, which appears atomically.
-                os.symlink(f"{_process(origin)}:{proposal}", link)
+                os.symlink(f"{_process_name(origin)}:{proposal}", link)
             holder, _, claimed = os.readlink(link).partition(":")
-            if _joins(link, holder, member):
+            if _joins_claim(link, holder, member):
                 return claimed
         raise AssertionError
 
     return _in_local_folder("", claim)
 
 
-def _joins(link: Path, holder: str, member: int | None) -> bool:
+def _joins_claim(link: Path, holder: str, member: int | None) -> bool:
     """Return True if this process shares a claim. If so, register it as a member."""
     if member is None:
-        return _lives(holder)
+        return _is_running(holder)
     mark = link.with_name(f"{link.name}{_MEMBER}{member}")
     others = [os.readlink(other) for other in link.parent.glob(f"{link.name}{_MEMBER}*")]
-    if others and not any(map(_lives, others)):
+    if others and not any(map(_is_running, others)):
         return False
     try:
-        os.symlink(_process(os.getpid()), mark)
+        os.symlink(_process_name(os.getpid()), mark)
     except FileExistsError:
-        return os.readlink(mark) == _process(os.getpid())
+        return os.readlink(mark) == _process_name(os.getpid())
     return True
 
 
-def _process(pid: int) -> str:
+def _process_name(pid: int) -> str:
     return f"{pid}-{process_started(pid) or 0}"
 
 
-def _lives(process: str) -> bool:
-    """Return True if the process of this namespace that _process() named is running."""
+def _is_running(process: str) -> bool:
+    """Return True if the process of this namespace that _process_name() named is running."""
     pid, _, started = process.partition("-")
     return pid.isdigit() and str(process_started(int(pid)) or 0) == started
 
 
-def _forget_claims_of_the_dead(folder: Path) -> None:
+def _remove_stale_claims(folder: Path) -> None:
     """Remove claims whose launcher and ranks have all ended."""
     holders: dict[str, list[tuple[Path, str]]] = {}
     for link in folder.glob(".*"):
@@ -296,7 +296,7 @@ def _forget_claims_of_the_dead(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
     for links in holders.values():
-        if not any(_lives(process) for _, process in links):
+        if not any(_is_running(process) for _, process in links):
             for link, _ in links:
                 link.unlink(missing_ok=True)
 
@@ -310,7 +310,7 @@ def local_folders(run_id: str) -> Iterator[Path]:
         for _ in range(_MAX_TRIES):
             try:
                 _private_folder(parent)
-                folder = _private_folder(_local(parent, run_id) if run_id else parent)
+                folder = _private_folder(_local_folder(parent, run_id) if run_id else parent)
             except FileNotFoundError:
                 # The last process of another run may have removed it just now.
                 continue
@@ -330,7 +330,7 @@ def _local_parents() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / name
 
 
-def _local(parent: Path, run_id: str) -> Path:
+def _local_folder(parent: Path, run_id: str) -> Path:
     """Return the run's folder for this PID namespace.
 
     Containers that share memory have separate sidecars and process ids.
@@ -360,7 +360,7 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 def find_sidecar_lock(run_id: str) -> Path | None:
     """Return sidecar_lock() if it exists. Make nothing."""
-    paths = (_local(parent, run_id) / _LOCK for parent in _local_parents())
+    paths = (_local_folder(parent, run_id) / _LOCK for parent in _local_parents())
     return next((path for path in paths if path.exists()), None)
 
 
@@ -401,7 +401,7 @@ def leave_node() -> None:
     for parent in _local_parents():
         if _is_private(parent):
             with contextlib.suppress(OSError):
-                _forget_claims_of_the_dead(parent)
+                _remove_stale_claims(parent)
                 parent.rmdir()
 
 

@@ -214,7 +214,7 @@ def _as_text(value: str) -> str:
 def known_run_id(environ: Mapping[str, str], place: Place) -> str:
     """Return the run id of a process's first watch if the environment defines it; else ""."""
     job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
-    return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
+    return _as_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _as_folder_name(job)
 
 
 def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], suffix: str) -> str:
@@ -223,13 +223,13 @@ def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str],
     If the environment has no name that is unique to this job, each node claims an id of its own.
     Node 0's sidecar then sends the run id to the others (sidecar/nodes/membership.py).
     """
-    configured = _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", ""))
+    configured = _as_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", ""))
     if configured:
         return configured + suffix
     if place.world_size == 1 and not place.elastic:
         return claim(_launcher_digest(os.getpid()) + suffix, os.getpid())
     origin = os.getppid()
-    job = "" if place.nodes == 1 else _cleaned(place.job)
+    job = "" if place.nodes == 1 else _as_folder_name(place.job)
     if place.elastic and (job or place.nodes == 1):
         # A restart has another port and may have another world size, but the same agent.
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
@@ -241,7 +241,7 @@ def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str],
     return claim(digest + suffix, origin, member=None if place.elastic else place.rank)
 
 
-def _cleaned(text: str) -> str:
+def _as_folder_name(text: str) -> str:
     """Return the text as a valid folder name; "" if no character is left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip(".")[:80]
 

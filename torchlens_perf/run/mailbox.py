@@ -62,7 +62,7 @@ class Mailbox:
     def news(self) -> str | None:
         """Return the text if it has changed since the last call, else None.
 
-        The latter costs one system call.
+        A call without news costs one system call.
         """
         found = os.fstat(self._descriptor)
         state = found.st_mtime_ns, found.st_size

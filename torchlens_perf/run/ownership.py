@@ -116,7 +116,7 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
     """
     folder = os.path.dirname(path)
     # These calls come first, so that an error leaves no new file.
-    owners, mode = _ours(folder), _file_mode(folder)
+    owners, mode = _file_owners(folder), _file_mode(folder)
     flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     found = os.fstat(descriptor)
@@ -201,10 +201,10 @@ def may_ask(path: Path, run: Path) -> bool:
 
     Raise OSError.
     """
-    return path.lstat().st_uid in {_ROOT_UID, *_ours(run)}
+    return path.lstat().st_uid in {_ROOT_UID, *_file_owners(run)}
 
 
-def _ours(folder: str | os.PathLike[str]) -> set[int]:
+def _file_owners(folder: str | os.PathLike[str]) -> set[int]:
     """Return the owners of files that this process creates in a folder.
 
     Some network disks map them to another user.

@@ -123,7 +123,7 @@ class SidecarLock:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process, in whichever container, holds a sidecar's lock. Raises OSError."""
+    """Return True if a process in any container holds a sidecar's lock. Raise OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -98,9 +98,9 @@ def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
     """
     problems = []
     for place in places:
-        problem = _unfit(place)
+        problem = _why_unusable(place)
         if make and problem is None:
-            problem = _made(place) or _unfit(place)
+            problem = _make_folders(place) or _why_unusable(place)
         if problem is None:
             return place
         problems.append(problem)
@@ -109,7 +109,7 @@ def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
     raise BuildError(f"no folder for the tap: {'; '.join(problems)}")
 
 
-def _made(place: Path) -> str | None:
+def _make_folders(place: Path) -> str | None:
     for folder in (place.parent, place):
         try:
             # Each folder gets this mode, whatever the umask is.
@@ -121,7 +121,7 @@ def _made(place: Path) -> str | None:
     return None
 
 
-def _unfit(place: Path) -> str | None:
+def _why_unusable(place: Path) -> str | None:
     """Return why a folder cannot be used or made; None if it can."""
     try:
         nearest = next(folder for folder in (place, place.parent, place.parent.parent) if os.path.lexists(folder))

@@ -82,7 +82,7 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the response that refuses a request; None if the request is permitted."""
         host, reads = headers.get("host", "").lower(), scope["method"] in _READS
-        if not self._is_ours(host):
+        if not self._names_this_server(host):
             return PlainTextResponse(_OTHER_NAME, 421)
         if not self._is_token(headers.get(TOKEN_HEADER, "")):
             if reads and scope["path"].startswith("/static/"):
@@ -95,7 +95,7 @@ class Guard:
         scope.setdefault("state", {})[LET_IN] = True
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _names_this_server(self, host: str) -> bool:
         """Return True if a Host header names this server.
 
         Any port is accepted, since a tunnel can use any port.

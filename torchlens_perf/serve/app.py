@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _QUICK, _SLOW, _LISTING = 2, 2, 1
 # After this time, a viewer who opens a run receives a page that asks for patience.
 _FIRST_PAGE_TIMEOUT_S = 3.0
-# The server keeps the newest page of so many runs that no viewer has open.
+# Number of runs without a viewer whose newest page the server keeps.
 _MAX_IDLE_FOLLOWERS = 16
 _STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
 # Step numbers are stored as 64-bit integers.

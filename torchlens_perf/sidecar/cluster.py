@@ -92,7 +92,7 @@ class Cluster:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if node 0 should judge this node's ranks but has not been reached for long."""
+        """True if node 0 should judge this node's ranks but could not be reached for long."""
         return self._exchange is not None and not self._merges and self._exchange.unreached_s > self._cut_off_after_s
 
     @property
@@ -206,7 +206,7 @@ class Cluster:
         return notes + self._closed_notes + (self._exchange.notes() if self._exchange is not None else [])
 
     def close(self, epoch: Epoch) -> None:
-        """Send the remaining data and end the exchange. Blocks for some seconds at most."""
+        """Send the remaining data and end the exchange. Blocks for a few seconds at most."""
         self._report(epoch)
         if self._exchange is not None:
             # Take the notes before closing. If the other end has already left, no note is needed.
@@ -346,11 +346,11 @@ class Cluster:
         valid = summary.are_valid(values)
         self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist())
         values, received = values[valid], list(compress(received, valid.tolist()))
-        chosen = self._of_generation(values, received, epoch.generation)
+        chosen = self._is_of_generation(values, received, epoch.generation)
         if chosen.any():
             epoch.add_remote(values[chosen], list(compress(received, chosen.tolist())), now_s)
 
-    def _of_generation(
+    def _is_of_generation(
         self, values: npt.NDArray[np.void], received: Sequence[Received], generation: int
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of the summaries from the same generation of processes as this node's.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SILENT_S = 6.0
 # Between nodes, a rank sends at most ten rows per second.
 _MIN_SENT_ROW_NS = 100_000_000
-# A slow rank's metrics are compared with those of at most so many other ranks.
+# A slow rank's metrics are compared with those of at most this many other ranks.
 _MAX_COMPARED_RANKS = 256
 
 

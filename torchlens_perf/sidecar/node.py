@@ -243,7 +243,7 @@ class Sidecar:
 
         End the exchange.
 
-        Blocks for some seconds at most.
+        Blocks for a few seconds at most.
         """
         began_s, monitor = time.monotonic(), self.monitor
         while (

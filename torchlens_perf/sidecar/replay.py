@@ -66,7 +66,7 @@ def replay(
     to save space. Its notes on undelivered data are removed once the data is delivered.
     """
     steps = records = 0
-    sending = _Sending(exporter, patience_s) if exporter is not None else None
+    sending = _BatchSender(exporter, patience_s) if exporter is not None else None
     epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
@@ -75,7 +75,7 @@ def replay(
     for host in hosts:
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
-        replaced = _replaced(saved)
+        replaced = _replaced_processes(saved)
         rebuilt = NodeState(host)
         as_live = trace_every is None or {each.trace_every for each in saved.processes.values()} == {trace_every}
         traced = saved.traced if as_live else []
@@ -100,7 +100,7 @@ def replay(
             if sending is not None:
                 chosen = {each.step: each for each in traced if each.attempt == process.identity.attempt}
                 if traced:
-                    sent = {step for step, each in chosen.items() if _sends(each, origin.rank)}
+                    sent = {step for step, each in chosen.items() if _is_sent(each, origin.rank)}
                 else:
                     sent = traced_steps(table.step.tolist(), process.trace_every)
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
@@ -155,7 +155,7 @@ def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: i
     return process
 
 
-def _sends(chosen: TracedStep, rank: int) -> bool:
+def _is_sent(chosen: TracedStep, rank: int) -> bool:
     """Return True if spans of a rank are sent for a step. Rank 0 has the root span."""
     return rank == 0 or chosen.role(rank) is not None
 
@@ -169,7 +169,7 @@ def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | Non
     return next((each for each in found if each is not None), None)
 
 
-class _Sending:
+class _BatchSender:
     """Sender of batches that waits for the exporter, and stops if the endpoint accepts nothing."""
 
     def __init__(self, exporter: Exporter, patience_s: float) -> None:
@@ -181,7 +181,7 @@ class _Sending:
 
     def send(self, batch: ExportBatch) -> None:
         self._last = batch if len(batch.steps) else self._last
-        for part in _parts(batch):
+        for part in _pieces_of_batch(batch):
             if self._waited_s > self._patience_s:
                 self._not_sent += len(part.steps)
                 continue
@@ -215,7 +215,7 @@ class _Sending:
         return notes
 
 
-def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
+def _pieces_of_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
     """Split a batch into pieces of about _SPANS_PER_FLUSH spans, which fit into export queues."""
     steps = batch.steps.step.tolist()
     traces: list[StepTrace] = []
@@ -230,7 +230,7 @@ def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
     yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, None)), traces=tuple(traces))
 
 
-def _replaced(saved: NodeState) -> set[str]:
+def _replaced_processes(saved: NodeState) -> set[str]:
     """Return the keys of processes that were replaced or did not belong to the newest generation.
 
     As in a live run, they are not judged together with the newest ones.

@@ -6,7 +6,7 @@ all-reduce of the gradients' norm over all ranks, and host code. Tensor-parallel
 each other at the end of forward and of backward.
 
 On a device, the host issues a step's work in little time and waits for the device at the end of the
-step, as for a loss. Device times are reported some steps later. In a launch-bound job, the device
+step, as for a loss. Device times are reported a few steps later. In a launch-bound job, the device
 waits for its host, which runs ahead (launch_bound.py).
 """
 
@@ -133,7 +133,7 @@ class SimulatedRank:
         """
         self.rank = rank
         self._device = device
-        # DEVICE records that are written some steps later.
+        # DEVICE records that are written a few steps later.
         self._unreported: deque[tuple[int, ...]] = deque()
         self._random = np.random.default_rng(rank)
         self._begin_ns = begin.monotonic_ns

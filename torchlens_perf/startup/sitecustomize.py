@@ -19,7 +19,7 @@ USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it
 
 
 class AfterTorch:
-    """Finder that switches recording on when torch has been imported, also where torch's own autoload is off.
+    """Finder that starts recording after the import of torch, even if torch's autoload is off.
 
     The finder stays in sys.meta_path. Removing it during an import would make that import skip the next finder.
     """
@@ -37,7 +37,7 @@ class AfterTorch:
         try:
             spec = importlib.util.find_spec("torch")
         except Exception:
-            return None  # the import that is under way asks the same finder again, and the script sees its error
+            return None  # The import asks this finder again, and the script gets its error.
         finally:
             self._asks = False
         if spec is None or spec.submodule_search_locations is None:
@@ -51,7 +51,7 @@ def _arm_after(loader: "SourceFileLoader") -> None:
     load: Callable[[ModuleType], None] = loader.exec_module
 
     def load_and_arm(module: "ModuleType") -> None:
-        vars(loader).pop("exec_module", None)  # from here on the loader is as it was
+        vars(loader).pop("exec_module", None)  # Restore the loader to its earlier state.
         load(module)
         _arm()
 

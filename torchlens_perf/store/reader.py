@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_ROWS = 1 << 23
-"""Of one file. The sidecar's files have fewer than a million rows."""
+"""Largest number of rows of a file. The sidecar's files have fewer than a million."""
 MAX_DECODED_BYTES = 1 << 31
-"""Of one file's columns, as far as the file declares them."""
+"""Largest decoded size of a file's columns, as the file declares it."""
 _MAX_METADATA_BYTES = 1 << 26
 _BYTES_OF_A_VALUE = 8
 _ROWS_AT_ONCE = 1 << 16
@@ -44,13 +44,13 @@ class UnreadableFileError(RunStoreError):
         why = f"cannot be read, its rows are missing: {str(error).partition(chr(10))[0]}"
         super().__init__(f"{path} {why}")
         self.in_run = f"{path.parent.name}/{path.name} {why}"
-        """The same without the run's folder."""
+        """The same message without the run's folder."""
         self.by_disk = isinstance(error, OSError) and error.errno is not None  # Arrow's own errors have no number
-        """Whether the disk failed and not the file: the file may be readable later."""
+        """True if the disk failed and not the file, which may be readable later."""
 
 
 class ParquetFile:
-    """One open file. Its methods raise whatever damage leads to; `Files.read` contains that."""
+    """One open file. Damage may raise any exception in its methods; `Files.read` contains it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -60,7 +60,7 @@ class ParquetFile:
 
     @property
     def footer(self) -> Any:
-        """The JSON that write() was given."""
+        """The JSON that was passed to write()."""
         return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
 
     def extremes(self, column: str) -> tuple[Any, Any] | None:
@@ -86,7 +86,7 @@ class ParquetFile:
         return self._scanner(columns, where or {}).to_table().replace_schema_metadata()
 
     def _scanner(self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]) -> Any:
-        import pyarrow.dataset as ds  # 50 ms, which a sidecar that only writes does not spend
+        import pyarrow.dataset as ds  # This import takes 50 ms, which a sidecar that only writes saves.
 
         fragment = ds.ParquetFileFormat(
             read_options=ds.ParquetReadOptions(dictionary_columns=texts_of(self._opened.schema_arrow)),
@@ -99,7 +99,7 @@ class ParquetFile:
             columns=None if columns is None else list(columns),
             filter=functools.reduce(operator.and_, conditions) if conditions else None,
             batch_size=_ROWS_AT_ONCE,
-            batch_readahead=0,  # memory belongs to the job, as do the processors
+            batch_readahead=0,  # Memory and processors belong to the job.
             use_threads=False,
         )
 
@@ -113,8 +113,8 @@ class Files:
         nodes: Collection[str] | None = None,
         unreadable: Callable[[UnreadableFileError], object] | None = None,
     ) -> None:
-        """nodes: whose files; None for every file in the folder. unreadable: gets the error of each file that is left
-        out; None if read() is to raise it."""
+        """nodes: the nodes whose files are read; None for every file in the folder. unreadable:
+        receives the error of each file that is left out; with None, read() raises it."""
         self._unreadable = unreadable
         if nodes is None:
             self.paths = sorted(folder.glob("[!.]*.parquet"))
@@ -170,7 +170,7 @@ def concatenated(tables: Collection[pa.Table]) -> pa.Table:
 
 
 def coded(column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int) -> npt.NDArray[np.int64]:
-    """Return what `value_of` has for each row of a column of texts."""
+    """Return the value of each row's text in `value_of`, or `missing`."""
     codes, texts = dictionary(column)
     values = np.array([value_of.get(text, missing) for text in texts], np.int64)
     found: npt.NDArray[np.int64] = values[codes]
@@ -178,7 +178,7 @@ def coded(column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missi
 
 
 def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:
-    """Return a column of texts as codes and the texts that they stand for."""
+    """Return a column of texts as codes, and the list of texts that the codes index."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if array.null_count:
         raise ValueError("a text is missing")
@@ -186,7 +186,7 @@ def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32
 
 
 def numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
-    """Return a column of numbers or times with NaN for what is missing; None for a column of another kind."""
+    """Return a numeric or time column, NaN for missing values; None for other columns."""
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.int64())
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
@@ -195,7 +195,7 @@ def numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
 
 
 def _check_metadata_size(descriptor: int) -> None:
-    """The last 8 bytes are the metadata's length and a mark. Arrow itself checks them once they are of a usual size."""
+    """Raise ValueError if the metadata are too long. The last 8 bytes give their length."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 4, max(0, size - 8)), "little")
     if length > _MAX_METADATA_BYTES and os.pread(descriptor, 4, max(0, size - 4)) == b"PAR1":
@@ -207,7 +207,7 @@ def _check_declared(metadata: pq.FileMetaData) -> None:
     if not 0 <= rows <= MAX_ROWS:
         raise ValueError(f"it declares {rows} rows, more than {MAX_ROWS}")
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    # Encoded bytes may be far fewer than the values, and far more where there are few rows.
+    # The encoded size may be far below that of the values, and far above it if there are few rows.
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     encoded = sum(max(0, column.total_uncompressed_size) for column in columns)
     decoded = max(encoded, sum(group.num_rows * group.num_columns * _BYTES_OF_A_VALUE for group in groups))

@@ -20,7 +20,7 @@ _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": 
 
 
 class SampleWriter:
-    """Write one node's samples and keep their total below a cap, the newest kept."""
+    """Write one node's samples, and keep the newest files below a size limit."""
 
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run

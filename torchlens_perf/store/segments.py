@@ -1,4 +1,4 @@
-"""Segments: a node's records and steps in Parquet files, which DuckDB, pandas or polars read without us.
+"""Segments: a node's records and steps in Parquet files, for DuckDB, pandas or polars too.
 
 Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn file. Records that
 are in no file yet are still in the rings. The footer says which processes' records a file holds, up to which sequence
@@ -94,10 +94,10 @@ class SegmentWriter:
 
 
 def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None) -> dict[str, int]:
-    """Return the last sequence number of each process in the node's segments: a restarted sidecar goes on there.
+    """Return each process's last sequence number in the node's segments, to continue after a restart.
 
-    notes: gets a line for each damaged segment, which is left alone; its records are read again if the rings still have
-    them. None: damage is an error. Raise UnreadableFileError, also where the disk fails.
+    notes: receives a line for each damaged segment, which is not changed; its records are read
+    again if possible. None: damage is an error. Raise UnreadableFileError, also if the disk fails.
     """
     last: dict[str, int] = {}
     for footer in Files(run.spans, [node], damage_noted_in(notes)).read(_footer):
@@ -111,9 +111,9 @@ def read_chunks(
 ) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
     """Yield a node's records as they were read from the rings: origin, records, names, and records lost before them.
 
-    notes: gets a line for each damaged segment, which is left out; its records are counted as lost where later ones
-    follow. None: damage is an error. segment_done: called after each segment. Raise UnreadableFileError, also where the
-    disk fails.
+    notes: receives a line for each damaged segment, which is left out; its records are counted as
+    lost where later ones follow. None: damage is an error. segment_done: called after each segment.
+    Raise UnreadableFileError, also where the disk fails.
     """
     expected: dict[str, int] = {}
     segments = Files(run.spans, [node], lambda error: (damage_noted_in(notes)(error), segment_done()))
@@ -142,7 +142,7 @@ def all_records(
     kinds: Collection[Kind] = SPANS,
     steps: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Records]]:
-    """Yield the records of these processes, kinds and steps: by key, one piece after the other in the order of time.
+    """Yield the records of these processes, kinds and steps by key, in pieces in order of time.
 
     node_of: each process's node, as in names of files. steps: None for all.
     """
@@ -248,7 +248,7 @@ def _step_table(chunk: Chunk) -> pa.Table:
 
 
 def _known(values: npt.NDArray[np.int64]) -> pa.Array:
-    """Null where nothing was measured."""
+    """Return the values, with null where nothing was measured."""
     return pa.array(values, mask=values < 0)
 
 

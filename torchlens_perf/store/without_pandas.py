@@ -1,4 +1,4 @@
-"""Keeps pyarrow from importing pandas, in processes that have no use for it."""
+"""Keep pyarrow from importing pandas in processes that do not need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def hide_pandas() -> None:
-    """Let no module of this process import pandas. Only for processes that are ours from start to end.
+    """Let no module of this process import pandas. Only for processes that this package starts.
 
     pyarrow imports pandas, if it is installed, to make its first array. That takes longer than all other work of a
     sidecar in a short run, and a third of the time of a page. Ctrl-C inside that import becomes an AttributeError, so

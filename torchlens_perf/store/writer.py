@@ -1,4 +1,4 @@
-"""The writer of all Parquet files of a run directory: whole files, their total below a cap, the newest kept."""
+"""The writer of all Parquet files of a run directory, which keeps the newest below a size limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Writer:
     """Write one node's tables as files, with the same number into several folders. One thread."""
 
     def __init__(self, folders: Sequence[Path], node: str) -> None:
-        """folders: all that count against the cap; they may not exist yet."""
+        """folders: all folders whose files count against the cap; they may not exist yet."""
         self._node = node
         # No other process writes or removes these files, so a shared disk is asked for their sizes only once.
         self._sizes: dict[Path, int] = {}
@@ -39,8 +39,8 @@ class Writer:
     def write(self, tables: Mapping[Path, pa.Table], cap_bytes: int, footer: Mapping[str, Any] | None = None) -> None:
         """Write one table into each of these folders: all, or none on an error. Raise OSError on a full disk.
 
-        Files get their names once all are written, so a killed process leaves no torn file. footer: JSON to find again
-        in `ParquetFile.footer`.
+        Files get their names once all are written, so a killed process leaves no torn file. footer:
+        JSON for `ParquetFile.footer`.
         """
         self._number += 1
         partials: dict[Path, Path] = {}
@@ -96,5 +96,5 @@ def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> Non
             # Times are all different: dictionaries make files two thirds larger, and writing takes 50 % longer.
             use_dictionary=texts_of(table.schema),
             write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
-            write_page_checksum=True,  # a changed bit would be another time
+            write_page_checksum=True,  # Without a checksum, a changed bit would go unnoticed and change a time.
         )

@@ -52,10 +52,10 @@ def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Tab
     room -= chart - 1
     lines += pace_lines(view, width, chart)
     table = cursor_lines(ranks, width, room, cursor)
-    return [*lines, *table, *below, *_more(report, width, room - len(table))][:height]
+    return [*lines, *table, *below, *_other_tables(report, width, room - len(table))][:height]
 
 
-def _more(report: Report, width: int, room: int) -> list[Text]:
+def _other_tables(report: Report, width: int, room: int) -> list[Text]:
     """Return as many of the report's other tables as fit, and the data quality."""
     lines = list[Text]()
     for table in tables(report) if room > _MIN_TABLE + 4 else ():

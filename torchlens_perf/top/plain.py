@@ -48,14 +48,14 @@ class PlainTop:
                 self.once(view)
                 pace_due_s = time.monotonic() + _PACE_EVERY_S
             else:
-                self._print(self._news(view, shown))
+                self._print(self._news_lines(view, shown))
                 if view.report is not None and time.monotonic() >= pace_due_s:
                     words = [overview.run_state(view)[0], *pace_words(view.report, view.seen_s)]
                     self._print([line("   ".join(words))])
                     pace_due_s = time.monotonic() + _PACE_EVERY_S
             shown = view
 
-    def _news(self, view: View, before: View) -> Iterable[Text]:
+    def _news_lines(self, view: View, before: View) -> Iterable[Text]:
         """Yield problems and new findings.
 
         A finding is not new if only its figures have changed.

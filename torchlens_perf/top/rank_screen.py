@@ -44,14 +44,14 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     rank = None if report is None else next((each for each in report["ranks"] if each["rank"] == number), None)
     if report is None or rank is None:
         return [Text(f"No data of rank {number}: its node's sidecar has not written yet, or the rank did not start.")]
-    lines = [Text(f"  {inert(text)}") for text in _position(rank, report)]
+    lines = [Text(f"  {inert(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
         if number in ranks_of(row):
             held = held_words(row["held"], report["run"]["started"])
             lines += [line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
     others = {each for each in view.populations if view.populations[each] == view.populations.get(number)} - {number}
     heat = {row["rank"]: row["excess"] for row in report["heat"]["ranks"]} if report["heat"] is not None else {}
-    found = [_step(rank, report, others), _modules(report, number, others), *_of_rank(rank, report)]
+    found = [_step_table(rank, report, others), _modules(report, number, others), *_tables_of_rank(rank, report)]
     for table in (table for table in found if table is not None):
         lines += [line(), *table_lines(table, width, table.first or table.rows)]
         lines += [Text(f"  {inert(table.note)}", style="dim")] if table.note else []
@@ -60,7 +60,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     return lines
 
 
-def _of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
+def _tables_of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
     """Yield the report's tables that are about this rank: collectives, CPUs, memory, GPUs."""
     name = str(rank["rank"])
     collectives = [row for row in report["collectives"] if name in row["by_rank"]]
@@ -70,7 +70,7 @@ def _of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
         yield make(one)
 
 
-def _position(rank: Rank, report: Report) -> Iterator[str]:
+def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     """Yield lines on the rank's identity, its current activity, and its steps."""
     local = "" if rank["local_rank"] is None else f" (local rank {rank['local_rank']})"
     attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
@@ -92,7 +92,7 @@ def _position(rank: Rank, report: Report) -> Iterator[str]:
     yield f"{counted(rank['steps'], 'step')} recorded, step p50 {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
 
 
-def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:
+def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
     """Return the parts of a rank's typical step compared with the median of other ranks, largest difference first."""
     by_device = report["run"]["judged_by"] == DEVICE
     by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := step_parts(each, by_device=by_device))}

@@ -97,8 +97,8 @@ class RunReader:
         try:
             self._load_changed(began_s)
             if not self._is_made:
-                made = self._made()
-            trouble = self._silent(began_s) or self._unreadable()
+                made = self._make_view()
+            trouble = self._silent_nodes_warning(began_s) or self._unreadable_files_warning()
         except RunStoreError as error:
             trouble = str(error)
         except OSError as error:
@@ -113,7 +113,7 @@ class RunReader:
 
     def _load_changed(self, now_s: float) -> None:
         """Load changed files. Raise RunStoreError if there are no files."""
-        stamps = self._stamps()
+        stamps = self._file_stamps()
         if not stamps:
             self._nodes.clear()
             raise RunStoreError(self._no_files())
@@ -125,7 +125,7 @@ class RunReader:
                 self._load(path, stamp, now_s)
                 self._is_made = False
 
-    def _made(self) -> View:
+    def _make_view(self) -> View:
         states = [node.state for node in self._nodes.values() if node.state is not None]
         problems = [node.problem for node in self._nodes.values() if node.state is None]
         if not states:
@@ -153,7 +153,7 @@ class RunReader:
             return None
         return self._seen.add(process.identity.key, process.statistics.last_step, process.statistics.ended_ns)
 
-    def _stamps(self) -> dict[Path, _Stamp]:
+    def _file_stamps(self) -> dict[Path, _Stamp]:
         """Return a stamp for each node's file that changes when the file is replaced."""
         found = {}
         try:
@@ -181,7 +181,7 @@ class RunReader:
             changed_s -= max(0.0, self._unix() - saved_s)
         self._nodes[path] = _Node(stamp, state, problem, changed_s, longest_s)
 
-    def _silent(self, now_s: float) -> str:
+    def _silent_nodes_warning(self, now_s: float) -> str:
         """Return a warning about nodes with running ranks that have not written for a long time, or ""."""
         silent = {
             node.state.host: now_s - node.changed_s
@@ -197,7 +197,7 @@ class RunReader:
         words = f"no new data from {longest}{more} for {ago(silent[longest])} or more"
         return f"{words}: the sidecar has ended, or cannot write. The figures are old"
 
-    def _unreadable(self) -> str:
+    def _unreadable_files_warning(self) -> str:
         """Return a warning about unusable files; "" if all files are usable."""
         problems = [node.problem for node in self._nodes.values() if node.problem]
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

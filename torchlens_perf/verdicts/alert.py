@@ -88,12 +88,12 @@ class AlertContext:
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
     def ended(self, slow: Straggler) -> Alert:
-        """Return the alert on the end of a straggler whose episodes are all over."""
+        """Return the alert on the end of a straggler whose episodes have all ended."""
         until_step = max(episode.until_step or 0 for episode in slow.episodes)
         verdict = past_verdict(slow.lead)
         text = verdict.text
         if len(slow.episodes) > 1:
-            text = f"{_who_was(slow)} slow up to step {until_step - 1}. {text}"
+            text = f"{_subject_words(slow)} slow up to step {until_step - 1}. {text}"
         return dataclasses.replace(
             self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
         )
@@ -104,7 +104,7 @@ class AlertContext:
         why: a sentence.
         """
         lead = slow.lead
-        text = f"{_who_was(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
+        text = f"{_subject_words(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
         verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
 
@@ -193,7 +193,7 @@ class AlertContext:
         return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
 
 
-def _who_was(slow: Straggler) -> str:
+def _subject_words(slow: Straggler) -> str:
     if slow.kind == "node":
         return f"Node {slow.name} (ranks {ranges(slow.ranks)}) was"
     if slow.kind == "position":

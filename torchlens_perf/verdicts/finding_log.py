@@ -167,7 +167,7 @@ class FindingLog:
             return tuple(raised)
         raised += self._stragglers(now)
         raised += self._hangs(now, hang)
-        raised += self._others(now, verdicts)
+        raised += self._other_changes(now, verdicts)
         over = [each for each in self.records.findings if each.is_over]
         for each in over[: max(0, len(self.records.findings) - MAX_KEPT)]:
             self.records.findings.remove(each)
@@ -218,7 +218,7 @@ class FindingLog:
         by_step = operator.attrgetter("named_step")
         self._alerted |= episodes.keys()
         for step, named in itertools.groupby(sorted(new, key=by_step), by_step):
-            yield from self._named(now, step, list(named))
+            yield from self._record_named(now, step, list(named))
         for finding, straggler in self._open_stragglers:
             if all(episode.is_over for episode in straggler.episodes):
                 yield self._end(now, finding, now.ended(straggler))
@@ -227,7 +227,7 @@ class FindingLog:
     def _open_stragglers(self) -> list[tuple[Finding, Straggler]]:
         return [(each, each.straggler) for each in self.records.open if each.straggler is not None]
 
-    def _named(self, now: AlertContext, step: int, named: Sequence[Episode]) -> Iterator[Alert]:
+    def _record_named(self, now: AlertContext, step: int, named: Sequence[Episode]) -> Iterator[Alert]:
         """Record the ranks that were named after a step."""
         # last_step grows while an episode is open, so this selects the episodes that were open
         # after that step, also when the call is made later.
@@ -240,7 +240,7 @@ class FindingLog:
             new = tuple(episode for episode in named if episode.rank in group.ranks)
             if group.kind == "rank":
                 for episode in new:
-                    yield self._slow(now, group, episode.key, (episode,))
+                    yield self._slow_straggler(now, group, episode.key, (episode,))
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
                 open_now = self._open_stragglers
@@ -251,9 +251,9 @@ class FindingLog:
                     finding.alert = now.started(finding.straggler, group, UPDATED, step, ranges(group.ranks))
                     yield finding.alert
                 else:
-                    yield self._slow(now, group, min(episode.key for episode in new), new)
+                    yield self._slow_straggler(now, group, min(episode.key for episode in new), new)
 
-    def _slow(
+    def _slow_straggler(
         self, now: AlertContext, group: StragglerGroup, key: tuple[int, int], episodes: tuple[Episode, ...]
     ) -> Alert:
         straggler = Straggler(key, group.kind, group.name, episodes)
@@ -289,7 +289,7 @@ class FindingLog:
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert
 
-    def _others(self, now: AlertContext, verdicts: Sequence[JudgedVerdict]) -> Iterator[Alert]:
+    def _other_changes(self, now: AlertContext, verdicts: Sequence[JudgedVerdict]) -> Iterator[Alert]:
         stand = {each.alert.about: each for each in self.records.open if not (each.straggler or each.hang)}
         for verdict in verdicts:
             alert, evidence = now.verdict(verdict), verdict.evidence

@@ -71,10 +71,10 @@ class VerdictTimes:
 
         verdicts: the verdicts on the run as a whole.
         """
-        noted = self._noted_before({each.kind for each in verdicts})
+        noted = self._recorded_before({each.kind for each in verdicts})
         hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
         found = [(each, self._period_in_whole_run(each)) for each in verdicts if not _are_hangs(each.evidence, hung)]
-        stretches = self._stretches(found)
+        stretches = self._other_limits(found)
         # A wait that has a verdict of its own is not also named by the verdict on the typical step.
         for kind in {each.kind for each, _ in stretches}:
             found = [(without_use(each, kind) if _is_of_typical_step(each) else each, held) for each, held in found]
@@ -92,7 +92,7 @@ class VerdictTimes:
             return self._episode(verdict.episode)
         if isinstance(evidence, HangEvidence):
             noted = self.records.holds("hang", evidence.step)
-            return self._from_to(evidence.step, None) if noted is None else self._noted(noted)
+            return self._from_to(evidence.step, None) if noted is None else self._recorded_period(noted)
         if isinstance(evidence, dict) and "time_unix_ns" in evidence:
             return {**self._from_to(evidence["step"], None), "since": self.time(evidence["time_unix_ns"])}
         if isinstance(evidence, dict) and "kinds" in evidence:
@@ -107,7 +107,7 @@ class VerdictTimes:
         if found is not None:
             return self._stretch(found)
         noted = self.records.holds(verdict.kind)
-        return None if noted is None else self._noted(noted)
+        return None if noted is None else self._recorded_period(noted)
 
     def _episode(self, episode: Episode) -> Held:
         period = episode.since_step, episode.until_step, episode.rank
@@ -146,7 +146,7 @@ class VerdictTimes:
 
     # -- what held for a part of the run
 
-    def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
+    def _other_limits(self, whole: Sequence[_Found]) -> list[_Found]:
         """Return the parts of the run with another limit than the run as a whole.
 
         Limits that the sentence on the whole run names are left out, unless they no longer hold.
@@ -199,7 +199,7 @@ class VerdictTimes:
         verdict = over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere)
         return verdict, held
 
-    def _noted_before(self, shown: set[str]) -> list[_Found]:
+    def _recorded_before(self, shown: set[str]) -> list[_Found]:
         """Return the findings of the sidecar that are over, the newest first.
 
         After the run, these include findings that were open at its end and have no verdict.
@@ -207,9 +207,9 @@ class VerdictTimes:
         """
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
         past = [each for each in found if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)]
-        return [(self._over(each), self._noted(each)) for each in past]
+        return [(self._verdict_on_ended(each), self._recorded_period(each)) for each in past]
 
-    def _over(self, noted: Finding) -> JudgedVerdict:
+    def _verdict_on_ended(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
             return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
@@ -225,9 +225,9 @@ class VerdictTimes:
     def _stretch(self, found: Stretch) -> Held:
         return self._from_to(max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged)
 
-    def _noted(self, noted: Finding) -> Held:
+    def _recorded_period(self, noted: Finding) -> Held:
         until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
-        return _held(noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until)
+        return _period(noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until)
 
     def _from_to(
         self,
@@ -243,7 +243,7 @@ class VerdictTimes:
         looked up in them.
         """
         until_time = None if until is None else self.step_time(until, rank)
-        value = _held(since, until, self.step_time(since, rank), until_time)
+        value = _period(since, until, self.step_time(since, rank), until_time)
         if self.windows is not None and held is not None and judged is not None:
             value["windows_held"], value["windows_judged"] = int(held.sum()), int(judged.sum())
             value["window_steps"] = self.windows.windows.width
@@ -267,7 +267,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _held(since_step: int | None, until_step: int | None, since: str | None, until: str | None) -> Held:
+def _period(since_step: int | None, until_step: int | None, since: str | None, until: str | None) -> Held:
     return {
         "since_step": since_step, "until_step": until_step, "windows_held": None, "windows_judged": None,
         "window_steps": None, "since": since, "until": until,

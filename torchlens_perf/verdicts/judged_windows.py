@@ -63,12 +63,12 @@ class JudgedWindows:
         was compared.
         """
         here = np.isin(self.windows.ranks, rank)
-        return np.asarray((self._compared[here] if here.any() else self._compared).any(axis=0))
+        return np.asarray((self._is_compared[here] if here.any() else self._is_compared).any(axis=0))
 
     @property
     def anybody_compared(self) -> Columns:
         """The windows in which ranks were compared."""
-        return np.asarray(self._compared.any(axis=0))
+        return np.asarray(self._is_compared.any(axis=0))
 
     @functools.cached_property
     def slow_columns(self) -> Columns:
@@ -122,7 +122,7 @@ class JudgedWindows:
         return found
 
     def out_of_balance(self) -> Stretch | None:
-        """Return the part of the run in which the stage that is largest now was so too."""
+        """Return the part of the run in which the now largest stage was the largest."""
         now = self.findings.imbalance
         if now is None:
             return None
@@ -152,7 +152,7 @@ class JudgedWindows:
         return np.array([bool(flags & flag) for flags in self.windows.tags])
 
     @functools.cached_property
-    def _compared(self) -> Columns:
+    def _is_compared(self) -> Columns:
         """True where a rank was compared: shape [ranks, columns]."""
         return np.isfinite(window_excess(self.windows, self.places))
 

@@ -99,7 +99,7 @@ class ProcessState:
     root_modules: list[str] = dataclasses.field(default_factory=list)
     """The names of its whole models."""
     unopened_modules: list[str] = dataclasses.field(default_factory=list)
-    """Timed modules with others inside that are not timed."""
+    """Timed modules that contain modules which are not timed."""
     device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     judged_by: str = ""
     """The clock that its steps are judged by, "host" or "device"; "" while undecided."""

@@ -58,7 +58,7 @@ class Counts:
     a rank.
     """
     unended: int = 0
-    """Operations with all records, of which some lack the end."""
+    """Operations whose records have all arrived, but some of them without an end."""
     late_records: int = 0
     """Records that came after their operation had been dropped."""
     unmatched_records: int = 0

@@ -5,10 +5,10 @@ ends on one rank stops all devices at the next collective. Two sources show that
 training thread, which may be blocked:
 
 1. NCCL's thread reports which collectives' kernels have started. If a rank's kernel has not started
-   and others' have, its device did not reach it.
-2. At each step's end, a rank records the last mark that its device has reached. For a blocked
-   thread this is old, and thus a lower bound. A device only counts as stuck if a much later poll
-   found it at the same mark.
+   while other ranks' kernels have, the rank's device has not reached that collective. 2. At each
+   step's end, a rank records the last mark that its device has reached. For a blocked thread this
+   is old, and thus a lower bound. A device only counts as stuck if a much later poll found it at
+   the same mark.
 
 In a loop that waits for its device in each step, the last poll is older than the kernel that hangs,
 so both sources fail. Python stacks then only show that the hosts wait for their devices.
@@ -98,14 +98,14 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
 
 
 def is_device_wait(source: str) -> bool:
-    """Return True if a line of code that has run for long waits for the process's device."""
+    """Return True if a long-running line of code waits for the process's device."""
     return _WAITS.search(source) is not None
 
 
 def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Find ranks whose kernels are behind in a group and ahead in no group.
 
-    Only groups count in which all ranks have issued the same operations and report the start of
+    A group only counts if all of its ranks have issued the same operations and report the start of
     kernels.
     """
     behind: dict[int, tuple[str, int]] = {}
@@ -129,19 +129,19 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
 def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Find stuck devices that all others have passed.
 
-    Their marks are exact, while others' marks are lower bounds.
+    The marks of stuck devices are exact, while the marks of other devices are lower bounds.
     """
     places = {rank: each.device for rank, each in ranks.items() if each.device is not None}
     if len(places) < max(2, len(ranks)):
         return None
     low = min((place.step, place.place) for place in places.values())
     there = tuple(sorted(rank for rank, place in places.items() if (place.step, place.place) == low))
-    if not all(_stands(ranks[rank]) for rank in there):
+    if not all(_is_stuck_at_mark(ranks[rank]) for rank in there):
         return None
     if len(there) == len(ranks):
         return DeviceFinding("level", places=places)
     return DeviceFinding("mark", there, places=places)
 
 
-def _stands(each: RankProgress) -> bool:
+def _is_stuck_at_mark(each: RankProgress) -> bool:
     return each.device is not None and 0 < STOOD_STEPS * each.usual_step_s <= each.device.stood_s

@@ -32,7 +32,7 @@ FACTOR = 5.0
 # Limit without a usual step time, half of those 600 s. Building, compiling and loading take
 # minutes, and differ by rank.
 FIRST_STEPS_S = 300.0
-# Time that writing a capture may take. All ranks wait for the one that writes.
+# Time that writing a capture may take. All ranks wait for the rank that writes.
 CAPTURE_S = 120.0
 # Nodes report their progress every second or two.
 SILENT_S = 5.0
@@ -64,9 +64,9 @@ class Progress:
     issued: Mapping[str, int]
     """For each group, the sequence number of the last collective that the rank issued.
 
-    Collectives count when they are entered, not when they return. Absent or -1: none so far.
-    Point-to-point operations are not included, because their numbers are not comparable between
-    ranks.
+    Collectives count when they are entered, not when they return. Absent or -1: no collective so
+    far. Point-to-point operations are not included, because their numbers are not comparable
+    between ranks.
     """
     inside: tuple[str, ...]
     """Names of open spans, outermost first, without the step."""
@@ -150,7 +150,7 @@ class Hang:
     usual_s: float
     """Usual step time in seconds; 0 if not known yet."""
     step: int
-    """Current step of the rank that is furthest."""
+    """Current step of the rank that is furthest ahead."""
     blocking: tuple[BlockingRank, ...]
     waiting: tuple[int, ...]
     """Ranks that wait, in `collective` if it is set."""
@@ -171,7 +171,7 @@ class Hang:
     unheard: tuple[int, ...]
     """Members of a group or of the run without recent state."""
     moving: tuple[int, ...]
-    """Ranks that do finish steps. The other fields do not cover them."""
+    """Ranks that still finish steps. The other fields do not cover them."""
     ended: tuple[int, ...]
     """Ranks whose recording ended, normally or not."""
     look_at: tuple[int, ...]
@@ -238,8 +238,8 @@ def find_hang(
         return None
     moving = tuple(each.rank for each in live.values() if each.since_step_s <= limit)
     if moving:
-        # Moving ranks may be about to stop, too, which will show more. A stuck rank without an open
-        # span may have no work.
+        # Ranks that still move may stop soon, and their state will then show more. A stuck rank
+        # without an open span may have no work.
         stuck = [live[rank] for rank in still]
         if any(live[rank].since_step_s > limit / 2 for rank in moving) or not any(
             each.inside or each.state in _STOPPED for each in stuck
@@ -274,19 +274,19 @@ def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
         low = min(levels.values(), default=-1)
         ahead = frozenset(rank for rank, level in levels.items() if level > low and known[rank].state not in ENDED)
         if ahead:
-            collective = _named(group, low + 1, (known[rank] for rank in ahead))
+            collective = _collective_with_name(group, low + 1, (known[rank] for rank in ahead))
             found.append(_Front(collective, frozenset(rank for rank in levels if levels[rank] == low), ahead))
     return found
 
 
-def _named(group: str, sequence: int, ranks: Iterable[Progress]) -> Collective:
+def _collective_with_name(group: str, sequence: int, ranks: Iterable[Progress]) -> Collective:
     """Return the collective, with its name if the ranks agree on it."""
     names = {each.operations.get(group, {}).get(sequence, "") for each in ranks} - {""}
     return Collective(group, sequence, names.pop() if len(names) == 1 else "")
 
 
 def _open_where(each: Progress) -> tuple[str, ...]:
-    """Return the open spans without the wait. The collective already shows where the rank waits."""
+    """Return the open spans without the wait. The collective shows already where the rank waits."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
 
 
@@ -299,7 +299,7 @@ class _Case:
     live: dict[int, Progress]
     # All ranks that may be involved.
     known: dict[int, Progress]
-    # Ranks that do not write records either.
+    # Ranks that neither finish steps nor write records.
     still: set[int]
     moving: tuple[int, ...]
     unheard: tuple[int, ...]
@@ -311,11 +311,11 @@ class _Case:
         return min(each.since_step_s for each in self.live.values())
 
     def judge(self) -> Hang:
-        broken = [each for each in self.known.values() if self._problem(each) in ("dead", *_STOPPED, "silent")]
+        broken = [each for each in self.known.values() if self._problem_of_rank(each) in ("dead", *_STOPPED, "silent")]
         if broken:
-            problems = {self._problem(each) for each in broken}
+            problems = {self._problem_of_rank(each) for each in broken}
             kind = "dead" if "dead" in problems else "stopped" if problems & set(_STOPPED) else "silent"
-            return self._blame(kind, broken)
+            return self._blame_ranks(kind, broken)
         mismatch = self._mismatched_operations()
         if mismatch:
             return mismatch
@@ -323,12 +323,12 @@ class _Case:
         behind = frozenset(rank for front in self.fronts for rank in front.behind) - ahead
         missing = [self.known[rank] for rank in sorted(behind)]
         if missing:
-            problems = {self._problem(each) for each in missing}
+            problems = {self._problem_of_rank(each) for each in missing}
             kind = "missing" if "stuck" in problems else "busy" if "busy" in problems else "uneven"
-            return self._blame(kind, missing)
-        return self._cycle() if self.fronts else self._all_entered()
+            return self._blame_ranks(kind, missing)
+        return self._wait_cycle() if self.fronts else self._all_entered()
 
-    def _problem(self, each: Progress) -> str:
+    def _problem_of_rank(self, each: Progress) -> str:
         if each.state in ENDED or each.state in _STOPPED:
             return each.state
         if each.rank not in self.live:
@@ -336,13 +336,13 @@ class _Case:
             return "silent" if each.since_step_s <= self.limit else "stuck"
         return "stuck" if each.rank in self.still else "busy"
 
-    def _blame(self, kind: str, blocking: list[Progress]) -> Hang:
+    def _blame_ranks(self, kind: str, blocking: list[Progress]) -> Hang:
         ranks = {each.rank for each in blocking}
         live = self.live.keys() - ranks
-        # The group in which most ranks wait for them represents all groups.
+        # The group in which most ranks wait for the blocking ranks represents all groups.
         fronts = [front for front in self.fronts if front.behind & ranks and front.ahead & live]
         main = max(fronts, key=lambda front: (len(front.ahead & live), front.collective.group), default=None)
-        return self._hang(kind, blocking, main.ahead & live if main else live, main.collective if main else None)
+        return self._make_hang(kind, blocking, main.ahead & live if main else live, main.collective if main else None)
 
     def _mismatched_operations(self) -> Hang | None:
         """Find the first number of a group under which ranks issued different operations."""
@@ -356,10 +356,10 @@ class _Case:
                     operations = {name: tuple(ranks) for name, ranks in sorted(issued[sequence].items())}
                     look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
                     where = Collective(group, sequence)
-                    return self._hang("mismatch", [], self.live, where, operations=operations, look_at=look_at)
+                    return self._make_hang("mismatch", [], self.live, where, operations=operations, look_at=look_at)
         return None
 
-    def _cycle(self) -> Hang:
+    def _wait_cycle(self) -> Hang:
         """Return the cycle.
 
         Every rank that is behind is ahead elsewhere, so following the waits leads back to a rank.
@@ -372,37 +372,37 @@ class _Case:
         entries = list(path.items())
         cycle = entries[list(path).index(rank) :]
         waiting = self.live.keys() & {rank for front in self.fronts for rank in front.ahead}
-        return self._hang("mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle])
+        return self._make_hang("mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle])
 
     def _all_entered(self) -> Hang:
         """Return the finding if every collective was entered by all of its members or by no member."""
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
-            return self._device(devices)
+            return self._hang_on_devices(devices)
         if len(ranks) == 1 and (self.moving or (len(self.ranks) > 1 and not self.unheard)):
-            return self._hang("alone", list(self.live.values()))
+            return self._make_hang("alone", list(self.live.values()))
         talking = {each.rank for each in self.live.values() if each.inside and each.inside[-1] in _COMMUNICATING}
         if len(talking) == len(ranks) and (len(ranks) > 1 or self.unheard):
             kind = "unheard" if self.unheard else "together"
-            return self._hang(kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices)
+            return self._make_hang(kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices)
         # The devices have not finished the work that was issued.
         if devices is not None and devices.kind == "level":
-            return self._hang("together", [], ranks, self._last_collective(), look_at=ranks, devices=devices)
+            return self._make_hang("together", [], ranks, self._last_collective(), look_at=ranks, devices=devices)
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
             kind = "blocked" if devices is not None and devices.waits_in else "pause"
-            return self._hang(kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices)
-        # Ranks that do not wait, and that are where the fewest are, come first.
-        crowd = {place: len(there) for place, there in self._places().items()}
+            return self._make_hang(kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices)
+        # Ranks that do not wait come first, and among them those whose place fewest ranks share.
+        crowd = {place: len(there) for place, there in self._ranks_by_place().items()}
         odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
-        return self._hang("apart", [], talking, look_at=[each.rank for each in odd])
+        return self._make_hang("apart", [], talking, look_at=[each.rank for each in odd])
 
-    def _device(self, devices: DeviceFinding) -> Hang:
+    def _hang_on_devices(self, devices: DeviceFinding) -> Hang:
         others = [each for rank, each in self.live.items() if rank not in devices.ranks]
         where = self._last_collective()
         if devices.kind == "kernel":
-            where = _named(devices.group, devices.sequence, self.live.values())
+            where = _collective_with_name(devices.group, devices.sequence, self.live.values())
         blocking = [self.live[rank] for rank in devices.ranks]
-        return self._hang("device", blocking, [each.rank for each in others], where, devices=devices)
+        return self._make_hang("device", blocking, [each.rank for each in others], where, devices=devices)
 
     def _last_collective(self) -> Collective | None:
         """Return the last collective of the group that most ranks use."""
@@ -414,9 +414,9 @@ class _Case:
         if not users:
             return None
         group = max(users, key=lambda name: (len(users[name]), name))
-        return _named(group, users[group][0].issued[group], users[group])
+        return _collective_with_name(group, users[group][0].issued[group], users[group])
 
-    def _places(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+    def _ranks_by_place(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         places: dict[tuple[str, ...], list[int]] = {}
         for each in self.live.values():
             places.setdefault(_open_where(each), []).append(each.rank)
@@ -425,9 +425,9 @@ class _Case:
     def _blocking_rank(self, each: Progress, problem: str = "") -> BlockingRank:
         mine = (front for front in self.fronts if each.rank in front.behind)
         main = max(mine, key=lambda front: (len(front.ahead), front.collective.group), default=None)
-        return BlockingRank(each, problem or self._problem(each), main.collective if main else None)
+        return BlockingRank(each, problem or self._problem_of_rank(each), main.collective if main else None)
 
-    def _hang(
+    def _make_hang(
         self, kind: str, blocking: list[Progress], waiting: Iterable[int] = (), collective: Collective | None = None,
         cycle: tuple[tuple[int, Collective], ...] = (), operations: Mapping[str, tuple[int, ...]] | None = None,
         look_at: Sequence[int] = (), devices: DeviceFinding | None = None,
@@ -448,7 +448,7 @@ class _Case:
             collective=collective,
             cycle=cycle,
             operations=operations or {},
-            places=self._places(),
+            places=self._ranks_by_place(),
             asleep=tuple(each.rank for each in self.live.values() if each.state == "uninterruptible"),
             unheard=self.unheard,
             moving=self.moving,

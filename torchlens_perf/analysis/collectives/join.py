@@ -117,9 +117,9 @@ class CollectiveJoin:
     def set_ranks(self, ranks: Iterable[int], generation: int = 0) -> None:
         """Set this node's ranks.
 
-        An operation is joined once the records of all of its local members are there.
+        An operation is joined once the records of all of its local members have arrived.
         """
-        if self._takes(generation):
+        if self._accepts_generation(generation):
             self._local.update(ranks)
 
     def add(
@@ -146,13 +146,13 @@ class CollectiveJoin:
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
-        if not self._takes(generation):
+        if not self._accepts_generation(generation):
             self.outdated_records += len(records)
             return
         self._local.add(rank)
         if not len(records):
             return
-        places = self._learn(rank, process, records["name_id"].astype(np.int64), names, groups)
+        places = self._positions_of_records(rank, process, records["name_id"].astype(np.int64), names, groups)
         flags = records["flags"].astype(np.int64)
         ended = flags & (Flag.COMPLETED | Flag.EXCEPTION) == Flag.COMPLETED
         calls = np.empty(len(records), CALL)
@@ -168,7 +168,7 @@ class CollectiveJoin:
         calls["by_device"] = flags & Flag.DEVICE != 0
         calls["held_up"] = False if held_up is None else held_up[collective]
         self._uncounted.append(calls)
-        for index, chosen in _by(places[:, 0]):
+        for index, chosen in _indexes_by_value(places[:, 0]):
             self._channels[index].add(rank, calls.take(chosen))
 
     def end(self, rank: int, generation: int = 0) -> None:
@@ -179,14 +179,14 @@ class CollectiveJoin:
         if generation == self.generation:
             self._left.add(rank)
 
-    def _takes(self, generation: int) -> bool:
+    def _accepts_generation(self, generation: int) -> bool:
         if generation > self.generation:
             self._begin(generation)
         return generation == self.generation
 
     # -- names
 
-    def _learn(
+    def _positions_of_records(
         self,
         rank: int,
         process: str,
@@ -208,7 +208,7 @@ class CollectiveJoin:
                     known[name_id] = _NONE
                     continue
                 group = self._group(rank, operation.group, groups)
-                known[name_id] = self._place(rank, operation, group)
+                known[name_id] = self._join_position(rank, operation, group)
                 if not group.ranks:
                     passing.append(name_id)
         found: npt.NDArray[np.int64] = known[name_ids]
@@ -225,8 +225,8 @@ class CollectiveJoin:
         others = [key for key in self._groups.get(name, ()) if rank in key.ranks]
         return others[0] if len(others) == 1 else GroupKey(name, "")
 
-    def _place(self, rank: int, operation: Operation, group: GroupKey) -> tuple[int, int, int]:
-        pair, meaning = _pair(rank, operation, group), semantics_of(operation.operation)
+    def _join_position(self, rank: int, operation: Operation, group: GroupKey) -> tuple[int, int, int]:
+        pair, meaning = _sender_and_receiver(rank, operation, group), semantics_of(operation.operation)
         dtype = operation.dtype if meaning.equal_dtype else ""
         key = OperationKey(SEND_RECV if pair else operation.operation, dtype, group, pair)
         row = self._row_of.setdefault(key, len(self._rows))
@@ -276,7 +276,7 @@ class CollectiveJoin:
         if self._uncounted:
             calls = concatenated(self._uncounted)
             self._uncounted = []
-            for index, chosen in _by(calls["row"]):
+            for index, chosen in _indexes_by_value(calls["row"]):
                 self._rows[index].count(calls.take(chosen))
         for channel in self._channels:
             if not channel.group.ranks and self._groups.get(channel.group.name):
@@ -285,9 +285,9 @@ class CollectiveJoin:
             ranks = channel.ranks(self._local)
             calls = channel.join(ranks, self._left)
             if len(calls):
-                self._account(channel, ranks, calls)
+                self._add_joined(channel, ranks, calls)
 
-    def _account(self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
+    def _add_joined(self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
         """Add complete operations to the sums; shape [operations, ranks]."""
         codes, sizes = calls["signature"], calls["bytes"]
         same = (codes == codes[:, :1]).all(axis=1)
@@ -299,7 +299,7 @@ class CollectiveJoin:
         channel.counts.mismatched += int((~same).sum())
         channel.counts.unended += int((same & ~ended).sum())
         calls = calls.compress(same & ended, axis=0)
-        possible = self._possible(calls)
+        possible = self._has_possible_times(calls)
         if not (possible | calls["by_device"].any(axis=1)).all():
             channel.disorder()
             channel.counts.unmatched_records += calls.size
@@ -308,10 +308,10 @@ class CollectiveJoin:
         channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
         channel.counts.joined += int(possible.sum())
         calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
-        for code, chosen in _by(calls["signature"][:, 0]):
+        for code, chosen in _indexes_by_value(calls["signature"][:, 0]):
             self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
-    def _possible(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def _has_possible_times(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return for each operation whether its times are possible.
 
         No rank leaves before all have arrived, unless the operation allows it.
@@ -335,7 +335,7 @@ class CollectiveJoin:
         if self._joined is not None:
             self._joined(row.key, ranks, calls, root)
         overlapped = calls["overlapped"] & (not semantics_of(operation).blocks)
-        for octave, chosen in _by(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
+        for octave, chosen in _indexes_by_value(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
             found = attribute(operation, calls["duration_ns"][chosen], root)
             row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
 
@@ -393,7 +393,7 @@ class CollectiveJoin:
         return join
 
 
-def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+def _indexes_by_value(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
     """Yield each non-negative value with the indexes that have it, in their order."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
@@ -403,7 +403,7 @@ def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.N
             yield int(ordered[first]), order[first:stop]
 
 
-def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
+def _sender_and_receiver(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
     """Return sender and receiver of a message; None if they are not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None

@@ -249,7 +249,7 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
                 found[link.group, link.ranks] = link
     links = tuple(sorted(found.values(), key=lambda link: -link.cost_ns))
     judged = {each.row.key.place for alike in compared for each in alike}
-    return LinkFindings(links, *_shared(links, compared, hosts), len(judged), "")
+    return LinkFindings(links, *_shared_elements(links, compared, hosts), len(judged), "")
 
 
 def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
@@ -295,7 +295,7 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
     )
 
 
-def _shared(
+def _shared_elements(
     links: Sequence[SlowLink], compared: Sequence[Sequence[_Candidate]], hosts: Mapping[int, str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return ranks, or else nodes, that slow links have in common, but not all of their peers."""
@@ -304,10 +304,10 @@ def _shared(
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]
     peers = [each.members for alike in with_slow for each in alike if not each.slow]
     slow = [link.ranks for link in links]
-    ranks = _common([set(each) for each in slow], [set(each) for each in peers])
+    ranks = _only_in_slow([set(each) for each in slow], [set(each) for each in peers])
     if ranks:
         return tuple(sorted(ranks)), ()
-    nodes = _common([_nodes(each, hosts) for each in slow], [_nodes(each, hosts) for each in peers])
+    nodes = _only_in_slow([_nodes(each, hosts) for each in slow], [_nodes(each, hosts) for each in peers])
     return (), tuple(sorted(nodes))
 
 
@@ -315,7 +315,7 @@ def _nodes(ranks: Iterable[int], hosts: Mapping[int, str]) -> set[str]:
     return {hosts[rank] for rank in ranks if rank in hosts}
 
 
-def _common(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
+def _only_in_slow(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
     """Return the elements in all slow sets that are not in all fast ones."""
     usual = set[_T]().union(*fast[:1]).intersection(*fast)
     return slow[0].intersection(*slow) - usual

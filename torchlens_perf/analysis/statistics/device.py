@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-# A device that ends a phase this soon after the host had no work left. An event on an idle stream
-# takes some microseconds, the last kernels of a phase some tens of microseconds.
+# A device that ends a phase at most this long after the host had no work left. An event on an idle
+# stream takes a few microseconds, the last kernels of a phase tens of microseconds.
 CAUGHT_UP_NS = 100_000
 _PHASES = {
     int(Kind.STEP): "step",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 _LONG_NS = np.int64(1) << 62
-# Age in steps above which a step's device time is not waited for anymore.
+# A step that is more than this many steps old no longer waits for its device time.
 MAX_BEHIND_STEPS = 512
 _STALL = PARTS.index("communication")
 _PART_OF_SPAN = {kind: PARTS.index(part) for kind, part in PART_OF_SPAN.items()}
@@ -110,7 +110,7 @@ class DeviceSteps:
         done, newest = host.where(known), host.step[known].max(initial=-1)
         table = device_table(done, self._device, self._on_host, self._host_times)
         self._hosts = [host.where(~known & (host.step > oldest))]
-        # Times arrive in the order of steps, so steps before a complete one get no more of them.
+        # Times arrive in the order of steps, so steps before a complete step get no more times.
         self._device = self._device.where(self._device.step > max(newest, oldest))
         waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
         self._on_host = self._on_host.where(waiting)
@@ -150,7 +150,7 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     ends = waits.start_ns + waits.duration_ns
     in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(waits.start_ns, start_ns[rows])
     in_gap_ns = np.maximum(in_gap_ns, 0)
-    first, second = _pairs(rows, outer_rows)
+    first, second = _pairs_of_equals(rows, outer_rows)
     both_ns = np.minimum(ends[first], (outer.start_ns + outer.duration_ns)[second])
     both_ns -= np.maximum(waits.start_ns[first], outer.start_ns[second])
     np.subtract.at(in_gap_ns, first, np.maximum(both_ns, 0))
@@ -204,13 +204,13 @@ class _Phases(NamedTuple):
             (device, rows), (host, _) = ((spans.where(same[rows]), rows[same[rows]]) for spans, rows, _ in sides)
             lag_ns[same, _PART_OF_SPAN[kind]] = 0
             np.add.at(lag_ns, (rows, _PART_OF_SPAN[kind]), np.maximum(device.start_ns - host.start_ns, 0))
-            found.append((rows, host.kind, _ends(host), _ends(device)))
+            found.append((rows, host.kind, _phase_ends(host), _phase_ends(device)))
         row, kind_of, host_ns, device_ns = (np.concatenate(columns) for columns in zip(*found, strict=True))
         order = np.lexsort((host_ns[:, 0], row))
         return cls(row[order], kind_of[order], host_ns[order], device_ns[order], lag_ns)
 
 
-def _ends(spans: _Spans) -> npt.NDArray[np.int64]:
+def _phase_ends(spans: _Spans) -> npt.NDArray[np.int64]:
     return np.stack([spans.start_ns, spans.start_ns + spans.duration_ns], axis=1)
 
 
@@ -226,7 +226,7 @@ class HostTimes:
       it. In that case, the lag is subtracted.
     - The host waits for room in the device's queue. That requires that the device lags behind at
       both ends of the segment and makes progress meanwhile. In that case, the newest times without
-      such a wait are used in turn.
+      such a wait are used one after the other.
     """
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
     return outer < 0, own_ns
 
 
-def _pairs(first: Integers, second: Integers) -> tuple[Integers, Integers]:
+def _pairs_of_equals(first: Integers, second: Integers) -> tuple[Integers, Integers]:
     """Return the indexes of all pairs with equal values."""
     order = np.argsort(second, kind="stable")
     begin, end = (np.searchsorted(second[order], first, side) for side in ("left", "right"))

@@ -253,12 +253,12 @@ class GpuTotals:
         reason.
         """
         shares = {
-            "power": self._share("throttle_power_ns"),
+            "power": self._share_of_time("throttle_power_ns"),
             "thermal": self._largest("throttle_thermal_ns", "throttle_sw_thermal_ns", "throttle_hw_thermal_ns"),
             "hw_slowdown": self._largest("throttle_hw_thermal_ns", "throttle_hw_power_brake_ns"),
-            "sync_boost": self._share("throttle_sync_boost_ns"),
-            "board_limit": self._share("throttle_board_limit_ns"),
-            "reliability": self._share("throttle_reliability_ns"),
+            "sync_boost": self._share_of_time("throttle_sync_boost_ns"),
+            "board_limit": self._share_of_time("throttle_board_limit_ns"),
+            "reliability": self._share_of_time("throttle_reliability_ns"),
         }
         asked = self.counts.get("clock_reasons")
         for reason, found in self.reasons.items():
@@ -266,13 +266,13 @@ class GpuTotals:
                 shares[reason] = found / asked
         return {reason: share for reason, share in shares.items() if share is not None}
 
-    def _share(self, counter: str) -> float | None:
+    def _share_of_time(self, counter: str) -> float | None:
         over_ns = self.grown_ns.get(counter)
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
     def _largest(self, *counters: str) -> float | None:
         """Return the largest counter of those that may run at the same time."""
-        return max((share for share in map(self._share, counters) if share is not None), default=None)
+        return max((share for share in map(self._share_of_time, counters) if share is not None), default=None)
 
     def signals(self) -> dict[str, float]:
         """Return the values described in gpu_signals()."""
@@ -297,7 +297,7 @@ class GpuTotals:
             "remapped_rows": remapped if pending is None else (remapped or 0) + pending,
             "xid_count": grown("xids"),
             "pcie_replays": grown("pcie_replays"),
-            "nvlink_errors": _sum(map(grown, ("nvlink_errors", "nvlink_replays", "nvlink_recoveries"))),
+            "nvlink_errors": _sum_of_known(map(grown, ("nvlink_errors", "nvlink_replays", "nvlink_recoveries"))),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -325,7 +325,7 @@ class LinkTotals:
     def signals(self) -> dict[str, float]:
         """Return the values described in link_signals()."""
         found = dict(self.grown)
-        errors = _sum(map(self.grown.get, LINK_ERRORS))
+        errors = _sum_of_known(map(self.grown.get, LINK_ERRORS))
         if errors is not None:
             found["errors"] = errors
         if self.rate_bits and self.measured_ns:
@@ -394,7 +394,7 @@ def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
     return totals.signals()
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def _sum_of_known(values: Iterable[float | None]) -> float | None:
     """Return the sum of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -83,14 +83,14 @@ class MemoryStatistics:
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Add the MEMORY records among these."""
         for reading, peak_reserved_bytes in _readings(records, names):
-            self._add(reading._replace(alloc_retries=self._retries(reading.alloc_retries)), peak_reserved_bytes)
+            self._add_reading(reading._replace(alloc_retries=self._retries(reading.alloc_retries)), peak_reserved_bytes)
 
-    def _add(self, reading: MemoryReading, peak_reserved_bytes: int | None) -> None:
+    def _add_reading(self, reading: MemoryReading, peak_reserved_bytes: int | None) -> None:
         before = self.last
         if before is not None and (reading.peak_bytes or 0) < (before.peak_bytes or 0) and reading.peak_bytes:
             self.peak_resets += 1
-        self.peak_allocated_bytes = _most(self.peak_allocated_bytes, reading.peak_bytes)
-        self.peak_reserved_bytes = _most(self.peak_reserved_bytes, peak_reserved_bytes)
+        self.peak_allocated_bytes = _larger_known(self.peak_allocated_bytes, reading.peak_bytes)
+        self.peak_reserved_bytes = _larger_known(self.peak_reserved_bytes, peak_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
             # It was only kept because it was the newest.
             self.readings.pop()
@@ -191,7 +191,7 @@ def _reading(records: dict[str, np.void]) -> tuple[MemoryReading, int | None]:
     return reading, value("reserved", "value1")
 
 
-def _most(before: int | None, now: int | None) -> int | None:
+def _larger_known(before: int | None, now: int | None) -> int | None:
     return max((value for value in (before, now) if value is not None), default=None)
 
 
@@ -214,14 +214,14 @@ def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step
     if inside and len(counted) > 1:
         (step, retries), (until, retries_then) = counted[0], counted[-1]
         signals["alloc_retries_per_step"] = (retries_then - retries) / (until - step)
-    fragmentation = _shares((reading.inactive_bytes, reading.reserved_bytes) for reading in inside)
+    fragmentation = _known_shares((reading.inactive_bytes, reading.reserved_bytes) for reading in inside)
     if fragmentation:
         signals["fragmentation_share"] = float(np.median(fragmentation))
-    used = _shares((reading.reserved_bytes, reading.limit_bytes) for reading in inside)
+    used = _known_shares((reading.reserved_bytes, reading.limit_bytes) for reading in inside)
     if used:
         signals["memory_used_share"] = max(used)
     return signals
 
 
-def _shares(pairs: Iterable[tuple[int | None, int | None]]) -> list[float]:
+def _known_shares(pairs: Iterable[tuple[int | None, int | None]]) -> list[float]:
     return [part / whole for part, whole in pairs if part is not None and whole]

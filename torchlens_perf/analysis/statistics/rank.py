@@ -22,13 +22,13 @@ from torchlens_perf.run.sketch import Sketch, add_to_each
 WARM_UP_STEPS = 3
 FIRST_WINDOW_STEPS = 8
 MAX_WINDOWS = 512
-# Other work of a step that explains its time to a reader.
+# Other work in a step that explains to a reader why the step took so long.
 TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
-# Steps whose module times do not count: they evaluate, or are slowed by work that is not training.
+# Steps whose module times do not count, because they evaluate or do other slow work.
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
-# Steps that are in no window: they do other work than training steps.
+# Steps that are left out of all windows, because they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
-# A bin of step_mix is completely in one of these.
+# Each bin of step_mix lies completely within one of these ranges of length.
 _LENGTHS_PER_DOUBLING = 2
 _MAX_LENGTHS = 24
 _LENGTH_BITS = 8
@@ -149,13 +149,13 @@ class WindowHistory:
         steps = steps.where(compared)
         begin = 0
         while begin < len(steps.step):
-            self._go_on_to(int(steps.step[begin]))
+            self._advance_to_step(int(steps.step[begin]))
             # First step of the next window.
             end = (int(steps.step[begin]) // self.width + 1) * self.width
             count = max(1, int(np.searchsorted(steps.step[begin:], end)))
             self._steps.append(steps.where(slice(begin, begin + count)))
             begin += count
-        self._go_on_to(int(table.step[-1]))
+        self._advance_to_step(int(table.step[-1]))
         tagged = (table.flags & TAGS) != 0
         for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
             first = step // self.width * self.width
@@ -188,7 +188,7 @@ class WindowHistory:
             warm_from=self._warm_from,
         )
 
-    def _go_on_to(self, step: int) -> None:
+    def _advance_to_step(self, step: int) -> None:
         """Close the window in progress if that step is in another one."""
         if self._steps and step // self.width != self._first_step // self.width:
             if 2 * self._count >= self.width:
@@ -398,7 +398,7 @@ class RankStatistics:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
             # Most steps are warm, and a copy is slow.
             warm = records if is_warm.all() else records[is_warm]
-        self._add_named(warm, names)
+        self._add_named_sections(warm, names)
         self._add_other_threads(warm)
         self._add_lengths(records, steps, names)
         self._add_section_hosts(records, steps, names)
@@ -542,7 +542,7 @@ class RankStatistics:
                 own_ns = int((spans["duration_ns"] - spans["phase_ns"]).sum())
                 self.other_threads_ns[phase] = self.other_threads_ns.get(phase, 0) + own_ns
 
-    def _add_named(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+    def _add_named_sections(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         rows = np.flatnonzero(np.isin(records["kind"], _NAMED))
         if not len(rows):
             return

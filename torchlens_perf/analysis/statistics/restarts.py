@@ -39,10 +39,10 @@ class Generations:
         Repeated calls return the same.
         """
         if identity.key not in self._of:
-            self._of[identity.key] = self._next(identity)
+            self._of[identity.key] = self._next_generation(identity)
         return self._of[identity.key]
 
-    def _next(self, identity: Identity) -> int:
+    def _next_generation(self, identity: Identity) -> int:
         worker = identity.launcher_pid, identity.local_rank
         again = identity.rank in self._ranks or identity.world_size != self._world_size
         # Launchers that are not elastic may give each rank the local rank 0.

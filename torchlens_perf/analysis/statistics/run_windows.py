@@ -77,7 +77,7 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
         parts_ns=np.stack([_means(of.parts_ns, of, width, first, columns) for of in each]),
         lack_ns=np.stack([_mean_lack(of, width, first, columns) for of in each]),
         duration_ns=np.stack([_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]),
-        tags=_tags(each, width, first, columns),
+        tags=_tags_by_column(each, width, first, columns),
         last_step=last_step,
     )
 
@@ -123,7 +123,7 @@ def _mean_lack(windows: Windows, width: int, first: int, columns: int) -> Floats
     return column_means(np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns)
 
 
-def _tags(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:
+def _tags_by_column(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:
     flags = [0] * columns
     for each in windows:
         for step, found in each.tags.items():

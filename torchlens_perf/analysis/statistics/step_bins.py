@@ -18,8 +18,8 @@ WIDEST_ROW = 1024
 # Number of steps from which the width of the rows is chosen.
 _WIDTH_AFTER = 8
 _WAIT = PARTS.index("communication")
-# Steps that are not compared, because they do other work than training. If one rank has one, it
-# excludes all ranks' step.
+# Steps that are not compared, because they do other work than training. If one rank has such a
+# step, that step is excluded on all ranks.
 OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
 
 

@@ -241,7 +241,7 @@ class StepClasses:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Other:
+class _UnusualBin:
     """A bin of steps that are not in the typical step's class."""
 
     mix: int
@@ -258,7 +258,7 @@ class _Other:
 
 # By kinds, part, and whether they take longer. For known kinds the part is "": an evaluation takes
 # longer in the forward pass, and on a busy machine also in other parts.
-_Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]
+_Groups = dict[tuple[tuple[str, ...], str, bool], list[_UnusualBin]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
@@ -282,13 +282,13 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
     for (kinds, part, longer), found in others.items():
         for each in found:
             waits = longer and not kinds and part == "communication"
-            cause = _cause(each.bin, others) if waits else None
+            cause = _explaining_group(each.bin, others) if waits else None
             same = each if cause is None else dataclasses.replace(each, waits=True)
             groups.setdefault(cause or (kinds, part, longer), []).append(same)
     classes = [
         _step_class(kinds, similar, ranks)
         for (kinds, _, _), found in groups.items()
-        for similar in (_with_strays(_by_size(found)) if kinds else _by_size(found))
+        for similar in (_join_strays(_by_size(found)) if kinds else _by_size(found))
     ]
     everything = [*alike, *(each.bin for found in others.values() for each in found)]
     count = round(sum(each.count for each in everything) / ranks)
@@ -313,16 +313,16 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
     by_flags = mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
     base = max(counts, key=lambda flags: (flags in _BASES, counts[flags]))
-    shorter, usual, longer = _divided(by_flags.pop(base))
+    shorter, usual, longer = _divided_by_length(by_flags.pop(base))
     typical = _typical(usual, base)
     all_usual += usual
     alike += usual
     least_ns = (_GAP - 1) * typical.duration_ns
     spread_ns = max(least_ns, _mean_ns(usual[-1]) - typical.duration_ns)
 
-    def other(each: Bin) -> _Other:
+    def other(each: Bin) -> _UnusualBin:
         more_ns = _mean_ns(each) - typical.duration_ns
-        return _Other(place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
+        return _UnusualBin(place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
 
     for found_bin in (*shorter, *longer):
         each = other(found_bin)
@@ -344,7 +344,7 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
                 kinds = tuple(
                     kind
                     for kind in kinds
-                    if _may_be_why(kind, part, more_ns, share, [each.bin for each in similar], typical)
+                    if _may_explain(kind, part, more_ns, share, [each.bin for each in similar], typical)
                 )
             similar = [dataclasses.replace(each, part=part) for each in similar]
             others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
@@ -356,7 +356,7 @@ def _kinds(flags: int) -> tuple[str, ...]:
     return tuple(name for name in names if name != WITHOUT_GRADIENTS) if "evaluation" in names else names
 
 
-def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep) -> bool:
+def _may_explain(kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep) -> bool:
     """Return True if this work may be the reason that steps take more_ns longer.
 
     part: the part with the extra time. share: fraction of steps with the same work that take as
@@ -377,10 +377,10 @@ def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequen
     return measured_ns >= least * more_ns
 
 
-def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
+def _explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
     """Return the group of steps that explains most of these waits.
 
-    It is of a known kind, on a rank that others wait for.
+    The group is of a known kind, on a rank that other ranks wait for.
     """
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}
@@ -389,9 +389,9 @@ def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | N
     return None
 
 
-def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
+def _by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
     """Divide at the largest gaps until each group's mean describes its members."""
-    done: list[list[_Other]] = []
+    done: list[list[_UnusualBin]] = []
     pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
     while pending:
         group = pending.pop()
@@ -405,7 +405,7 @@ def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
     return done
 
 
-def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
+def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
     """Join strays of known kinds to the largest group.
 
     Strays are steps of similar size that are few and irregular, or that come regularly together
@@ -425,15 +425,15 @@ def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
     return [joined, *rest]
 
 
-def _count(found: Sequence[_Other]) -> int:
+def _count(found: Sequence[_UnusualBin]) -> int:
     return sum(each.bin.count for each in found)
 
 
-def _mean_size_ns(found: Sequence[_Other]) -> float:
+def _mean_size_ns(found: Sequence[_UnusualBin]) -> float:
     return sum(each.bin.count * each.size_ns for each in found) / _count(found)
 
 
-def _known_steps(found: Sequence[_Other]) -> list[int]:
+def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
     """Return the numbers of the newest steps, without gaps."""
     # A bin that keeps the maximal number of step numbers may have dropped older ones.
     full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
@@ -444,7 +444,7 @@ def _mean_ns(of: Bin) -> float:
     return of.duration_ns / of.count
 
 
-def _divided(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
+def _divided_by_length(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
     """Return the bins of shorter steps, of the typical step's class, and of longer ones."""
     means = [_mean_ns(each) for each in bins]
     cuts = [place for place in range(1, len(bins)) if means[place] >= _GAP * means[place - 1]]
@@ -507,7 +507,7 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
 
 
-def _step_class(kinds: tuple[str, ...], found: Sequence[_Other], ranks: int) -> StepClass:
+def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int) -> StepClass:
     count = _count(found)
     # A rank that waits in communication waits for the work of another one.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
@@ -524,11 +524,11 @@ def _step_class(kinds: tuple[str, ...], found: Sequence[_Other], ranks: int) -> 
         total_ns=total_ns / ranks,
         steps=tuple(known),
         period=_period(known),
-        only=_only(found, ranks) if kinds else None,
+        only=_only_working_mix(found, ranks) if kinds else None,
     )
 
 
-def _only(found: Sequence[_Other], ranks: int) -> int | None:
+def _only_working_mix(found: Sequence[_UnusualBin], ranks: int) -> int | None:
     doing, waiting = ({each.mix for each in found if each.waits is waits} for waits in (False, True))
     return min(doing) if len(doing) == 1 and waiting and len(doing | waiting) == ranks else None
 

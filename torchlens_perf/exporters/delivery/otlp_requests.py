@@ -54,11 +54,11 @@ def halves(items: Sequence[Item]) -> list[list[Item]]:
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
     if len(items) == 1 and isinstance(data := items[0], MetricsData) and (count := len(metrics_of(data))) > 1:
-        return [[_part(data, 0, count // 2)], [_part(data, count // 2, count)]]
+        return [[_slice_of_metrics(data, 0, count // 2)], [_slice_of_metrics(data, count // 2, count)]]
     return []
 
 
-def _part(data: MetricsData, begin: int, end: int) -> MetricsData:
+def _slice_of_metrics(data: MetricsData, begin: int, end: int) -> MetricsData:
     (of,) = data.resource_metrics  # NodeMetrics creates exactly one resource and one scope.
     (scope,) = of.scope_metrics
     kept = sdk.ScopeMetrics(scope.scope, scope.metrics[begin:end], scope.schema_url)
@@ -155,10 +155,10 @@ def _metric(metric: Any) -> sdk.Metric:
 def _from_message(kind: type, message: Any, **known: Any) -> Any:
     """Return a dataclass of the SDK, filled from the message's fields of the same names."""
     fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
-    return kind(**known, **{name: _FIELDS.get(name, _unchanged)(message, name) for name in fields})
+    return kind(**known, **{name: _FIELDS.get(name, _same_value)(message, name) for name in fields})
 
 
-def _unchanged(message: Any, name: str) -> Any:
+def _same_value(message: Any, name: str) -> Any:
     found = getattr(message, name)
     return list(found) if isinstance(found, Sequence) else found
 

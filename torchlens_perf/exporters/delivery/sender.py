@@ -120,7 +120,7 @@ class Sender:
     def _run(self) -> None:
         with guard(f"sending {self.signal} over OTLP"):
             try:
-                while self._round():
+                while self._send_or_pause():
                     pass
             finally:
                 self._collect(True)  # Items may have arrived during the last attempt.
@@ -130,7 +130,7 @@ class Sender:
                     self._changed.notify_all()
                 self._transport.close()
 
-    def _round(self) -> bool:
+    def _send_or_pause(self) -> bool:
         """Send one request or pause once. Return True to continue."""
         final = self._closing
         due_s = min(self._collect(final), self.outbox.due_s() or _IDLE_S)
@@ -149,9 +149,9 @@ class Sender:
             if not final:
                 self.outbox.wait(min(due_s, _IDLE_S))
             return not final
-        return self._process_result(request, self._answer(request)) or not self._closing
+        return self._process_result(request, self._send_once(request)) or not self._closing
 
-    def _answer(self, request: Request) -> Answer:
+    def _send_once(self, request: Request) -> Answer:
         """Send once. An unexpected exception must not end the thread and means a retry."""
         try:
             return self._transport.send(request.items)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 
-CACHE_S = 1.0  # A response is reused for so long, however many clients there are.
+CACHE_S = 1.0  # Time for which a response is reused, however many clients there are.
 _UPDATE_INTERVAL_S = 2.0
 _MIN_IDLE_RATIO = 100.0  # Updates take at most about 1% of the sidecar's time.
 

@@ -48,10 +48,10 @@ def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Co
         del points[MAX_POINTS:]
         labelled = [(labels_of((point.attributes or {}).items()), point) for point in points]
         if isinstance(metric.data, Histogram):
-            yield _histogram(metric, labelled)
+            yield _histogram_family(metric, labelled)
         else:
             lasting = metric.name not in _OF_PROCESSES
-            yield _numbers(metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended])
+            yield _number_family(metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended])
     lost = Metric(_DROPPED, "Points that are not in this answer, as there would be too many", "gauge")
     lost.add_sample(_DROPPED, {}, dropped)
     yield lost
@@ -59,14 +59,14 @@ def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Co
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
     """Return attributes as labels, limited in length and without terminal control characters."""
-    return {prometheus_name(name): printable(_text(value))[:MAX_LABEL] for name, value in attributes}
+    return {prometheus_name(name): printable(_label_text(value))[:MAX_LABEL] for name, value in attributes}
 
 
-def _text(value: Any) -> str:
+def _label_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _numbers(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
+def _number_family(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
     counts = isinstance(metric.data, Sum) and metric.data.is_monotonic
     unit = prometheus_unit(metric.unit or "", gauge=isinstance(metric.data, Gauge))
     name = prometheus_name(metric.name, unit)
@@ -76,7 +76,7 @@ def _numbers(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
     return found
 
 
-def _histogram(metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
+def _histogram_family(metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
     unit = prometheus_unit(metric.unit or "", gauge=False)
     name, buckets = prometheus_name(metric.name, unit), metric.name not in _WITHOUT_BUCKETS
     found = Metric(name, metric.description or "", "histogram" if buckets else "summary", unit)

@@ -76,7 +76,7 @@ class StepSampler:
     def add_steps(self, steps: StepTable, every: int, now_s: float) -> None:
         """Add finished steps of one rank, which stands for all ranks.
 
-        every: trace one step in so many; 0: none. now_s: time on the sidecar's clock."""
+        every: trace one step in this many; 0: none. now_s: time on the sidecar's clock."""
         if not len(steps):
             return
         slow = self._slow_steps.add(steps).tolist()
@@ -116,7 +116,7 @@ class StepSampler:
     ) -> list[TracedStep]:
         """Return the steps to send, among the candidates that can be decided now.
 
-        final: no more records will arrive. after_s: decide only about candidates that have waited for so long.
+        final: no more records will arrive. after_s: decide only on candidates this old.
         """
         found = []
         for step in sorted(self._candidates):

@@ -35,7 +35,7 @@ class PassedOptimizers:
     def position(self, optimizer: Any) -> int | None:
         """Return the position of the passed optimizer that is or contains this one, or None.
 
-        Takes some microseconds.
+        Takes a few microseconds.
         """
         stepped = _parameter_ids([optimizer])
         shares = None

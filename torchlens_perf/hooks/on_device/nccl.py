@@ -70,7 +70,7 @@ class NcclHook:
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
             plugin, file = nccl_plugin.load(), nccl_plugin.path()
-            missing = self._offer(plugin, file, session.identity.local_world_size or session.identity.world_size)
+            missing = self._offer_plugin(plugin, file, session.identity.local_world_size or session.identity.world_size)
             if missing or plugin is None or file is None:
                 self._note(
                     session,
@@ -86,7 +86,7 @@ class NcclHook:
         if session.identity.has_other_ranks:
             session.note(text)
 
-    def _offer(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
+    def _offer_plugin(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
         """Set the plugin for NCCL. Return why it cannot be used, or "" if it can.
 
         local_ranks: the number of ranks on this node.

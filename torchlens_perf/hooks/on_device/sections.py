@@ -1,7 +1,7 @@
 """Device times of a step's phases and of the waits on its stream, measured by events.
 
 The host's times of these phases say when their work was issued, the device's times when it ran.
-Both are recorded. Device times become known some steps later, so their records contain the step.
+Both are recorded. Device times become known a few steps later, so their records contain the step.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
     run, status = report["run"], overall(contents["headlines"])
     sections = [(key, label, section(contents)) for key, label, section in SECTIONS]
     links = [tag("li", tag("a", label, href=f"#{key}")) for key, label, made in sections if made is not None]
-    rules, styles, scripts = _in_file() if live is None else _by_address(live)
+    rules, styles, scripts = _inline_parts() if live is None else _linked_parts(live)
     body = tag(
         "body",
         tag("a", "Skip to the verdict", class_="skip", href="#verdicts"),
@@ -98,13 +98,13 @@ def icon() -> Element:
     return tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}")
 
 
-def _in_file() -> tuple[str, Child, Child]:
+def _inline_parts() -> tuple[str, Child, Child]:
     """Return policy, styles and scripts of a page that has styles and scripts inline."""
     style, script = page_style(), page_script()
     return _policy(_digest(style), _digest(script), "'none'"), [icon(), raw("style", style)], raw("script", script)
 
 
-def _by_address(live: LivePart) -> tuple[str, Child, Child]:
+def _linked_parts(live: LivePart) -> tuple[str, Child, Child]:
     """Return policy, styles and scripts of a page that loads them from a server."""
     return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
 

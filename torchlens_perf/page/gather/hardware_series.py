@@ -126,7 +126,7 @@ def rank_series(
     for rank in ranks:
         shares = grid.no_cpu_share(row_of[rank])
         if np.nanmax(shares, initial=0.0) >= _MIN_CONTENTION:
-            found.append(_one(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares))
+            found.append(_thinned_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares))
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
             continue
@@ -137,7 +137,7 @@ def rank_series(
         ):
             values = np.array([np.nan if (value := getattr(each, name)) is None else value for each in readings])
             if np.isfinite(values).any():
-                found.append(_one(title, "By", f"rank {rank}", rank, at, values))
+                found.append(_thinned_series(title, "By", f"rank {rank}", rank, at, values))
     return found
 
 
@@ -205,11 +205,11 @@ def _series(
                     _SHARE: 100 * grown / 1e9 / gone_s,
                     _COUNT: np.cumsum(np.nan_to_num(grown)),
                 }[how]
-        found.append(_one(title, unit, where, rank, time_s, values))
+        found.append(_thinned_series(title, unit, where, rank, time_s, values))
     return found
 
 
-def _one(title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats) -> Series:
+def _thinned_series(title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats) -> Series:
     """Return a series with at most MAX_POINTS points.
 
     If there are more samples, points are means of intervals.

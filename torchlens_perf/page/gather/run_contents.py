@@ -47,7 +47,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     notes: list[str] = []
     plain: Report = report_json.plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
-    named = _named(plain, slow)
+    named = _named_ranks(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
     begin_ns = begin_unix_ns(processes)
     grid = step_grid(run, processes, notes)
@@ -109,7 +109,7 @@ def _ranks_of(
     return processes, node_of, slow_times(findings), uncomparable
 
 
-def _named(report: Report, slow: list[SlowTime]) -> set[int]:
+def _named_ranks(report: Report, slow: list[SlowTime]) -> set[int]:
     """Return the ranks that verdicts and slow times are about."""
     named = {verdict["rank"] for verdict in report["verdicts"]} | {each["rank"] for each in slow}
     return {rank for rank in named if rank is not None}

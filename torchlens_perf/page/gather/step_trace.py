@@ -75,7 +75,7 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dic
     duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
     numbered = spans["kind"] == Kind.COLLECTIVE
     depth = spans["depth"].astype(np.int64)
-    depth = depth - depth.min() if lane == HOST else _apart(start_us, start_us + duration_us)
+    depth = depth - depth.min() if lane == HOST else _free_rows(start_us, start_us + duration_us)
     return {
         "lane": lane,
         "kind": [kind_name(kind) for kind in kinds],
@@ -87,7 +87,7 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dic
     }
 
 
-def _apart(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _free_rows(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Return for each span the lowest row in which it overlaps no other span.
 
     Spans are sorted by start.

@@ -113,7 +113,7 @@ class Membership:
         self._restarts[local] = restarts
         if number is not None:
             self._numbers[local] = number
-        self._match()
+        self._match_sets()
 
     def lead(self) -> None:
         """Make this node number new sets, because it has rank 0.
@@ -123,7 +123,7 @@ class Membership:
         if not self._leads:
             self._leads = True
             for local in self._own:
-                self._numbers.setdefault(local, self._guess(local))
+                self._numbers.setdefault(local, self._guess_number(local))
 
     def follow(self) -> None:
         """Stop numbering sets, because another node has rank 0."""
@@ -131,7 +131,7 @@ class Membership:
 
     def number(self, local: int) -> int:
         """Return the generation of a set of this node, or a guess until node 0 has reported it."""
-        return self._numbers.get(local, self._guess(local))
+        return self._numbers.get(local, self._guess_number(local))
 
     def age_s(self, local: int, now_s: float) -> float:
         """Return how long ago a set of this node began, or 0 if it is not known."""
@@ -157,7 +157,7 @@ class Membership:
         self._received = tuple(
             dataclasses.replace(each, started_s=now_s + each.started_s) for each in control.generations
         )
-        self._match()
+        self._match_sets()
 
     def remote_generation(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
         """Return the generation of a set of another node, or None without a match.
@@ -174,14 +174,14 @@ class Membership:
         own = [dataclasses.replace(each, number=self.number(each.number)) for each in self._own.values()]
         return match_generations(list(sets.values()), own).get(local)
 
-    def _match(self) -> None:
+    def _match_sets(self) -> None:
         if not self._leads:
             self._numbers.update(match_generations(list(self._own.values()), self._received))
         else:
             for local in self._own:
-                self._numbers.setdefault(local, self._guess(local))
+                self._numbers.setdefault(local, self._guess_number(local))
 
-    def _guess(self, local: int) -> int:
+    def _guess_number(self, local: int) -> int:
         """Return a number that continues from the last known one before it."""
         earlier = [each for each in self._numbers if each < local]
         last = max(earlier, default=-1)

@@ -122,18 +122,18 @@ def pack(summary: RankSummary) -> bytes:
     value["usual_step_s"] = min(progress.usual_step_s, _MAX_FLOAT16)
     value["since_mark_s"] = -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _MAX_FLOAT16)
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
-    value["population"] = _cut(place.population, 48)
+    value["population"] = _cut_text(place.population, 48)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
-        value["dimensions"][i] = _cut(name, 12), coordinate
+        value["dimensions"][i] = _cut_text(name, 12), coordinate
     last_issued = sorted(progress.issued.items(), key=lambda item: -item[1])[:GROUPS]
     for i, (name, sequence) in enumerate(last_issued):
-        value["groups"][i] = _cut(name, 12), sequence + 1
+        value["groups"][i] = _cut_text(name, 12), sequence + 1
         if name in progress.began:
             value["begun"][i] = min(max(0, sequence - progress.began[name]) + 1, 255)
     value["device"] = _device(progress)
     inside = progress.inside if len(progress.inside) <= INSIDE else (progress.inside[0], *progress.inside[1 - INSIDE :])
     for i, name in enumerate(inside):
-        value["inside"][i] = _cut(name, 16)
+        value["inside"][i] = _cut_text(name, 16)
     value["row"] = NO_ROW
     rows = summary.rows
     if rows is not None:
@@ -190,7 +190,7 @@ def _began(groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[byte
     return {text[name]: issued - behind for (name, issued), behind in zip(groups, begun, strict=True) if behind}
 
 
-def _cut(text: str, max_bytes: int) -> bytes:
+def _cut_text(text: str, max_bytes: int) -> bytes:
     """Return the text's first bytes, without an incomplete character at the end."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
 

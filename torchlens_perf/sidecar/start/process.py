@@ -50,7 +50,7 @@ def read_live_run(
     rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
     the run directory.
     """
-    _log()
+    _log_to_file()
     hide_pandas()
     run, lock = RunDirectory(Path(run_dir), shared=shared), None
     try:
@@ -82,7 +82,7 @@ def read_or_replay(
     which provides its progress callback. quiet: print only errors. Raises RunStoreError if the
     folder is not a run directory, cannot be written, or already has a sidecar.
     """
-    _log(logging.WARNING if quiet else logging.INFO)
+    _log_to_file(logging.WARNING if quiet else logging.INFO)
     termination.install()
     run = RunDirectory(run_dir)
     # Rings may exist without the run directory, if it could not be created.
@@ -121,7 +121,7 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     return of_host[0] if of_host else exact
 
 
-def _log(level: int = logging.INFO) -> None:
+def _log_to_file(level: int = logging.INFO) -> None:
     handler = _CurrentStderr()
     handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -282,7 +282,7 @@ def create_run_directory(
                 last_error = str(error)
                 logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
-        kept = where_kept(run) if _is_there(run.nodes) else ""
+        kept = where_kept(run) if _folder_exists(run.nodes) else ""
         for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver(str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n")
@@ -293,7 +293,7 @@ def create_run_directory(
         time.sleep(_CREATE_RETRY_S)
 
 
-def _is_there(folder: Path) -> bool:
+def _folder_exists(folder: Path) -> bool:
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):

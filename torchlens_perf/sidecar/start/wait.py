@@ -10,7 +10,7 @@ header, forty times a second. It starts to read at once in these cases:
 - a ring cannot be read.
 
 In the meantime a thread imports the next modules on idle CPUs (preload.py), so that the report on a
-run of some seconds is ready when the run ends. If no CPU is idle, the thread waits for STARVED_S.
+run of a few seconds is ready when the run ends. If no CPU is idle, the thread waits for STARVED_S.
 Taking CPU time from ranks that wait for one another costs the job twice that time. It is therefore
 taken late or when a ring fills, and only a small share at first.
 """

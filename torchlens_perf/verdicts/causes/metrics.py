@@ -166,7 +166,7 @@ class MetricHistory:
         if not inside:
             inside = [slot for slot in self._slots if slot.last_step >= since_step and slot.first_step < end]
         there = [rank for rank in ranks if rank in self._index]
-        total, counts = self._sums(inside, np.array([self._index[rank] for rank in there], np.int64))
+        total, counts = self._sample_sums(inside, np.array([self._index[rank] for rank in there], np.int64))
         means = np.where(counts > 0, total / np.maximum(counts, 1), np.nan).astype(np.float32)
         return dict(zip(there, means, strict=True))
 
@@ -181,8 +181,8 @@ class MetricHistory:
         at = self._index.get(rank)
         if at is None or not inside or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < MIN_BEFORE_S:
             return None
-        # _sums() also grows all slots to include this rank, which the next line needs.
-        total, counts = self._sums(inside, np.array([at]))
+        # _sample_sums() also grows all slots to include this rank, which the next line needs.
+        total, counts = self._sample_sums(inside, np.array([at]))
         table = np.stack([np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan) for slot in inside])
         usual = np.full(len(METRICS), np.nan, np.float32)
         measured = ~np.isnan(table).all(axis=0)
@@ -194,7 +194,7 @@ class MetricHistory:
         usual[bursts] = (total / np.maximum(counts, 1))[0, bursts]
         return usual
 
-    def _sums(
+    def _sample_sums(
         self, slots: Sequence[_Slot], at: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Return the sums of all samples, and their counts: [ranks, signals]."""

@@ -172,7 +172,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
         text = f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
         action = "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and workers in it."
         evidence = case.evidence("cpu_quota_share", "cpu_wait_share")
-        return [Cause("cpu_quota", _squeezed(text), action, explains, evidence)]
+        return [Cause("cpu_quota", _without_double_spaces(text), action, explains, evidence)]
     evidence = case.evidence("cpu_wait_share", "neighbour_share")
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
@@ -250,7 +250,7 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
         "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else takes "
         "memory on that node."
     )
-    return Cause("memory_pressure", _squeezed(text), action, explains, case.evidence(*_MEMORY_SIGNALS))
+    return Cause("memory_pressure", _without_double_spaces(text), action, explains, case.evidence(*_MEMORY_SIGNALS))
 
 
 def _cpu_clock(case: _Case) -> list[Cause]:
@@ -320,7 +320,7 @@ def _errors(case: _Case) -> list[Cause]:
         text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
         # A pending remapping is counted in every sample until a reset, so its rate has no meaning.
         if signal != "remapped_rows_per_s":
-            text += f": {_often(case.mine[signal])}{case.against(signal, _often)}"
+            text += f": {_rate_words(case.mine[signal])}{case.against(signal, _rate_words)}"
         found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
     return found
 
@@ -348,13 +348,13 @@ def _below(case: _Case, clock: str) -> float:
     return 1 - mine / usual if mine is not None and usual else 0.0
 
 
-def _often(per_s: float) -> str:
+def _rate_words(per_s: float) -> str:
     for unit, seconds in (("second", 1), ("minute", 60), ("hour", 3600)):
         if per_s * seconds >= 1:
             return f"{per_s * seconds:.0f} {'an' if unit == 'hour' else 'a'} {unit}"
     return f"{per_s * 86400:.1f} a day" if per_s else "none"
 
 
-def _squeezed(text: str) -> str:
+def _without_double_spaces(text: str) -> str:
     """Remove the double space that an unknown name leaves."""
     return " ".join(text.split())

@@ -191,8 +191,8 @@ class ComparedBins:
     def _matters(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
         """Return True if the excess since row `start` is worth naming in steps that lack CPUs.
 
-        It is if the excess is large enough as a share of the whole step, or if the job would gain
-        enough without it.
+        This requires that the excess is a large enough share of the whole step, or that the job
+        would gain enough without it.
         """
         excess_ns = self._series[""][index, start:]
         if float(self.without_stalls("", index, start).mean()) >= self._min_share * self.step_ns:

@@ -139,7 +139,7 @@ def described(
         # The step ends with the slowest rank. The cost is how much sooner it would end without this
         # rank, minus the same for a healthy rank, which is noise. The job may also wait for the
         # rank's lack of a CPU, but that is not part of its excess, so the excess limits the cost.
-        cost_ns=min(_gain_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
+        cost_ns=min(_gain_by_row_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
         work_ns=float(parts.sum(axis=1).mean()),
         others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
         step_ns=float(np.median(window.duration_ns[index, at])),
@@ -181,7 +181,7 @@ def shared_cost_ns(
     excess = theirs - np.median(own, axis=0)
     usual_rows = without_stalls(excess, noise(excess[None])) == excess
     teams = [own[first : first + len(together)].max(axis=0) for first in range(0, len(others), len(together))]
-    return _gain_ns(np.stack([*teams, theirs])[:, usual_rows])
+    return _gain_by_row_ns(np.stack([*teams, theirs])[:, usual_rows])
 
 
 def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -200,7 +200,7 @@ def _is_by_host(own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_],
     return by_host_ns > _MOST * max(1.0, float(own_ns[:, places].sum()))
 
 
-def _gain_ns(own: npt.NDArray[np.float32]) -> float:
+def _gain_by_row_ns(own: npt.NDArray[np.float32]) -> float:
     """Return how much earlier the rows end without the last entry, minus the median of the same for
     other entries.
 

@@ -3,7 +3,7 @@
 For each window of 64 steps, rank 0 receives the median over the ranks of each part of the device's
 step. It also receives the excess of ranks whose work is an outlier. A rank is slow here if its work
 is an outlier in MIN_WINDOWS consecutive windows, by an excess that is worth naming. Its episode
-ends after QUIET_WINDOWS windows without.
+ends after QUIET_WINDOWS windows in which its work is no outlier.
 
 If sidecars do not exchange data, these windows are the only source about ranks of other nodes. They
 show less than the straggler detector (detector.py), which has the rows of every rank:
@@ -141,9 +141,9 @@ class MergedWindows:
                 by_step.setdefault(row.step, []).append(row)
         for step, rows in by_step.items():
             first_step, self._last_step = self._last_step + 1, step
-            window = _window(first_step, step, rows, ranks)
+            window = _make_window(first_step, step, rows, ranks)
             if window is not None:
-                self._judge(window)
+                self._judge_window(window)
 
     def episodes(self) -> list[Episode]:
         """Return the episodes of ranks that are or were slow."""
@@ -173,7 +173,7 @@ class MergedWindows:
         ]
         return len(seen) == MIN_WINDOWS and not any(each.score.get(episode.rank, 0.0) >= STANDS_OUT for each in seen)
 
-    def _judge(self, window: _Window) -> None:
+    def _judge_window(self, window: _Window) -> None:
         is_first, self.seen = not self.seen, self.seen + 1
         self.windows.append(window)
         for rank in window.score:
@@ -264,7 +264,7 @@ def _do_different_work(places: Mapping[int, Placement]) -> bool:
     return stages or len({place.population for place in places.values()}) > 1
 
 
-def _window(first_step: int, last_step: int, rows: list[MergedRow], ranks: int) -> _Window | None:
+def _make_window(first_step: int, last_step: int, rows: list[MergedRow], ranks: int) -> _Window | None:
     """Return a window from its rows; None if ranks cannot be compared in it."""
     work = next((row for row in rows if row.row == Row.WORK), None)
     if work is None or work.times < MIN_ROWS * ranks or work.outstanding > max(1, ranks // _RANKS_PER_OUTLIER):

@@ -10,7 +10,7 @@ The device's own clock shows that time only on the rank that the others wait for
 Another rank waits in a collective while its host goes on. Its lag grows by that wait, and hides the
 host's time in the parts that follow. All ranks are therefore compared with the critical rank's lag:
 max(busy, issue - lag of the critical rank). Where the device is the bottleneck the lag is long and
-the device's time counts. Where the host is, the lag is short and the host's time counts.
+the device's time counts. If the host is the bottleneck, the lag is short and its time counts.
 
 If host and device both take long in one part, such as kernels after host code, this maximum is too
 small. Without its larger lag, the rank would need up to that much more time. Within this limit, its

@@ -73,13 +73,13 @@ class Population:
 
         final: also judge the rows after the last full interval.
         """
-        for chunk in self._chunks():
+        for chunk in self._pending_chunks():
             self._place(chunk)
             self._judge_ready(final=False)
         # Rows may become ready without new ones, when a rank that was waited for has ended.
         self._judge_ready(final=final)
 
-    def _chunks(self) -> list[list[BinBatch]]:
+    def _pending_chunks(self) -> list[list[BinBatch]]:
         """Return the pending rows in chunks that fit into the window."""
         pending, self._pending = self._pending, []
         if not pending:
@@ -152,7 +152,7 @@ class Population:
         self._with_workload.intersection_update(open_since)
         with_workload = {rank: open_since[rank] for rank in self._with_workload}
         rows = ComparedBins(window, present, keys, with_workload, self.step_ns, self._running_ns)
-        self.episodes = [each if each.is_over else self._updated(each, rows) for each in self.episodes]
+        self.episodes = [each if each.is_over else self._updated_episode(each, rows) for each in self.episodes]
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns()
 
@@ -172,7 +172,7 @@ class Population:
             for each in self.episodes
         ]
 
-    def _updated(self, episode: Episode, rows: ComparedBins) -> Episode:
+    def _updated_episode(self, episode: Episode, rows: ComparedBins) -> Episode:
         """Return an open episode with the newest values, or with its end."""
         index = rows.index_of(episode.rank)
         if index is None:
@@ -190,7 +190,7 @@ class Population:
             # At first, the excess may only be significant together with earlier rows. With more
             # rows, the first slow row can be determined better. It stays after the end of the
             # rank's previous episode, which was reported.
-            before = max(begin - MIN_ROWS, rows.row_of(self._last_ends().get(episode.rank, 0)))
+            before = max(begin - MIN_ROWS, rows.row_of(self._ends_of_last_episodes().get(episode.rank, 0)))
             begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
             episode = dataclasses.replace(episode, judged_from_step=int(rows.keys[begin]) * rows.width)
         return rows.described(episode, index, begin)
@@ -198,7 +198,7 @@ class Population:
     def _begin_episodes(self, rows: ComparedBins) -> None:
         slow = {episode.rank for episode in self.episodes if not episode.is_over}
         # Rows of earlier episodes are not judged again.
-        over = self._last_ends()
+        over = self._ends_of_last_episodes()
         for phase in ("", "cpu"):
             for index, start in rows.suspects(phase, over, slow):
                 rank = int(rows.ranks[index])
@@ -210,7 +210,7 @@ class Population:
                     if rows.has_workload_in(index, start):
                         self._with_workload.add(rank)
 
-    def _last_ends(self) -> dict[int, int]:
+    def _ends_of_last_episodes(self) -> dict[int, int]:
         """Return until_step of each rank's newest ended episode."""
         over: dict[int, int] = {}
         for episode in self.episodes:

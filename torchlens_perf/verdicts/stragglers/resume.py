@@ -49,16 +49,16 @@ class EarlierEpisodes:
         for episode in sorted(now.episodes, key=lambda each: each.named_step):
             if episode.key not in self._seen:
                 self._seen.add(episode.key)
-                self._begins(episode, now.compared)
+                self._begin_or_continue(episode, now.compared)
         if self._open:
             compared = {rank for usual in now.usual for rank in parse_ranges(usual.ranks)}
             left = [episode for rank, episode in self._open.items() if rank in compared]
             for episode in left:
                 if _is_over(episode, now, max(episode.last_step, self._few_rows_step or -1)):
-                    self._end(self._open.pop(episode.rank))
+                    self._end_earlier(self._open.pop(episode.rank))
         return now.with_episodes([*map(self._as_before, now.episodes), *self._open.values(), *self._over])
 
-    def _begins(self, episode: Episode, compared: int) -> None:
+    def _begin_or_continue(self, episode: Episode, compared: int) -> None:
         before = self._open.pop(episode.rank, None)
         if before is None:
             return
@@ -68,9 +68,9 @@ class EarlierEpisodes:
         if gap < _steps_to_tell(before, compared) or episode.judged_from_step <= (self._few_rows_step or -1):
             self._same[episode.key] = before
         else:
-            self._end(before)
+            self._end_earlier(before)
 
-    def _end(self, before: Episode) -> None:
+    def _end_earlier(self, before: Episode) -> None:
         """End an earlier episode after its last judged step. Its true end is not known."""
         self._over.append(dataclasses.replace(before, until_step=before.last_step + 1))
 

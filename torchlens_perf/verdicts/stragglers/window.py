@@ -199,7 +199,7 @@ class SlidingWindow:
         keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
         at = np.where(keys >= 0, keys % self.columns, self.columns)
         self.flags[index, at] = block.flags
-        for name in self._kept:
+        for name in self._kept_fields:
             getattr(self, name)[index, at] = getattr(block, name)
         if self._has_host_times:
             # An unknown lag is a very long one, beyond what 16 bits can hold.
@@ -218,7 +218,7 @@ class SlidingWindow:
         return len(self._issue_s) > 0
 
     @property
-    def _kept(self) -> tuple[str, ...]:
+    def _kept_fields(self) -> tuple[str, ...]:
         return (*_OF_ALL, "issue_ready_ns") if self._has_host_times else _OF_ALL
 
     def _keep_host_times(self) -> None:
@@ -237,7 +237,7 @@ class SlidingWindow:
         if self._has_host_times:
             grown._keep_host_times()
             grown._issue_s[at], grown._lag_s[at] = self._issue_s, self._lag_s
-        for name in ("key", "flags", "newest", "own_ns", *self._kept):
+        for name in ("key", "flags", "newest", "own_ns", *self._kept_fields):
             getattr(grown, name)[at] = getattr(self, name)
         grown._narrow = self._narrow
         return grown
@@ -266,10 +266,10 @@ class SlidingWindow:
         at = keys % self.columns
         new = self._computed[at] != keys
         if new.any():
-            self._compute(keys[new], at[new], present)
+            self._compute_excess(keys[new], at[new], present)
         return keys[self._good[at]], present
 
-    def _compute(
+    def _compute_excess(
         self, keys: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], present: npt.NDArray[np.int64]
     ) -> None:
         """Compute the excess in the columns of these rows, and whether the rows can be compared."""
@@ -299,7 +299,7 @@ class SlidingWindow:
         own_ns, by_host = self.own_parts(block)
         self.own_ns[block] = own_ns.sum(axis=2, dtype=np.float64)
         self.by_host_ns[block] = np.where(by_host, own_ns, 0).sum(axis=2)
-        held_up_ns = np.maximum(self.issue_ready_ns[block] - _in_ns(self._lag_s[critical, columns]).sum(axis=1), 0)
+        held_up_ns = np.maximum(self.issue_ready_ns[block] - _to_ns(self._lag_s[critical, columns]).sum(axis=1), 0)
         ready_ns = self.ready_ns[block]
         self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
 
@@ -317,8 +317,8 @@ class SlidingWindow:
             return parts_ns, np.zeros(parts_ns.shape, bool)
         critical = self._critical[columns], columns
         own_ns, by_host = own_time(
-            Lines(parts_ns, _in_ns(self._issue_s[block]), _in_ns(self._lag_s[block])),
-            Lines(self.parts_ns[critical], _in_ns(self._issue_s[critical]), _in_ns(self._lag_s[critical])),
+            Lines(parts_ns, _to_ns(self._issue_s[block]), _to_ns(self._lag_s[block])),
+            Lines(self.parts_ns[critical], _to_ns(self._issue_s[critical]), _to_ns(self._lag_s[critical])),
         )
         return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
 
@@ -341,5 +341,5 @@ class SlidingWindow:
         return share
 
 
-def _in_ns(seconds: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+def _to_ns(seconds: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
     return np.float32(1e9) * seconds
