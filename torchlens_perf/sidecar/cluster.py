@@ -104,7 +104,7 @@ class Cluster:
         return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
-    def others_are_there(self) -> bool:
+    def others_still_send(self) -> bool:
         """True on node 0 while other nodes are still sending."""
         return self._merges and bool(self._others)
 

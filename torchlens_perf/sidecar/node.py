@@ -247,7 +247,7 @@ class Sidecar:
         """
         began_s, monitor = time.monotonic(), self.monitor
         while (
-            monitor.cluster.others_are_there and time.monotonic() - began_s < _LAST_WINDOWS_S
+            monitor.cluster.others_still_send and time.monotonic() - began_s < _LAST_WINDOWS_S
         ) or (
             self.exports and monitor.awaits_choice and time.monotonic() - began_s < _LAST_CHOICE_S
         ):  # fmt: skip
