@@ -136,7 +136,7 @@ class switches_off:
             if not isinstance(error, (OSError, MemoryError)):
                 if swallowed.strict:
                     return False
-                reason += ". That is a mistake of torchlens_perf's; please report it"
+                reason += ". This is a bug in torchlens_perf; please report it"
         with guard("saying why recording is off"):
             self._say(reason)
         return True

@@ -39,8 +39,8 @@ def test_verdict_shows_a_host_that_waits_for_its_device(tmp_path: Path) -> None:
         )
 
     assert "rank 0 " in text
-    assert "last outside of all that is timed, waiting for its device in `return loss.item()`, print_loss" in text
-    assert "or a collective's, which waits for the device of another rank" in text
+    assert "last outside all recorded spans, waiting for its device in `return loss.item()`, print_loss" in text
+    assert "or a collective's kernel that waits for another rank's device" in text
 
 
 def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
@@ -53,4 +53,4 @@ def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> Non
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("blocked", [])
     assert found["evidence"]["waiting"] == [0, 1]
     assert "in `return loss.item()`, print_loss (hang_device_ranks.py:" in found["text"]
-    assert "by the stacks of ranks 0-1. What the devices do is not known" in found["text"]
+    assert "by the stacks of ranks 0-1. It is not known what the devices execute" in found["text"]

@@ -95,4 +95,4 @@ def test_rank_with_an_endless_kernel_is_named(tmp_path: Path) -> None:
     place = ranks[STUCK].device
     assert place.step == HUNG_AT
     assert place.mark.startswith("the beginning of")
-    assert f"the device of rank {STUCK} (node-a) stands in step {HUNG_AT} after the beginning of" in text(found)
+    assert f"the device of rank {STUCK} (node-a) is in step {HUNG_AT} after the beginning of" in text(found)

@@ -215,7 +215,7 @@ def test_slow_rank_is_named_from_merged_windows_alone(told: list[dict[str, dict[
     assert (verdict["kind"], verdict["rank"], verdict["phase"]) == ("straggler", SLOW, "forward")
     assert verdict["evidence"]["phase_excess_s"] == pytest.approx(LATE_S, rel=0.4)
     assert verdict["cost_s_per_step"] > 0.1 * LATE_S
-    assert "Known from the windows that the devices merged" in verdict["text"]
+    assert "Found in statistics merged on devices" in verdict["text"]
 
 
 def test_windows_add_nothing_when_the_sidecar_has_all_records(

@@ -134,8 +134,8 @@ def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
         found = job.wait_for(hang_of_a_device, 2 * STARTED_S, NODES[0])
 
     assert found["evidence"]["ranks"] == [2]
-    assert "but the device of rank 2 (node-b) stands in step 60 after the beginning of" in found["text"]
-    assert "while ranks 0-1,3 were seen further" in found["text"]
+    assert "but the device of rank 2 (node-b) is in step 60 after the beginning of" in found["text"]
+    assert "while the furthest device of ranks 0-1,3 is" in found["text"]
 
 
 @pytest.fixture(scope="module")
@@ -178,4 +178,4 @@ def test_silent_node_is_distinguished_from_a_hang(silence: dict[str, Any]) -> No
     machine.
     """
     assert (silence["evidence"]["kind"], silence["evidence"]["ranks"]) == ("silent", [2, 3])
-    assert "went silent when the steps ended" in silence["text"]
+    assert "stopped reporting when the steps ended" in silence["text"]

@@ -15,7 +15,7 @@ from tests.support.processes import ROOT
 RUNS = 10
 PARTS = {
     "training threads": ["tests/recorder/test_training_thread.py", "tests/jobs/test_training_threads.py"],
-    "pickles": ["tests/hooks/test_pickles.py"],
+    "pickled models": ["tests/hooks/test_pickles.py"],
     "closed stderr": ["tests/jobs/test_stderr.py"],
     "frozen programs": ["tests/jobs/test_children.py"],
     "concurrent watches": ["tests/test_concurrent_watches.py"],
@@ -32,7 +32,7 @@ def test_recording_guarantees_hold_on_a_busy_machine(part: str) -> None:
         done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(runs)]
     passed = sum(not each.returncode for each in done)
     note(
-        f"{part} on a busy machine, jobs/test_busy_machine.py",
+        f"{part} on a busy machine (`jobs/test_busy_machine.py`)",
         runs,
         RUNS,
         f"{passed} passed",

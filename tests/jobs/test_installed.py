@@ -387,7 +387,7 @@ def test_second_run_uses_the_tap_built_by_the_first(real_tap: Path, installed: E
 
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert [[rank["steps"] for rank in each["ranks"]] for each in reports] == [[29, 29], [29, 29]]
-    tapped = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones; "
+    tapped = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones; "
     planned = f"{tapped}the sidecar builds the native tap for the next run"
     assert [[note for note in each["quality"]["notes"] if "tap" in note] for each in reports] == [[planned], []]
     ended = [sum(row["ended"] for row in each["collectives"] if row["asynchronous"]) for each in reports]

@@ -124,7 +124,7 @@ def test_report_is_printed_when_the_run_ends(tmp_path: Path) -> None:
                 missing.append(f"{kind}:\n{printed}")
     done = f"{len(kinds) - len(missing)} ended with their report, {2 * PROCESSORS} programs on {PROCESSORS} processors"
     note(
-        "reports on a busy machine, jobs/test_report_on_a_busy_machine.py",
+        "reports on a busy machine (`jobs/test_report_on_a_busy_machine.py`)",
         len(kinds),
         RUNS,
         done,

@@ -336,7 +336,7 @@ def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [
-        (None, "torchlens-perf build-tap, or nothing: the next run of several ranks has the native one built"),
+        (None, "torchlens-perf build-tap, or nothing: the next run with several ranks builds the native tap"),
         ("0", "torchlens-perf build-tap"),
         ("perhaps", "torchlens-perf build-tap"),
     ],

@@ -38,8 +38,8 @@ def test_process_that_takes_the_cpus_is_named() -> None:
     said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
     assert said == (
-        "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng (pid 7); then more "
-        "CPUs (now 2)."
+        "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng (pid 7); then use "
+        "more CPUs (now 2)."
     )
 
 
@@ -75,14 +75,14 @@ def test_long_steps_with_cpu_contention_keep_their_verdict(flag: Flag) -> None:
     rows = checked(build("r", [node([loop])]))["verdicts"]
 
     assert [row["kind"] for row in rows] == ["lack_of_cpu", "long_steps"]
-    assert "1 other step waits 900 ms longer: 900 ms in all." in rows[0]["text"]
+    assert "1 other step waits 900 ms longer: 900 ms in total." in rows[0]["text"]
 
 
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        (range(40, 60), " 20 other steps wait 60.0 ms longer on average: 1.20 s in all. Next: "),
-        ([55], " 1 other step waits 900 ms longer: 900 ms in all. Next: "),
+        (range(40, 60), " 20 other steps wait 60.0 ms longer on average: 1.20 s in total. Next: "),
+        ([55], " 1 other step waits 900 ms longer: 900 ms in total. Next: "),
     ],
 )
 def test_steps_with_longer_cpu_contention_are_counted(steps: Sequence[int], words: str) -> None:
@@ -109,7 +109,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     texts = [row["text"] for row in checked(build("r", [state]))["verdicts"]]
 
     assert texts[0].startswith("Waiting for a CPU takes ")
-    assert "No cause found among garbage collection, waits for a disk. " in texts[1]
+    assert "No cause found (checked: garbage collection, waits for a disk). " in texts[1]
 
 
 def test_sidecar_records_a_busy_program_outside_of_the_job(run: RunDirectory) -> None:

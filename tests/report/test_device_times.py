@@ -132,11 +132,14 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     assert first["caught_up"] == 0.0
     assert report["ranks"][0]["phases"]["backward"]["p50_s"] == pytest.approx(0.001, rel=0.02), "the host's stays"
     notes = " ".join(report["quality"]["notes"])
-    assert "3 marks on the device were left out while a CUDA graph was captured" in notes
+    assert "3 device marks were left out while a CUDA graph was captured" in notes
     assert "2 device times were not known" in notes
-    assert "5 marks on the device were left out, as too many before them" in notes
-    assert "6 steps are not judged by the device, as their forward or backward pass ran on another stream" in notes
-    assert "7 stalls of the device are not known" in notes
+    assert "5 device marks were left out, because too many earlier marks" in notes
+    assert (
+        "6 steps are not judged by device time, because their forward or backward pass ran and waited on another"
+        in notes
+    )
+    assert "7 device stalls are not known" in notes
     assert "too far behind" not in notes
     text = text_of(report)
     assert "Typical step of each rank, device clock, ms" in text
@@ -359,7 +362,7 @@ def test_ranks_without_device_times_are_not_compared(run: RunDirectory, timed: t
         else:
             rank.steps(80, **HOST)
     verdict = report_on(run, ranks)["verdicts"][0]
-    why = "device times are missing of rank 1" if timed else "only host time is known"
+    why = "device times of rank 1 are missing" if timed else "only host time is known"
     assert verdict["kind"] == "not_compared"
     assert verdict["text"].startswith(
         f"The ranks were not compared: their work is on a device (GPU), and {why}. Next: "

@@ -300,7 +300,7 @@ def test_past_hang_is_first_if_it_cost_most() -> None:
     row = report["verdicts"][0]
 
     assert row["text"] == (
-        "The job hung in step 57 for 60.0 s, and went on: 95% of the time of all steps. Rank 2 did not enter it. "
+        "The job hung in step 57 for 60.0 s, and went on: 95% of all step time. Rank 2 did not enter it. "
         "Next: look at it."
     )
     assert (row["kind"], row["rank"], row["evidence"].went_on) == ("hang_ended", 2, True)

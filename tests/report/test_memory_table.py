@@ -134,7 +134,7 @@ def test_memory_growth_is_noted(run: RunDirectory) -> None:
     growth = report["ranks"][0]["memory"]["growth"]
     (note,) = [note for note in report["quality"]["notes"] if "allocated memory grows" in note]
     assert growth["bytes_per_step"] == pytest.approx(GB / 64)
-    assert f"would fill it at step {growth['full_at_step']}" in note
+    assert f"would fill the device at step {growth['full_at_step']}" in note
     assert growth["full_at_step"] == pytest.approx(60 * 64, rel=0.02)
 
 
@@ -229,7 +229,9 @@ def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunD
     verdict = report["verdicts"][0]
 
     assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
-    assert "There is no table of it, as memory had run out shortly before: oom/rank00000-3.json" in verdict["text"]
+    assert (
+        "No table was written, because memory had run out shortly before: see oom/rank00000-3.json" in verdict["text"]
+    )
     assert "errors without a table: 2" in (run.oom / "rank00000-40.txt").read_text()
     assert "when it ran out" not in shown(report)
 
@@ -240,7 +242,8 @@ def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) 
     ran_out(run, rank, free_bytes=38 * GB, **SHARE)
     text = report_on(run, [rank])["verdicts"][0]["text"]
     assert (
-        "6.4 GB asked for; the process may take 42.9 GB of the device's 85.9 GB, and had 40.8 GB; 40.8 GB of it" in text
+        "6.4 GB requested; the process may use 42.9 GB of the device's 85.9 GB, and had reserved 40.8 GB; 40.8 GB were"
+        in text
     )
 
 
@@ -312,15 +315,19 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
         ({"table": table(inactive_bytes=15 * GB, expandable=True)}, None, "checkpoint the activations of Mlp"),
         ({"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB}, None, "checkpoint the activations of Mlp"),
         ({}, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
-        ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f wants 38%"),
-        ({"asked_bytes": 30 * GB, "stack": []}, None, "one request wants 38%"),
+        ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f needs 38%"),
+        ({"asked_bytes": 30 * GB, "stack": []}, None, "one request needs 38%"),
         ({"table": table(rows=NO_STACKS)}, None, "TORCHLENS_PERF_MEMORY=history"),
         ({"table": table(rows=SMALL)}, None, "the table shows what holds"),
         ({"table": table(rows=())}, None, "TORCHLENS_PERF_MEMORY=history"),
-        ({**SHARE, "free_bytes": 38 * GB}, None, "the process's share of the device is full, and not the device: 50%"),
+        (
+            {**SHARE, "free_bytes": 38 * GB},
+            None,
+            "the process's share of the device is full, but the device is not: 50%",
+        ),
         ({**SHARE, "free_bytes": GB}, None, "look for other processes"),
         ({**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED}, None, "the process's share of the device is full"),
-        (BRIEF, None, "oom/rank00000-3.json, and a smaller batch"),
+        (BRIEF, None, "see oom/rank00000-3.json; use a smaller batch"),
         (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
     ],
 )

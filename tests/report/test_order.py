@@ -148,7 +148,7 @@ class TestOneCause:
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
         assert [row["kind"] for row in report["verdicts"]] == ["lack_of_cpu"]
-        assert heads(report)[0].endswith(" Rank 1 waits for the longest time.")
+        assert heads(report)[0].endswith(" Rank 1 waits longest.")
         assert report["verdicts"][0]["rank"] == 1
 
     def test_cpu_contention_of_one_rank_is_a_slow_rank(self) -> None:

@@ -175,7 +175,7 @@ def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
     text = report_on(run, ranks)["verdicts"][0]["text"]
 
     assert text.startswith("Too few steps to compare the ranks (60): ")
-    assert "each does other work" not in text
+    assert "they do different work" not in text
     needed = int(text.partition("run at least ")[2].split()[0])
     assert needed > 60
     again = make_run(run.path.parent / "again")

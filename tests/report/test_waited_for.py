@@ -42,14 +42,14 @@ def test_verdict_names_the_awaited_rank_and_the_steps(part: str, wait: str) -> N
     report = report_on(stalls(part, (24, 66), wait=wait))
     (text,) = long(report)
 
-    assert text.startswith("Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in all, ")
+    assert text.startswith("Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in total, ")
     assert report["verdicts"][0]["rank"] == 4
     assert report["steps"]["long"][0]["waited_for"] == 4
 
 
 def test_single_long_step_names_the_awaited_rank() -> None:
     (text,) = long(report_on(stalls("host", (90,))))
-    assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in all, ")
+    assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in total, ")
 
 
 def test_rank_without_a_cpu_is_not_blamed() -> None:
@@ -108,7 +108,7 @@ def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
     report = report_on(stalls("host", tuple(range(8, 128, 10)), wait=wait))
     (text,) = long(report)
 
-    assert text.startswith("One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in all, ")
+    assert text.startswith("One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in total, ")
     assert [each["waited_for"] for each in report["steps"]["long"]] == [4]
     assert report["steps"]["long"][0]["count"] == 12
 
@@ -123,7 +123,7 @@ def test_rank_that_works_while_others_wait_is_named() -> None:
 
     assert text.startswith(
         "One step in 10 takes 372 ms longer on average (saving; only rank 3 does this, and all other ranks wait): "
-        "4.46 s in all, "
+        "4.46 s in total, "
     )
     assert [each["waited_for"] for each in report["steps"]["long"]] == [3]
 

@@ -238,7 +238,7 @@ def test_capture_request_of_another_user_is_ignored(run: RunDirectory) -> None:
     relay.update({0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S)
 
     assert not captures.ask_path(run.path / "rank0.ring").exists()
-    assert relay.notes == ["a request for a capture cannot be used: one.request.json: another user has put it there"]
+    assert relay.notes == ["a capture request is invalid: one.request.json: another user has put it there"]
 
 
 def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(

@@ -253,7 +253,7 @@ def test_unreadable_request_is_noted_once(node: Node, wrong: dict[str, Any]) -> 
     assert node.asked() == [0]
     assert [request.id for request in capture_files.read_requests(node.run.captures)[0]] == ["one"]
     (note,) = node.relay.notes
-    assert note.startswith("a request for a capture cannot be used: bad.request.json: ")
+    assert note.startswith("a capture request is invalid: bad.request.json: ")
     assert captures(node.run) == []
     assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
 

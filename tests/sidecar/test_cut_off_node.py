@@ -72,7 +72,7 @@ def test_cut_off_node_raises_alerts_until_node_0_judges(run: RunDirectory, monke
     node.until(lambda: bool(node.alerts))
     (started,) = node.alerts
     assert (started.change, started.rank) == ("started", 3)
-    assert started.text.startswith(f"On node {HOST} alone, from where node 0 is not reached: Rank 3 ({HOST}) is slow")
+    assert started.text.startswith(f"Only from node {HOST}, which cannot reach node 0: Rank 3 ({HOST}) is slow")
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
     (of_job,) = FindingLog(run.run_id).changes(
@@ -94,4 +94,4 @@ def test_cut_off_node_raises_alerts_until_node_0_judges(run: RunDirectory, monke
             rank.close()
     _, ended = node.alerts
     assert (ended.change, ended.about) == ("ended", started.about)
-    assert ended.text.endswith("This alert ends: from now on, others judge it.")
+    assert ended.text.endswith("This alert ends: another node judges this from now on.")

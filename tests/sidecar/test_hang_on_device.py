@@ -58,7 +58,9 @@ def test_stuck_device_is_found_from_the_rings_marks(run: RunDirectory) -> None:
     stand(ranks[2], 1, Kind.MODULE, 30)
     text = hang_text_of(run, ranks)
     assert "the device of rank 2" in text
-    assert "stands in step 19 after the beginning of module GPT, while ranks 0-1 were seen further, in step 19" in text
+    assert (
+        "is in step 19 after the beginning of module GPT, while the furthest device of ranks 0-1 is in step 19" in text
+    )
 
 
 def test_missing_kernel_is_found_from_the_rings_groups(run: RunDirectory) -> None:
@@ -73,7 +75,7 @@ def test_missing_kernel_is_found_from_the_rings_groups(run: RunDirectory) -> Non
         words[row + 1] = 8
     text = hang_text_of(run, ranks)
     assert "Ranks 0-2 have entered collective 7 of group 0, but on the device of rank 2" in text
-    assert "its kernel has not begun, as it has on ranks 0-1" in text
+    assert "the operation's kernel has not begun, although it has on ranks 0-1" in text
 
 
 def test_single_samples_of_marks_are_not_a_stuck_device(run: RunDirectory) -> None:

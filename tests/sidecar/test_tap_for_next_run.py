@@ -290,7 +290,7 @@ def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, *
     return [note for note in build(run.run_id, node_state.load_all(run))["quality"]["notes"] if "tap" in note]
 
 
-TAPPED = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones"
+TAPPED = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones"
 
 
 @pytest.mark.parametrize(

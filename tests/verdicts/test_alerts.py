@@ -430,7 +430,7 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         ("straggler", "started"), ("hang", "started"), ("slow_link", "started")
     }  # fmt: skip
     assert [each.rank for each in began if each.kind == "straggler"] == [3]
-    assert all(each.sentence.startswith("On node node-b alone, from where node 0 is not reached: ") for each in began)
+    assert all(each.sentence.startswith("Only from node node-b, which cannot reach node 0: ") for each in began)
     assert found("node-b") == []
 
     again = restarted(log, findings(slow, past))
@@ -438,6 +438,6 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         ended = found(None, each)
         assert {alert.about for alert in ended} == {alert.about for alert in began}
         assert {alert.change for alert in ended} == {"ended"}
-        assert all(alert.sentence.endswith("This alert ends: from now on, others judge it.") for alert in ended)
+        assert all(alert.sentence.endswith("This alert ends: another node judges this from now on.") for alert in ended)
         assert not each.are_open
         assert found(None, each) == []

@@ -104,14 +104,14 @@ def _native() -> Iterator[Check]:
         yield Check(OK, "recorder", "native", records="steps, phases, modules, data loading, collectives")
         return
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        finding = "the Python implementation: a free-threaded Python has no native one"
-        yield Check(LIMITED, "recorder", finding, "the usual build of Python has it")
+        finding = "the Python recorder: a free-threaded Python has no native recorder"
+        yield Check(LIMITED, "recorder", finding, "use a Python build with the GIL")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
     remedy = f"reinstall: {install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
-    finding = LOADING_PROBLEM or "the Python implementation: marks cost about ten times more"
+    finding = LOADING_PROBLEM or "the Python recorder: marks cost about ten times more"
     yield Check(LIMITED, "recorder", finding, remedy)
 
 
@@ -132,7 +132,7 @@ def _tap() -> Iterator[Check]:
     finding += f" ({problems})" if problems else ""
     remedy = tap_requirements.obstacle(native_tap.file_name()) if NATIVE else tap_requirements.NO_RECORDER
     if remedy is None:
-        now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
+        now, later = "torchlens-perf build-tap", "the next run with several ranks builds the native tap"
         remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
     yield Check(LIMITED, "tap on collectives", finding, remedy)
 
@@ -164,14 +164,14 @@ def _nccl() -> Iterator[Check]:
             "install a C compiler and reinstall into a folder that only you can write",
         )
     elif every[True] == 0:
-        yield Check(LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
+        yield Check(LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 report kernel times")
     elif other is not None:
-        yield Check(LIMITED, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
+        yield Check(LIMITED, subject, f"another plugin was chosen: {without}", f"without {other}, ours is used")
     elif every[False] == 0:
         remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/guides/gpu.md"
         yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
-        finding = "timed by the device in every step, from the first communicator inside a watch on"
+        finding = "timed by the device in every step, after a communicator is created inside a watch"
         yield Check(OK, subject, finding, records="NCCL kernels")
 
 
@@ -221,8 +221,8 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     one_connection = os.environ.get(CONNECTIONS) == "1"
     finding = f"{name}: phases are timed by events"
     if one_connection:
-        finding = f"{name}: device times are not taken, as {CONNECTIONS}=1"
-    remedy = "TORCHLENS_PERF_DEVICE_TIMES=on takes them, at the cost of communication's overlap"
+        finding = f"{name}: device times are not recorded, because {CONNECTIONS}=1"
+    remedy = "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap computation"
     yield Check(LIMITED if one_connection else OK, "device times", finding, remedy, records="device times")
     if not nvidia:
         yield Check(
@@ -253,7 +253,7 @@ def telemetry() -> Iterator[Check]:
             remedy = (
                 "install the driver's libnvidia-ml.so.1; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             )
-            yield Check(LIMITED, "GPU telemetry", f"none: NVML says {found}", remedy)
+            yield Check(LIMITED, "GPU telemetry", f"none: NVML reports {found}", remedy)
         else:
             driver, gpus, with_gpm = found
             activity = f"GPM on {with_gpm} of {gpus} GPUs"
@@ -296,7 +296,7 @@ def _ring_place() -> Iterator[Check]:
     for folder in folders:
         folder.rmdir()
     if not folders:
-        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can be written, where ranks and sidecar meet"
+        finding = f"ranks and sidecar need a shared folder, but /dev/shm and {tempfile.gettempdir()} are not writable"
         yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
         return
     place = folders[0].parent
@@ -305,7 +305,7 @@ def _ring_place() -> Iterator[Check]:
         finding = f"in {place}, {free >> 20} MB free; in memory without a name where that is too small"
     else:
         finding = f"in memory without a name, linked from {place}"
-    remedy = "rings in a /dev/shm that is a tmpfs (docker run --shm-size) outlive rank and sidecar, if both are killed"
+    remedy = "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar are both killed"
     yield Check(OK if kinds[0] else LIMITED, "ring files", finding, remedy)
 
 
@@ -342,7 +342,7 @@ def _export() -> Iterator[Check]:
         where = f", to {shown(endpoint) or 'the default endpoint'}" if how in (HTTP, GRPC) else ""
         ways.setdefault(where, []).append(f"{signal} by {how}")
     finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
-    remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
+    remedy = "port 4317 is usually for gRPC: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
     yield Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)
 
 
@@ -358,7 +358,7 @@ def _stacks() -> Iterator[Check]:
     if needed:
         tracer.name_tracer(0)
     if stack.lines:
-        finding = "py-spy can read them"
+        finding = "py-spy can read stacks"
         yield Check(OK, "stacks of a hanging rank", finding, records="stacks of a hanging rank")
     else:
         yield Check(LIMITED, "stacks of a hanging rank", f"none: {stack.reason}")
@@ -368,5 +368,5 @@ def _tools() -> Iterator[Check]:
     import nvtx
 
     listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
-    finding = "a tool listens" if listening else "no tool listens: no NVTX call is made"
+    finding = "a tool is attached" if listening else "no tool is attached, so no NVTX calls are made"
     yield Check(OK, "NVTX", finding)

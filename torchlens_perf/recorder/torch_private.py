@@ -217,7 +217,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._C.DisableTorchFunction",
         _no_torch_function,
-        "the user's own torch function modes and tensor classes see us hang hooks on tensors",
+        "the user's own torch function modes and tensor classes see the hooks that are attached to tensors",
     ),
     _callable("torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"),
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
@@ -239,21 +239,21 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._C._cuda_attach_out_of_memory_observer",
         _in_cuda_build("_cuda_attach_out_of_memory_observer"),
-        "where a rank runs out of device memory, nothing tells what held it",
+        "if a rank runs out of device memory, no table shows what held it",
     ),
     PrivateName(
         SNAPSHOT,
         _in_cuda_build("_cuda_memorySnapshot"),
-        "where a rank runs out of device memory, nothing tells what held it; captures have no memory snapshot",
+        "if a rank runs out of device memory, no table shows what held it; captures have no memory snapshot",
     ),
     PrivateName(
         "torch.cuda.memory._record_memory_history",
         _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
         "memory history is off, and tables of device memory have no stacks",
     ),
-    PrivateName(COMPILE_TIMES, _compile_times, "the report does not tell how long torch.compile took"),
+    PrivateName(COMPILE_TIMES, _compile_times, "the report does not show how long torch.compile took"),
     PrivateName(PROFILER, _profiler, "nothing is captured"),
-    _callable(FLIGHT_RECORDER, "captures have no flight recorder's entries"),
+    _callable(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 

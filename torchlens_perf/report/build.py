@@ -406,10 +406,10 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
     dropped_files = sum(node.telemetry.dropped_files for node in nodes)
     dropped_segments = sum(node.dropped_segments for node in nodes)
     notes += _count_notes(
-        (lost_samples, "samples of GPUs and ports could not be written to the run directory; totals hold them"),
-        (dropped_files, f"oldest files of telemetry {_REMOVED}; totals hold them"),
-        (dropped_segments, f"oldest segments of records {_REMOVED}; statistics hold them"),
-        (unwritten, "records could not be written to the run directory; statistics hold them"),
+        (lost_samples, "samples of GPUs and ports could not be written to the run directory; totals include them"),
+        (dropped_files, f"oldest telemetry files {_REMOVED}; totals include their samples"),
+        (dropped_segments, f"oldest segments of records {_REMOVED}; statistics include them"),
+        (unwritten, "records could not be written to the run directory; statistics include them"),
     )
     notes += [*python_tap_notes(nodes, processes.values()), *filter(None, [_missing_ranks(processes)])]
     return {

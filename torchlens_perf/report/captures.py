@@ -24,7 +24,7 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
     rows: list[Capture] = []
     requests, unreadable = capture_files.read_requests(run.captures)
     if unusable is not None:
-        unusable += [f"a request for a capture cannot be used: {why}" for why in unreadable]
+        unusable += [f"a capture request is invalid: {why}" for why in unreadable]
     for request in requests:
         for rank in request.ranks:
             outcome = capture_files.outcome(run.captures, request, rank)

@@ -74,7 +74,7 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
         if process.missing_tap and process.groups
     }
     outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
-    means = "collectives were tapped from Python: some 50 us each, and no end of asynchronous ones"
+    means = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones"
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
 

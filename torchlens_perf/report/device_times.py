@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 # Reasons for missing device marks, by the names of the counters in hooks/on_device/sections.py.
 _NOT_TIMED = {
-    "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
-    "skipped": "marks on the device were left out, as it was too far behind, its clock could not be anchored, or it "
-    "failed",
-    "crowded": "marks on the device were left out, as too many before them had not been read: many waits a step, and a "
-    "device that is some steps behind",
-    "aside": "steps are not judged by the device, as their forward or backward pass ran on another stream than the one "
-    "they begin and end on, and waited there",
-    "open_ended": "stalls of the device are not known, as they were interrupted, or the backward pass did not say when "
-    "its computation ended; compiled ones do not",
+    "captured": "device marks were left out while a CUDA graph was captured; phases of its replays are not timed",
+    "skipped": "device marks were left out, because the device was too far behind or failed, or its clock could not "
+    "be anchored",
+    "crowded": "device marks were left out, because too many earlier marks were unread: steps have many waits, and the "
+    "device is several steps behind",
+    "aside": "steps are not judged by device time, because their forward or backward pass ran and waited on another "
+    "stream than the step's own",
+    "open_ended": "device stalls are not known, because they were interrupted, or the backward pass did not report "
+    "when its computation ended, as in compiled passes",
     "unread": "device times were not known when the watch ended",
 }
 

@@ -76,12 +76,12 @@ def memory_notes(rank: Rank) -> list[str]:
         )
     if growth is not None:
         above = growth["above_bytes"]
-        peak = f"steps reach {amount(above, 'B')} more inside, " if above else ""
+        peak = f"peaks {amount(above, 'B')} higher within steps, " if above else ""
         notes.append(
             f"rank {rank['rank']}: allocated memory grows by {amount(growth['bytes_per_step'], 'B')} a step over steps "
             f"{growth['since_step']} to {growth['until_step']}{_share_now(device)}, {peak}"
-            f"and would fill it at step {growth['full_at_step']}; next: look for tensors that are kept from step to "
-            "step, such as losses without .item() or .detach()"
+            f"and would fill the device at step {growth['full_at_step']}; next: look for tensors that are kept "
+            "from step to step, such as losses without .item() or .detach()"
         )
     return notes
 

@@ -137,7 +137,7 @@ class CaptureRelay:
 
     def _note_unreadable(self, unreadable: list[str]) -> None:
         for why in unreadable:
-            note = f"a request for a capture cannot be used: {why}"
+            note = f"a capture request is invalid: {why}"
             if note not in self.notes and len(self.notes) < _MAX_NOTES:
                 self.notes.append(note)
 

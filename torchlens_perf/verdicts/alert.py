@@ -138,7 +138,7 @@ class AlertContext:
         """
         if self.alone:
             about = (*about, self.alone)
-            text = f"On node {self.alone} alone, from where node 0 is not reached: {text}"
+            text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
         key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
         sentence, action = sentence_and_action(printable(text))

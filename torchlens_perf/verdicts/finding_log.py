@@ -160,7 +160,7 @@ class FindingLog:
             raised += self._end_all(now, "It is over: the job was restarted.")
             self.records.findings.clear()
         elif judge != self.records.alone:
-            raised += self._end_all(now, "This alert ends: from now on, others judge it.")
+            raised += self._end_all(now, "This alert ends: another node judges this from now on.")
             self._alerted = {each.key for each in findings.slow_before}
         self.records.attempt, self.records.alone = attempt, judge or ""
         if judge is None:
@@ -272,7 +272,7 @@ class FindingLog:
                 # A restarted sidecar measures a hang from its own start, and has not found it yet.
                 return
             if hang is None or hang.step != before.hang.step:
-                why = "It is over: steps are made again, or the processes have ended."
+                why = "It is over: steps continue, or the processes have ended."
                 yield self._end(now, before, now.hang_over(before.hang, why))
                 before = None
         self._hang_is_saved = False

@@ -267,7 +267,7 @@ def load_or_new(run: RunDirectory, host: str) -> NodeState:
     try:
         return load(path) if path.exists() else NodeState(host)
     except DamagedStateError as error:
-        return NodeState(host, notes=[f"{error}. {_set_aside(path)}; what only that file had is missing here"])
+        return NodeState(host, notes=[f"{error}. {_set_aside(path)}; data only in that file is missing here"])
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
 

@@ -38,13 +38,13 @@ def collective_table(report: Report) -> Table | None:
         Column("bytes", [row["bytes"] for row in rows], Quantity.BYTES, 0.5),
         Column("duration p50", [row["duration_s"]["p50_s"] for row in rows], optional=0.4),
         Column("comm wait", [value for _, value in waits], marks=[mark for mark, _ in waits],
-               help="How long a rank waits for the last one, mean."),
+               help="Mean time that a rank waits for the last rank."),
         Column("transfer", [value for _, value in transfers], optional=0.6, marks=[mark for mark, _ in transfers],
                help="Median time after the last rank arrived."),
-        Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7, "As nccl-tests defines it.",
+        Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7, "As defined by nccl-tests.",
                marks=[mark for mark, _ in bandwidths]),
         Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1, "The rank the others wait for most."),
-        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "In which share of the operations."),
+        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "Share of operations."),
     ]  # fmt: skip
     if all(rank is None for rank, _ in last):
         del columns[-2:]
@@ -143,7 +143,7 @@ def _why_not_compared(row: Collective) -> str:
             return "ranks left operations before others had arrived by their kernels' times, so they cannot be matched"
         return "sequence numbers differ between ranks, for example after messages between two ranks"
     if counts["mismatched"]:
-        return f"ranks had other operations at the same place, {counts['mismatched']} times"
+        return f"ranks had different operations at the same position, {counts['mismatched']} times"
     if counts["unjoined"]:
         return f"records of some ranks are missing, {counts['unjoined']} times"
     return "no other rank of the group is on this node"

@@ -39,7 +39,7 @@ def gpu_table(report: Report) -> Table | None:
         Column("of max clock", [gpu["signals"].get("sm_clock_share") for gpu in gpus], Quantity.SHARE),
         Column("throttled", [_throttled(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,
                help="Share of the run in which clocks were held down, by reason."),
-        Column("errors", [_errors(gpu) for gpu in gpus], Quantity.TEXT, help="That the GPU counted during the run."),
+        Column("errors", [_errors(gpu) for gpu in gpus], Quantity.TEXT, help="Errors that the GPU counted in the run."),
         Column("power W", [_rounded(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("max temp C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
@@ -87,6 +87,6 @@ def port_table(report: Report) -> Table | None:
     columns = [
         Column("node", [port["host"] for port in ports], Quantity.TEXT),
         Column("port", [port["port"] for port in ports], Quantity.TEXT),
-        Column("errors", words, Quantity.TEXT, help="That the port counted during the run."),
+        Column("errors", words, Quantity.TEXT, help="Errors that the port counted during the run."),
     ]
     return Table("ports", "Network ports with errors", columns, first=_FIRST_ROWS, noun="port")

@@ -78,7 +78,7 @@ def rank_table(report: Report) -> Table | None:
         )
     contention_s = [_contention_s(rank) for rank in ranks]
     if any((seconds or 0) >= _MIN_COLUMN_SHARE * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
-        help_ = "Time in which the thread was runnable but not scheduled. It is in no other column."
+        help_ = "Time in which the thread was runnable but not scheduled. Other columns do not include it."
         columns.append(Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_))
     if several and any(rank["arrived_last"] for rank in ranks):
         last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
@@ -144,7 +144,7 @@ def device_table(report: Report) -> Table | None:
             )
     behind_s = [each["behind_s"]["p50_s"] for each in times]
     if any(value is not None for value in behind_s):
-        help_ = "How long after the host the device ended a forward or backward pass, median."
+        help_ = "Median time by which the device ended a forward or backward pass later than the host."
         columns.append(Column("lag behind host", behind_s, optional=0.9, help=help_))
     if any(each["caught_up"] is not None for each in times):
         help_ = (
@@ -168,9 +168,9 @@ def cpu_table(report: Report) -> Table | None:
     cpus = [users[rank["rank"]] for rank in ranks]
     columns = [
         *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
-        Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="How many the rank may use."),
-        Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER, help="Of torch, for an operation."),
-        Column("child processes", [each["workers"] for each in cpus], Quantity.NUMBER, help="As of a data loader."),
+        Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="CPUs that the rank may use."),
+        Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER, help="Threads of torch per operation."),
+        Column("child processes", [each["workers"] for each in cpus], Quantity.NUMBER, help="Such as data workers."),
         Column("other programs", [each["others_share"] for each in cpus], Quantity.SHARE,
                help="Share of the rank's CPUs that programs outside of the job kept busy."),
         Column("busiest of them", [each["busiest_other"] or None for each in cpus], Quantity.TEXT),
@@ -194,7 +194,7 @@ def memory_table(report: Report) -> Table | None:
         Column("peak allocated", [each["peak_allocated_bytes"] for each in devices], Quantity.BYTES, 0.1),
         Column("limit", [each["limit_bytes"] for each in devices], Quantity.BYTES, 0.4),
         Column(
-            "fragmentation", shares, Quantity.SHARE, 0.2, "Share of reserved memory that is free and cannot be freed."
+            "fragmentation", shares, Quantity.SHARE, 0.2, "Share of reserved memory that is free but not releasable."
         ),
         Column("alloc retries", [each["alloc_retries"] for each in devices], Quantity.NUMBER, 0.3),
     ]

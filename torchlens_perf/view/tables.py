@@ -73,7 +73,7 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
         Column("other ranks", [others for _, _, others in found], unit_of=unit_of, help="Median of the other ranks."),
         Column("difference", [mine - others for _, mine, others in found], unit_of=unit_of),
         Column("share", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
-               help=f"Share of all that the modules take longer on rank {rank}."),
+               help=f"Share of the extra module time on rank {rank}."),
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(
@@ -165,7 +165,7 @@ def device_section_table(report: Report) -> Table | None:
                 "median of ranks",
                 [None if each is None else each["rank_median_ns"] / 1e9 for each in windows],
                 optional=0.6,
-                help="In the last window that was merged on the device.",
+                help="From the last statistics that were merged on the device.",
             )
         )
         columns.append(Column("outlier", [_outlier(each) for each in windows], Quantity.TEXT,
@@ -195,10 +195,10 @@ def step_class_table(report: Report) -> Table | None:
         return None
     columns = [
         Column("outlier steps", [_kind(each) for each in rows], Quantity.TEXT),
-        Column("count", [each["count"] for each in rows], Quantity.NUMBER, help="Of a rank, mean over the ranks."),
+        Column("count", [each["count"] for each in rows], Quantity.NUMBER, help="Steps per rank, mean."),
         Column("duration", [each["mean_s"] for each in rows], help="The mean."),
-        Column("excess", [each["more_s"] for each in rows], help="Than the typical step, mean."),
-        Column("share", [each["share"] for each in rows], Quantity.SHARE, help="Of the time of all steps."),
+        Column("excess", [each["more_s"] for each in rows], help="Mean time beyond the typical step."),
+        Column("share", [each["share"] for each in rows], Quantity.SHARE, help="Share of all step time."),
         Column("mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3),
     ]
     if any(each["waited_for"] is not None for each in rows):

@@ -31,9 +31,9 @@ def test_rank_whose_kernel_has_not_started_is_named() -> None:
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("device", [3], (0, 1, 2), True)
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
-        "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) its kernel has not "
-        "begun, as it has on ranks 0-2: an earlier one does not end there. Next: look for the kernel that does not end "
-        "on rank 3 on node-b: dmesg (Xid)" in text(hang)
+        "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) the operation's "
+        "kernel has not begun, although it has on ranks 0-2: an earlier kernel does not end there. Next: look for the "
+        "kernel that does not end on rank 3 on node-b: dmesg (Xid)" in text(hang)
     )
 
 
@@ -71,9 +71,9 @@ def test_device_stuck_at_an_earlier_mark_is_named() -> None:
     hang = found(*others, at(3, 1, FORWARD))
     assert (hang.kind, named(hang), hang.waiting, hang.look_at) == ("device", [3], (0, 1, 2), (3,))
     assert (
-        "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) stands in step 99 after the "
-        "beginning of the forward pass, while ranks 0-2 were seen further, in step 99 after the beginning of the "
-        "backward pass. Next: look for the kernel" in text(hang)
+        "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) is in step 99 after the "
+        "beginning of the forward pass, while the furthest device of ranks 0-2 is in step 99 after the beginning of "
+        "the backward pass. Next: look for the kernel" in text(hang)
     )
 
 
@@ -89,7 +89,7 @@ def test_device_with_too_few_polls_is_not_stuck() -> None:
     for stood_s in (0.0, 1.9 * USUAL_S):
         hang = found(*others, at(3, 1, stood_s=stood_s))
         assert (hang.kind, named(hang)) == ("together", [])
-        assert "Whose device is behind is not known: the training threads were blocked" in text(hang)
+        assert "It is not known which device is behind: the training threads were blocked" in text(hang)
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
 
@@ -108,7 +108,7 @@ def test_all_devices_stuck_at_one_mark_are_reported_as_a_hang() -> None:
     """Work is left undone, so this is not a pause, wherever the hosts are."""
     hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
     assert (hang.kind, named(hang)) == ("together", [])
-    assert "Their devices stand at the same place, in step 99 after the beginning of the backward pass" in text(hang)
+    assert "Their devices are at the same place, in step 99 after the beginning of the backward pass" in text(hang)
     hosts = [at(number, 3, BACKWARD, inside=()) for number in range(4)]
     assert found(*hosts).kind == "together"
     assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
@@ -131,10 +131,11 @@ def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
     hang = found(*hosts)
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("blocked", [], (0, 1, 2, 3), True)
     assert (
-        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside of all that is timed. The training threads wait "
-        "there for their devices, in `loss.item()`, train (gpt.py:31), by the stacks of ranks 0-1. What the devices do "
-        "is not known: the threads looked at them before they waited. One may be stuck in work of its own, and the "
-        "others in a collective behind it, or all may have long work; whose it is cannot be known from outside. "
+        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside all recorded spans. The training threads wait "
+        "there for their devices, in `loss.item()`, train (gpt.py:31), by the stacks of ranks 0-1. It is not known "
+        "what the devices execute: the threads last checked them before they began to wait. One device may be stuck in "
+        "a kernel of its own while the others wait for it in a collective, or all devices may have long work. The "
+        "records cannot distinguish these cases. "
         "Next: see which kernel runs on each rank's device (cuda-gdb: info cuda kernels)" in text(hang)
     )
     assert "by the stack of rank 0." in text(
@@ -160,10 +161,10 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
     hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
-        "rank 0 (node-a) did not enter it, last outside of all that is timed, waiting for its device in `loss.item()`, "
+        "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device in `loss.item()`, "
         "train (gpt.py:31). Next: see which kernel runs on the device of rank 0 on node-a (cuda-gdb: info cuda "
-        "kernels): one that does not end, or a collective's, which waits for the device of another rank that has "
-        "issued it." in text(hang)
+        "kernels): a kernel that does not end, or a collective's kernel that waits for another rank's "
+        "device." in text(hang)
     )
 
 

@@ -54,7 +54,7 @@ def test_different_operations_under_one_number_are_shown() -> None:
     assert (hang.kind, named(hang)) == ("mismatch", [])
     assert hang.operations == {"allreduce": (0, 1, 3), "broadcast": (2,)}
     assert (
-        "Collective 57 of group 0 is not the same everywhere: allreduce on ranks 0-1,3, broadcast on rank 2. Next: "
+        "Collective 57 of group 0 differs between ranks: allreduce on ranks 0-1,3, broadcast on rank 2. Next: "
         in text(hang)
     )
     assert hang.look_at == (2, 0)
@@ -78,7 +78,7 @@ def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("together", [], (0, 1, 2, 3), True)
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
-        "All 4 ranks have entered allreduce 57 of group 0: none keeps the others waiting. Ranks 0-3 are inside "
+        "All 4 ranks have entered allreduce 57 of group 0: no rank keeps the others waiting. Ranks 0-3 are inside "
         "backward. Next: look at the network and the devices" in text(hang)
     )
 
@@ -93,7 +93,7 @@ def test_waiting_without_a_numbered_collective_has_no_name() -> None:
     hang = found(*every(2, issued={}, operations={}), count=2)
 
     assert (hang.kind, hang.collective) == ("together", None)
-    assert "Both ranks wait, and nothing tells for what." in text(hang)
+    assert "Both ranks wait, but no record shows for what." in text(hang)
 
 
 def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
@@ -109,7 +109,7 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
 
 def test_all_ranks_outside_of_spans_are_a_pause_and_no_alarm() -> None:
     """All ranks are in code that is not timed."""
-    assert "are outside of all that is timed. No rank waits" in text(found(*every(4, inside=())))
+    assert "are outside all recorded spans. No rank waits" in text(found(*every(4, inside=())))
 
 
 def test_pause_of_a_single_rank_is_shown_with_its_place() -> None:
@@ -128,8 +128,8 @@ def test_rarest_places_come_first_without_a_collective() -> None:
 
     assert (hang.kind, named(hang), hang.waiting, hang.look_at[0]) == ("apart", [], (0, 1, 3), 2)
     assert (
-        "No collective tells who waits for whom. Rank 2 is inside forward GPT > blocks.3; ranks 0-1,3 are inside "
-        "backward. Next: look at the Python stack of rank 2 first" in text(hang)
+        "No recorded collective shows which rank waits for which. Rank 2 is inside forward GPT > blocks.3; ranks "
+        "0-1,3 are inside backward. Next: look at the Python stack of rank 2 first" in text(hang)
     )
 
 

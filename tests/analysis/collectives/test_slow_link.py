@@ -101,7 +101,7 @@ def test_rank_common_to_all_slow_groups_is_named(seed: int) -> None:
 
     assert {link.ranks for link in found.links} == {ROWS[1], COLUMNS[2]}
     assert found.shared_ranks == (6,)
-    assert "all of them have rank 6" in slow_link_text(found)
+    assert "all of them involve rank 6" in slow_link_text(found)
 
 
 def test_node_common_to_all_slow_groups_is_named() -> None:

@@ -220,7 +220,7 @@ def test_plugin_is_not_set_for_an_old_nccl(nccl: FakeNccl, tmp_path: Path, monke
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
         assert VARIABLE not in os.environ
     (note,) = recording.notes
-    assert "NCCL 2.26.2 does not report when they ran; 2.27 and newer ones do" in note
+    assert "NCCL 2.26.2 does not report kernel times; 2.27 and newer versions do" in note
 
 
 @pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])

@@ -270,7 +270,7 @@ def test_names_beyond_the_slots_are_noted_once(
             timed(device, f"section {index}", MILLISECOND)
         device.advance(100 * MILLISECOND)
     assert len(statistics(recording).stamped) == 4
-    assert recording.notes == ["device sections: only 4 names are timed, further ones are not"]
+    assert recording.notes == ["device sections: only 4 names are timed, and there are more"]
 
 
 def test_generated_names_do_not_fill_the_metadata(

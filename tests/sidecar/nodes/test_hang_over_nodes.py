@@ -40,8 +40,8 @@ def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
     hang = found_over_nodes(*ranks)
     assert (hang.kind, named(hang), hang.alarm) == ("device", [stuck], True)
     where = "module blocks.3" if stuck < 2 else "a module"
-    assert f"stands in step 99 after the beginning of {where}, while ranks" in text(hang)
-    assert "were seen further, in step 99 after the beginning of the backward pass." in text(hang)
+    assert f"is in step 99 after the beginning of {where}, while the furthest device of ranks" in text(hang)
+    assert "is in step 99 after the beginning of the backward pass." in text(hang)
 
 
 def test_single_samples_of_remote_marks_are_not_a_stuck_device() -> None:

@@ -422,7 +422,7 @@ def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPa
 
     assert line == "ok      GPU telemetry: NVML, driver 580.126.09; activity of SMs and memory: GPM on 1 of 1 GPUs"
     assert without.startswith(
-        "limited GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
+        "limited GPU telemetry: none: NVML reports NVML Shared Library Not Found; install the driver's"
     )
 
 

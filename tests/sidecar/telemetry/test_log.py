@@ -169,7 +169,7 @@ def test_oldest_files_are_removed_beyond_the_disk_limit(rig: Rig, run: RunDirect
     assert read_gpus(run, HOST)[FIRST][-1] == rig.log.samples(FIRST, 0, 1 << 62)[-1]
     state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
     (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
-    assert note.endswith("oldest files of telemetry were removed to stay below disk_bytes; totals hold them")
+    assert note.endswith("oldest telemetry files were removed to stay below disk_bytes; totals include their samples")
 
 
 def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_unwritten_samples_are_bounded(rig: Rig, run: RunDirectory, monkeypatch:
 
     assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [*range(1004, 1014)]
     assert (
-        "4 samples of GPUs and ports could not be written to the run directory; totals hold them"
+        "4 samples of GPUs and ports could not be written to the run directory; totals include them"
         in (build("run", [state])["quality"]["notes"])
     )
 

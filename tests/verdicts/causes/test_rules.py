@@ -69,7 +69,7 @@ def only(found: Diagnosis) -> Cause:
             "keep 60% of its CPUs busy, most of all yes (pid 7)",
         ),
         ("own_threads", "cpu", {"cpu_wait_share": 0.2, "neighbour_share": 0.0}, "threads, workers and ranks compete"),
-        ("no_cpu", "cpu", {"cpu_wait_share": 0.2}, "is ready without a CPU for 20% of the time"),
+        ("no_cpu", "cpu", {"cpu_wait_share": 0.2}, "is runnable but has no CPU for 20% of the time"),
         (
             "cpu_quota",
             "cpu",
@@ -117,11 +117,11 @@ def only(found: Diagnosis) -> Cause:
         ),
         ("gpu_errors", "compute", {"xids_per_s": 0.05}, "errors of the driver (XID): 3 a minute, against none"),
         ("gpu_errors", "compute", {"ecc_errors_per_s": 0.5}, "uncorrectable ECC errors: 30 a minute"),
-        ("gpu_errors", "compute", {"remapped_rows_per_s": 0.02}, "rows of its memory remapped"),
+        ("gpu_errors", "compute", {"remapped_rows_per_s": 0.02}, "memory rows that were remapped"),
         ("pcie", "compute", {"pcie_replays_per_s": 40.0}, "PCIe replays: 40 a second, against 6 a minute"),
         ("nvlink", "compute", {"nvlink_errors_per_s": 2.0}, "NVLink errors: 2 a second"),
         ("network", "compute", {"link_errors_per_s": 2.0}, "its node has InfiniBand errors: 2 a second"),
-        ("alloc_retries", "forward", {"alloc_retries_per_step": 0.25}, "runs out once in 4 steps"),
+        ("alloc_retries", "forward", {"alloc_retries_per_step": 0.25}, "runs out of memory once in 4 steps"),
     ],
 )
 def test_planted_cause_is_the_only_one_named(kind: str, phase: str, changed: dict[str, float], words: str) -> None:
@@ -243,7 +243,9 @@ def test_verdict_names_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
     assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.sentence
-    assert "(which explains 100% of it). Seen on it alone: its GPU has NVLink errors: 1 a second" in told.sentence
+    assert (
+        "(which explains 100% of it). Not seen on other ranks: its GPU has NVLink errors: 1 a second" in told.sentence
+    )
     assert "Next: call gc.freeze()" in told.sentence
     assert [cause.kind for cause in told.evidence.diagnosis.causes] == ["gc", "nvlink"]
     assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
@@ -255,8 +257,8 @@ def test_error_without_time_is_not_called_the_cause() -> None:
 
     assert "Because" not in told.sentence
     assert (
-        "Seen on it alone: its GPU has errors of the driver (XID): 4 an hour, against none on the others; look them up "
-        "in the kernel's log; drain the node. Next: look for what only rank 3 does"
+        "Not seen on other ranks: its GPU has errors of the driver (XID): 4 an hour, against none on the others; look "
+        "them up in the kernel's log; drain the node. Next: look for what only rank 3 does"
     ) in told.sentence
 
 
@@ -281,7 +283,7 @@ def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
 
 def test_verdict_lists_checks_if_no_cause_was_found() -> None:
     """If nothing was measured, the verdict does not mention causes."""
-    assert "No cause found among garbage collection, waits for a CPU, " in verdict(diagnosis({})).sentence
+    assert "No cause found (checked: garbage collection, waits for a CPU, " in verdict(diagnosis({})).sentence
     assert "Next: look for what only rank 3 does" in verdict(diagnosis({})).sentence
     assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 

@@ -109,7 +109,7 @@ def test_episode_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
     named = with_groups(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
     ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), named)
     assert "Rank 2 is slow" in verdict.sentence
-    assert "Known from the windows" in verdict.sentence
+    assert "Found in statistics merged on devices" in verdict.sentence
     assert "By host time" not in verdict.sentence
 
 
@@ -170,7 +170,7 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     facts: Any = {"steps": {"count": 200}, "run": run}
     verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
     assert verdict.confidence == quiet.confidence / 2
-    assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.sentence
+    assert "do not confirm this, but show rank 3 (+9.00 ms a step, in the forward pass)" in verdict.sentence
     too_little = judged(ranks=8, detectable_ns=20 * MS)
     assert combined_with_windows(too_little, seen(*[FORWARD] * 3), ALL) == too_little, (
         "the judge could not have seen it yet"
@@ -187,7 +187,7 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
     undisputed = without_windows(found)
     (before,), _ = straggler_verdicts(context, with_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
-    assert "do not show it, but rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.sentence
+    assert "do not confirm it, but show rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.sentence
     for other in (
         episode(rank=6, since=150),  # fewer than three windows since
         episode(rank=6, since=0, slow_share=0.4),

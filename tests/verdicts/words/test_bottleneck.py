@@ -100,8 +100,8 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
     """Check a sentence on long steps: their number, time each, total time, and share of all steps'
     time."""
     steps = report["steps"]
-    each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in all)", sentence))
-    share = re.search(rf"{NUMBER}% of the time of all steps", sentence)
+    each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence))
+    share = re.search(rf"{NUMBER}% of all step time", sentence)
     assert share is not None
     regular, some = re.match(r"One step in (\d+) ", sentence), re.match(r"(\d+) of (\d+) steps", sentence)
     if some is not None:
@@ -151,7 +151,7 @@ def test_sentences_agree_with_the_table_for_random_steps(seed: int) -> None:
     shown = Shown(report)
     holds_typical(shown)
     for sentence in shown.sentences:
-        if "of the time of all steps" in sentence:
+        if "of all step time" in sentence:
             holds_long(sentence, report)
 
 
@@ -200,8 +200,8 @@ def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
 
     assert long["kind"] == "long_steps"
     assert long["text"] == (
-        "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in all, 53% of the time of "
-        "all steps. Next: evaluate less often, or on fewer batches."
+        "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in total, 53% of all step "
+        "time. Next: evaluate less often, or on fewer batches."
     )
     assert typical["text"].startswith(
         "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms) takes 88% (14.0 ms) of "
@@ -253,8 +253,8 @@ class TestKindsOfSteps:
         [
             (
                 "backward",
-                "see what only one step in 2 does (steps 95, 97, 99, 101): another backward pass, another optimizer, a "
-                "larger batch, longer sequences.",
+                "find out what only one step in 2 does (steps 95, 97, 99, 101): another backward pass, another "
+                "optimizer, a larger batch, longer sequences.",
             ),
             ("host", "see what the loop does at steps 95, 97, 99, 101"),
         ],
@@ -331,13 +331,13 @@ class TestLongStepsAndCpus:
 
     def test_sampled_lack_of_cpus_is_mentioned(self) -> None:
         text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
-        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith("Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs.")
 
     def test_equal_lack_of_cpu_in_all_steps_is_mentioned(self) -> None:
         """The longer steps lack a CPU for no longer than the others."""
         text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
-        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
 
     def test_measured_steps_without_lack_of_cpu_have_no_such_note(self) -> None:
@@ -349,8 +349,8 @@ def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
     loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
     (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
     assert text.endswith(
-        "Next: see what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange data, or one rank does "
-        "something else."
+        "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange data, or one rank does "
+        "other work."
     )
 
 
@@ -359,7 +359,7 @@ def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> Non
     loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4} for step in range(100)]
     (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
     assert text.endswith(
-        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank does something else."
+        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank does other work."
     )
 
 
@@ -370,7 +370,7 @@ def test_very_long_step_has_a_verdict_of_its_own() -> None:
     loop[300] = {**BASE, "communication": 45_000.0}
     sentences = [each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]]
     (long,) = [text for text in sentences if " longer" in text]
-    assert long.startswith("1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in all")
+    assert long.startswith("1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in total")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_very_long_step_has_a_verdict_of_its_own() -> None:
         ("host", "look at what the loop does between these passes."),
         ("forward", "make fewer of these passes, or use larger batches in them."),
         ("data", "look at how these passes get their data."),
-        ("communication", "see which rank does something else in these steps while the others wait."),
+        ("communication", "find the rank that does other work in these steps while the others wait."),
     ],
 )
 def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
@@ -414,7 +414,7 @@ def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:
     evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
     assert "lack_of_cpu" not in evidence.uses_s
     text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
-    assert "These figures contain waits for a CPU, which were not measured in the steps" in text
+    assert "These figures include waiting for a CPU, which was not measured per step" in text
     assert "show 10% of the time. Next:" in text
 
 
@@ -435,7 +435,7 @@ def test_step_with_a_request_to_this_tool_is_attributed_to_it() -> None:
     (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
 
     assert "takes 900 ms longer (this tool)" in said
-    assert "Next: ask for results less often" in said
+    assert "Next: if the loop requests results (w.summary(), w.step_table(), a display), do so less often" in said
     assert "garbage" not in said
 
 
@@ -454,7 +454,7 @@ def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
 
-    assert verdict["text"].startswith("Waiting for a CPU takes 60% of the time, by samples of one second")
+    assert verdict["text"].startswith("Waiting for a CPU takes 60% of the time, according to one-second samples")
     assert quiet["kind"] == "compute_bound"
 
 
@@ -495,7 +495,7 @@ class TestOtherThreads:
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
         assert "30.0 ms a step" in verdict["text"]
-        assert "spends 73% (40.0 ms) of a step outside of its own phases" in verdict["text"]
+        assert "spends 73% (40.0 ms) of a step outside its own phases" in verdict["text"]
         assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (phase != "data", phase == "data")
         assert "Host code" not in verdict["text"]
         assert "logging" not in verdict["text"]
@@ -531,7 +531,7 @@ class TestWaitsInCommunication:
         return str(verdict["text"])
 
     def test_equal_communication_waits_of_ranks_have_a_note_on_slow_links(self) -> None:
-        assert ". All ranks wait for about as long. A slow link of one rank would look the same. Next:" in self.text(
+        assert ". All ranks wait about equally long. A slow link of one rank would look the same. Next:" in self.text(
             30.0, 33.0
         )
 

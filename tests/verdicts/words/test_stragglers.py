@@ -34,7 +34,7 @@ REPORT: dict[str, Any] = {
 }
 CONTEXT = SlowRankContext(())
 AT = places(8, node_size=4)
-OTHERWISE = "The kernels of the collectives say otherwise"
+OTHERWISE = "The kernels of the collectives do not confirm it"
 
 
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
@@ -130,7 +130,7 @@ def test_sentence_since_the_start_has_no_step_and_no_unknown_host() -> None:
         ("backward", "in the backward pass:", "compare the input sizes of the model on rank 3", "slow_compute"),
         (
             "compute",
-            "in computing, forward and backward alike:",
+            "in computing, both forward and backward:",
             "compare the input sizes of the model on rank 3",
             "slow_compute",
         ),
@@ -168,7 +168,7 @@ def test_intermittent_slowness_has_its_share_of_steps() -> None:
 def test_larger_workload_changes_sentence_class_and_action() -> None:
     verdict = verdict_on(episode(more_workload=0.42))
 
-    assert "; it has 42% more to do than they." in verdict.sentence
+    assert "; its workload is 42% larger than the others'." in verdict.sentence
     assert "Next: balance the batches: rank 3 gets longer sequences" in verdict.sentence
     assert verdict.evidence.cause == "more_work"
     assert "more to do" not in verdict_on(episode(more_workload=0.04)).sentence
@@ -285,7 +285,7 @@ def test_node_or_position_is_named_with_its_slowest_rank() -> None:
     assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.sentence
     assert (node.evidence.scope, node.evidence.ranks) == ("node", (4, 5, 6, 7))
     assert position.sentence.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
-    assert "Next: compare what the ranks at ep 2 are given: tokens per expert" in position.sentence
+    assert "Next: compare the work of the ranks at ep 2: tokens per expert" in position.sentence
     assert position.evidence.cause == "imbalance"
 
 
@@ -300,12 +300,9 @@ def test_cost_of_a_node_is_shared_or_not_known() -> None:
 
     assert "It costs the job 19.0 ms a step (19%), since step 100." in told.sentence
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
-    assert "What it costs the job is not known, since step 100." in not_told.sentence
+    assert "Its cost to the job is not known, since step 100." in not_told.sentence
     assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
-    assert (
-        "which cost the job 19.0 ms a step (19%), together with those that were slow with it. It is over."
-        in was.sentence
-    )
+    assert "which cost the job 19.0 ms a step (19%), together with ranks slow at that time. It is over." in was.sentence
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
 
@@ -353,7 +350,7 @@ def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
 
     assert verdict.sentence == (
         "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the other stages 100 ms. "
-        "Next: move layers out of pp 2."
+        "Next: move layers out of stage pp 2."
     )
     assert (verdict.kind, verdict.rank) == ("imbalance", None)
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
@@ -459,12 +456,9 @@ class TestNoSlowRank:
         text = no_straggler(REPORT, found).sentence
         if expected:
             assert expected in text
-            assert text.startswith("The ranks were not compared, as they run other models. ")
+            assert text.startswith("The ranks were not compared, because they run different models. ")
         else:
-            assert (
-                text
-                == "The ranks were not compared: each does other work than the others, or they were not seen together."
-            )
+            assert text == "The ranks were not compared: they do different work, or were not recorded at the same time."
         mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
         if len(usual) > 1:
             assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).sentence

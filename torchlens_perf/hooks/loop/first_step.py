@@ -113,7 +113,7 @@ class FirstStep:
         return self._passes > 0 or bool(objects_of_type(Module)) or bool(living_optimizers())
 
     def _explanation(self) -> str:
-        following = "Next: for inference, or to say yourself where a step ends, use perf.watch(model) in the script."
+        following = "Next: for inference, or to mark yourself where a step ends, use perf.watch(model) in the script."
         if self._passes > 1:
             following = "Next: call w.step() at the end of your loop, inside of `with perf.watch(model) as w:`."
         passes = f"{self._passes} backward pass{'es' if self._passes != 1 else ''}"

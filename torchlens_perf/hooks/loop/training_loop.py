@@ -301,8 +301,7 @@ class TrainingLoop:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
             self._session.note(
-                f"{self.passed.class_names()}, passed to watch(), has not stepped: steps end with another optimizer, "
-                "which does"
+                f"{self.passed.class_names()}, passed to watch(), has made no step: another optimizer ends the steps"
             )
 
     def _stepped_inside(self) -> None:
@@ -368,7 +367,7 @@ class TrainingLoop:
     @guard("finding the trained models")
     def _backwards_are_steps(self) -> None:
         self._session.note(
-            "no optimizer's step was seen: each backward pass counts as a step. To say where a step ends, call "
+            "no optimizer's step was seen: each backward pass counts as a step. To mark where a step ends, call "
             "w.step() at the end of your loop"
         )
         if not self._models_given:
@@ -394,7 +393,7 @@ class TrainingLoop:
             return
         for each in new:
             name = each.name or type(each.module).__name__
-            self._session.note(f"{name} is trained too, and its modules are not timed: pass it to watch() as well")
+            self._session.note(f"{name} is also trained, but its modules are not timed: pass it to watch() as well")
 
     def _is_watched(self, model: Module) -> bool:
         """Return True if the model shares parameters with a watched model.

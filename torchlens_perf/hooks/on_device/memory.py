@@ -116,7 +116,7 @@ class _DeviceMemory:
             self._device = device_in_use()
         except DeviceError:
             self._device = torch.cuda.current_device()
-            self._session.note(f"memory is that of device {self._device}; this process computes on others too")
+            self._session.note(f"memory is that of device {self._device}; this process also computes on other devices")
         if self._device is None:
             return False
         self._backend = torch.cuda.get_allocator_backend()

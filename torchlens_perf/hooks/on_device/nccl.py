@@ -95,10 +95,10 @@ class NcclHook:
             return 'nccl="auto" enables it'
         nccl = self._nccl or nccl_plugin.version()
         if nccl is None:
-            return "this torch came without NVIDIA's NCCL"
+            return "this torch was built without NVIDIA's NCCL"
         self._every = nccl_plugin.steps_between(nccl, asked_for=self._wish == "on")
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
-            return f"NCCL {'.'.join(map(str, nccl))} does not report when they ran; 2.27 and newer ones do"
+            return f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.27 and newer versions do"
         if self._every == 0:
             return f'it supports NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
         if plugin is None or file is None:

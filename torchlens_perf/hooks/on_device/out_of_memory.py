@@ -115,7 +115,7 @@ class OutOfMemoryHook:
             session.note(f"memory history: {unavailable}")
             return
         if torch_instruments.records_memory_history():
-            session.note("memory history is off: the job records a history of its own, which is left as it is")
+            session.note("memory history is off: the job already records a history of its own")
             return
         memory_history.start(_HISTORY_ENTRIES)
         import torch

@@ -126,7 +126,7 @@ class SessionStamper:
         if slot == NO_SLOT:
             # Each note is kept, and programs may generate names, so the note does not contain the
             # name.
-            self._session.note(f"device sections: only {len(ring.names)} names are timed, further ones are not")
+            self._session.note(f"device sections: only {len(ring.names)} names are timed, and there are more")
         elif self._device.current() != self._ring_device:
             self._session.note("device sections: timed on one device of the process only")
         else:

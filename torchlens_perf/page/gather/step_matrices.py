@@ -32,7 +32,7 @@ _PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
 # Run directories of earlier versions lack this column.
 _WORK = "work_ns"
-_NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
+_NO_WORK = "Recorded by an earlier version: time shown as work may include waiting for a CPU."
 _FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_BARS = 8
 # Share of the slow rank's step above which the caption reports the gap to the other ranks.
 _MIN_GAP = 0.01
-_HIDDEN = "A device that waits for other ranks hides what its host does."
+_HIDDEN = "A device that waits for other ranks hides the work of its host."
 
 
 def phases(contents: Contents) -> Element | None:

@@ -161,7 +161,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
     explains = case.explained(waits)
     if explains < _EXPLAINS:
         return []
-    waited = f"its thread is ready without a CPU for {percent(case.mine['cpu_wait_share'])} of the time"
+    waited = f"its thread is runnable but has no CPU for {percent(case.mine['cpu_wait_share'])} of the time"
     # Ranks without a quota have no cpu_quota_share, and other programs are sampled only while a
     # rank waits.
     quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
@@ -186,7 +186,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
         action = "stop or move them; give each rank CPUs of its own (taskset, cpuset, numactl)."
         return [Cause("busy_neighbour", text, action, explains, evidence)]
     text = f"{waited}, and hardly any program but the job's own is busy there: threads, workers and ranks compete"
-    action = "lower OMP_NUM_THREADS and num_workers there, or allow it more CPUs: compare its pinning with the others'."
+    action = "lower OMP_NUM_THREADS and num_workers there, or give it more CPUs: compare its pinning with other ranks'."
     return [Cause("own_threads", text, action, explains, evidence)]
 
 
@@ -286,7 +286,7 @@ def _gpu_clock(case: _Case) -> list[Cause]:
     degrees = case.mine.get("temperature_c")
     hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
     text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
-    return [Cause("gpu_throttled", text, f"{action}; drain the node if it stays.", explains, evidence)]
+    return [Cause("gpu_throttled", text, f"{action}; drain the node if this continues.", explains, evidence)]
 
 
 def _may_be_device(case: _Case) -> bool:
@@ -300,8 +300,8 @@ _ERRORS = {
     "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
     "remapped_rows_per_s": (
         "gpu_errors",
-        "rows of its memory remapped, or waiting to be",
-        "reset that GPU at the next chance",
+        "memory rows that were remapped, or are waiting for it",
+        "reset that GPU at the next opportunity",
     ),
     "pcie_replays_per_s": ("pcie", "PCIe replays", "look at the slot, riser and link width (nvidia-smi -q -d PCIE)"),
     "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
@@ -329,10 +329,8 @@ def _allocator(case: _Case) -> list[Cause]:
     if not _may_be_device(case) or case.more("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP:
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
-    text = (
-        f"its device allocator runs out {'in every step' if every < 1.5 else f'once in {every:.0f} steps'}: each time "
-        "it waits for the device and frees its cache"
-    )
+    often = "in every step" if every < 1.5 else f"once in {every:.0f} steps"
+    text = f"its device allocator runs out of memory {often}: each time it waits for the device and frees its cache"
     action = "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
     return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
 

@@ -198,7 +198,7 @@ def _lack_longer(lacking: list[LongSteps]) -> str:
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
     average = " on average" * (count > 1)
-    more = f"{duration(total_s / count)} longer{average}: {duration(total_s)} in all."
+    more = f"{duration(total_s / count)} longer{average}: {duration(total_s)} in total."
     return f" {counted(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
@@ -230,8 +230,8 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
-            f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second. Where in the step was "
-            f"not measured. Next: {CPU_ACTION}"
+            f"Waiting for a CPU takes {percent(sampled)} of the time, according to one-second samples. Its place in "
+            f"the step was not measured. Next: {CPU_ACTION}"
         )
         return judged("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
     unrecorded = _on_other_threads(report, found)
@@ -252,7 +252,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
         text += (
-            " These figures contain waits for a CPU, which were not measured in the steps: samples of one second show "
+            " These figures include waiting for a CPU, which was not measured per step: one-second samples show "
             f"{percent(sampled)} of the time."
         )
     text += f" Next: {following.action}"
@@ -274,8 +274,8 @@ def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
     action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
         f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
-        f"The recorded thread spends {_share_words(outside.seconds, found.step_s)} of a step outside of its own "
-        f"phases, and may be waiting for them there. Next: {action}"
+        f"The recorded thread spends {_share_words(outside.seconds, found.step_s)} of a step outside its own "
+        f"phases, where it may be waiting for these threads. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
     return judged("not_known", None, None, None, None, None, 0.0, text, evidence)
@@ -286,7 +286,7 @@ def other_threads_note(report: Facts) -> str:
     others = _other_threads_s(report)
     if not others:
         return ""
-    return f"other threads also worked ({_phases_shown(others)} a step); they are in no part of the step"
+    return f"other threads also worked ({_phases_shown(others)} a step); this work is not part of the step times"
 
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
@@ -315,7 +315,7 @@ def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
     """
     if limit.kind != "communication_bound" or len(waits_s) < 2 or min(waits_s) < _NEARLY * max(waits_s):
         return ""
-    return " All ranks wait for about as long. A slow link of one rank would look the same."
+    return " All ranks wait about equally long. A slow link of one rank would look the same."
 
 
 def _kinds_of_steps(report: Facts) -> str:
@@ -541,7 +541,7 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     action = _long_action(long)
     if long["part"] == "communication" and not long["kinds"] and not long["period"] and _rarely_communicates(report):
         action = (
-            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank does something else."
+            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank does other work."
         )
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
@@ -552,14 +552,14 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         why += f"; only rank {long['waited_for']} does this, and {waits}"
     if _is_unexplained(report, long):
         if short_of_cpus:
-            why += ", while CPUs are short"
+            why += ", while there are too few CPUs"
             action = f"see whether {_step_numbers(long)} still take{'s' * (not several)} longer with enough CPUs."
         elif not _lack_is_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
             action = f"see what the loop does at {_step_numbers(long)}, and what else kept the CPUs busy."
     text = (
-        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
-        f"{percent(long['share'])} of the time of all steps. Next: {action}"
+        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in total, "
+        f"{percent(long['share'])} of all step time. Next: {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return judged("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
@@ -596,7 +596,7 @@ def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Jud
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
     which = f"Step{'s' * several} {numbers}" if long["count"] <= len(steps) and not long["period"] else often
     who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
-    in_all = f" ({duration(long['total_s'])} in all, {percent(long['share'])} of the time of all steps)"
+    in_all = f" ({duration(long['total_s'])} in total, {percent(long['share'])} of all step time)"
     text = (
         f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
         f"{rank}{in_all}. Next: see what rank {rank} does in {'these steps' if several else 'this step'}: wrap "
@@ -636,7 +636,7 @@ def _passes_action(part: str) -> str:
     return {
         "host": "look at what the loop does between these passes.",
         "data": "look at how these passes get their data.",
-        "communication": "see which rank does something else in these steps while the others wait.",
+        "communication": "find the rank that does other work in these steps while the others wait.",
     }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 
@@ -645,9 +645,9 @@ def _long_action(long: LongSteps) -> str:
         "evaluation": "evaluate less often, or on fewer batches.",
         WITHOUT_GRADIENTS: _passes_action(long["part"]),
         "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
-        "compilation": "find what recompiles: TORCH_LOGS=recompiles; mark what varies as dynamic.",
-        "garbage collection": "freeze what lives long (gc.freeze()), or collect at a time of your own.",
-        "capture": "nothing: a capture was asked for.",
+        "compilation": "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic.",
+        "garbage collection": "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you choose.",
+        "capture": "nothing: a capture was requested.",
         "sampled backward pass": "nothing, or sample more rarely: backward_every.",
     }
     for kind in long["kinds"]:
@@ -656,16 +656,16 @@ def _long_action(long: LongSteps) -> str:
     at = _step_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
-        "data": f"see what the loader does at {at}: a new epoch starts workers (persistent_workers=True).",
-        "communication": f"see which rank does something else at {at}.",
+        "data": f"see what the loader does at {at}: a new epoch starts new workers unless persistent_workers=True.",
+        "communication": f"find the rank that does other work at {at}.",
         "host": f"see what the loop does at {at} (logging, an epoch's end): wrap parts in perf.section().",
-        "tool": "ask for results less often (w.summary(), w.step_table(), a display), if the loop does.",
+        "tool": "if the loop requests results (w.summary(), w.step_table(), a display), do so less often.",
     }
     if long["period"] and long["part"] not in ("data", "host", "tool"):
         other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
         if long["part"] == "communication":
-            other_work = "all ranks exchange data, or one rank does something else"
-        return f"see what only one step in {long['period']} does ({at}): {other_work}."
+            other_work = "all ranks exchange data, or one rank does other work"
+        return f"find out what only one step in {long['period']} does ({at}): {other_work}."
     return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
 
 

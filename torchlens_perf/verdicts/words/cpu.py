@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.report import Facts
 
-CPU_ACTION = "see what else keeps the CPUs busy; then fewer threads, workers or ranks, or more CPUs."
+CPU_ACTION = "see what else keeps the CPUs busy; then use fewer threads, workers or ranks, or more CPUs."
 """The general advice, which with_cpu_action() replaces with advice for the run."""
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1
@@ -47,7 +47,7 @@ def _action(report: Facts) -> str:
         less.append("fewer ranks a node")
     more = f"more CPUs{' (' + _now(cpus).removeprefix(', ') + ')' if _now(cpus) else ''}"
     ways = f"{', '.join(less)} or {more}" if less else more
-    return f"{begin}; then {ways}." if begin else f"{ways}."
+    return f"{begin}; then use {ways}." if begin else f"use {ways}."
 
 
 def _now(values: Set[int | None]) -> str:

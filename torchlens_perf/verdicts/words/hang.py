@@ -56,7 +56,7 @@ def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
 
 def text(hang: Hang) -> str:
     """Return sentences on the hang, on one line."""
-    usual = f"usually {duration(hang.usual_s)}" if hang.usual_s > 0 else "no usual time is known yet"
+    usual = f"usually {duration(hang.usual_s)}" if hang.usual_s > 0 else "the usual time is not known yet"
     opening = f"No step for {duration(hang.since_s)} ({usual})"
     if hang.moving:
         there = sorted({rank for ranks in hang.places.values() for rank in ranks})
@@ -77,7 +77,7 @@ def place(inside: Sequence[str]) -> str:
     names = list(inside)
     if len(names) > _MAX_SPANS:
         names[2 : 3 - _MAX_SPANS] = ["..."]
-    return f"inside {' > '.join(names)}" if names else "outside of all that is timed"
+    return f"inside {' > '.join(names)}" if names else "outside all recorded spans"
 
 
 # The kind of a hang comes from the gravest problem of its blocking ranks. The message lists ranks
@@ -110,22 +110,22 @@ def _blamed(hang: Hang) -> str:
 def _clause(blocking: BlockingRank, hang: Hang) -> str:
     """Return a clause on a blocking rank that is correct for one rank and for several."""
     each = blocking.progress
-    missing = "entered all that others have"
+    missing = "entered every collective that others have"
     if blocking.missing:
         missing = f"did not enter {'it' if blocking.missing == hang.collective else operation(blocking.missing)}"
     waits = each.inside[-1:] == (WAIT,)
     where = place(each.inside[:-1] if waits else each.inside)
     if waits:
-        where += ", waiting for something that all have entered" if blocking.missing else ", waiting"
-    old = f" when last heard of {duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
+        where += ", waiting in an operation that all ranks have entered" if blocking.missing else ", waiting"
+    old = f", as reported {duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
     return {
         "dead": f"died {where}, and {missing}",
         "stopped": f"{missing}: stopped by a signal (process state T) {where}",
         "traced": f"{missing}: held by a debugger (process state t) {where}",
-        "silent": f"went silent when the steps ended, {duration(each.report_age_s)} ago, like the sidecar of that "
-        f"node; when last heard of {where}, and {missing}",
+        "silent": f"stopped reporting when the steps ended, {duration(each.report_age_s)} ago, as did the sidecar of "
+        f"that node; last reported {where}, and {missing}",
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
-        "busy": f"{missing}, at work {where}, the last mark {duration(each.quiet_s)} ago",
+        "busy": f"{missing}: running {where}, last recorded event {duration(each.quiet_s)} ago",
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
 
 
@@ -136,7 +136,7 @@ def _device_wait(each: Progress) -> str:
 def _mismatch(hang: Hang) -> str:
     if hang.operations and hang.collective:
         who = ", ".join(f"{name} on {_ranks(ranks)}" for name, ranks in hang.operations.items())
-        return f"{_sentence(operation(hang.collective))} is not the same everywhere: {who}."
+        return f"{_sentence(operation(hang.collective))} differs between ranks: {who}."
     following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
     steps = zip(hang.cycle, following, strict=True)
     waits = [f"rank {rank} waits in {operation(where)} for rank {other}" for (rank, where), other in steps]
@@ -147,8 +147,8 @@ def _mismatch(hang: Hang) -> str:
 def _together(hang: Hang) -> str:
     count = "Both" if len(hang.waiting) == 2 else f"All {len(hang.waiting)}"
     if hang.collective is None:
-        return f"{count} ranks wait, and nothing tells for what. {_level(hang)}{_places(hang)}"
-    entered = f"{count} ranks have entered {operation(hang.collective)}: none keeps the others waiting."
+        return f"{count} ranks wait, but no record shows for what. {_level(hang)}{_places(hang)}"
+    entered = f"{count} ranks have entered {operation(hang.collective)}: no rank keeps the others waiting."
     return f"{entered} {_level(hang)}{_places(hang)}"
 
 
@@ -159,8 +159,8 @@ def _level(hang: Hang) -> str:
         return ""
     if devices.kind == "level":
         place = next(iter(devices.places.values()))
-        return f"Their devices stand at the same place, {_device_place(place)}, so none is behind the others. "
-    return "Whose device is behind is not known: the training threads were blocked before they could see it. "
+        return f"Their devices are at the same place, {_device_place(place)}, so no device is behind the others. "
+    return "It is not known which device is behind: the training threads were blocked before they could check. "
 
 
 def _device(hang: Hang) -> str:
@@ -168,19 +168,19 @@ def _device(hang: Hang) -> str:
     assert devices is not None
     live = sorted({rank for ranks in hang.places.values() for rank in ranks})
     others = [rank for rank in live if rank not in devices.ranks]
-    entered = f"{_sentence(_ranks(live))} have entered all that the others have"
+    entered = f"{_sentence(_ranks(live))} have entered every collective that the others have"
     if hang.collective:
         entered = f"{_sentence(_ranks(live))} have entered {operation(hang.collective)}"
     one = len(devices.ranks) == 1
     who = f"the {'device' if one else 'devices'} of {_named(hang.blocking)}"
     if devices.kind == "kernel":
-        begun = f"its kernel has not begun, as it has on {_ranks(others)}"
-        return f"{entered}, but on {who} {begun}: an earlier one does not end there."
+        begun = f"the operation's kernel has not begun, although it has on {_ranks(others)}"
+        return f"{entered}, but on {who} {begun}: an earlier kernel does not end there."
     here = devices.places[devices.ranks[0]]
     furthest = max((devices.places[rank] for rank in others), key=lambda each: (each.step, each.place))
-    stands = "stands" if one else "stand"
+    verb = "is" if one else "are"
     return (
-        f"{entered}, but {who} {stands} {_device_place(here)}, while {_ranks(others)} were seen further, "
+        f"{entered}, but {who} {verb} {_device_place(here)}, while the furthest device of {_ranks(others)} is "
         f"{_device_place(furthest)}."
     )
 
@@ -190,12 +190,12 @@ def _device_place(place: DevicePlace) -> str:
 
 
 def _unheard(hang: Hang) -> str:
-    where = f" in {operation(hang.collective)}, or what follows it" if hang.collective else ""
-    return f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is where nothing is known."
+    where = f" in {operation(hang.collective)} or a later operation" if hang.collective else ""
+    return f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is on the ranks without reports."
 
 
 def _apart(hang: Hang) -> str:
-    return f"No collective tells who waits for whom. {_places(hang)}"
+    return f"No recorded collective shows which rank waits for which. {_places(hang)}"
 
 
 def _alone(hang: Hang) -> str:
@@ -209,9 +209,9 @@ def _blocked(hang: Hang) -> str:
     stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_ranks(devices.asked)}"
     return (
         f"{_places(hang)} The training threads wait there for their devices, in {devices.waits_in}, by the {stacks}. "
-        "What the devices do is not known: the threads looked at them before they waited. One may be stuck in work of "
-        "its own, and the others in a collective behind it, or all may have long work; whose it is cannot be known "
-        "from outside."
+        "It is not known what the devices execute: the threads last checked them before they began to wait. One "
+        "device may be stuck in a kernel of its own while the others wait for it in a collective, or all devices may "
+        "have long work. The records cannot distinguish these cases."
     )
 
 
@@ -245,7 +245,7 @@ def _asides(hang: Hang) -> str:
     if hang.asleep:
         asides += f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
     if hang.unheard:
-        asides += f"Nothing is known of {_ranks(hang.unheard)}. "
+        asides += f"No reports from {_ranks(hang.unheard)}. "
     if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
         asides += f"{_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
     return asides
@@ -289,8 +289,8 @@ def _next_action(hang: Hang) -> str:
     look = f"look at the Python stack of rank {hang.look_at[0]}" if hang.look_at else "look at the Python stacks"
     if hang.kind == "mismatch":
         return (
-            "make all ranks issue the same collectives in the same order: look for one under an `if` that ranks decide "
-            "differently; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
+            "make all ranks issue the same collectives in the same order: look for a collective under an `if` whose "
+            "condition differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
         )
     if hang.kind == "together":
         return (
@@ -300,14 +300,14 @@ def _next_action(hang: Hang) -> str:
     if hang.kind == "blocked":
         return (
             "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): a device whose kernel does not "
-            'belong to a collective is the cause. With nccl="auto", the plugin of NCCL reports ranks whose kernel has '
+            'belong to a collective is the cause. With nccl="auto", the NCCL plugin reports ranks whose kernel has '
             "not begun."
         )
     if hang.kind == "unheard":
         return "see whether those nodes can be reached, and whether a sidecar runs there."
     if hang.kind == "pause":
-        return f"if it takes longer than that should, {look}."
-    return f"{look} first; what is waited for may be point-to-point, or not be recorded."
+        return f"if it takes longer than expected, {look}."
+    return f"{look} first; the ranks may wait in a point-to-point or an unrecorded operation."
 
 
 def _is_grave(blocking: BlockingRank, hang: Hang) -> bool:
@@ -319,20 +319,20 @@ def _action_on(blocking: BlockingRank) -> str:
     who = f"rank {each.rank} on {each.host}"
     if blocking.problem == "device":
         return (
-            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb, and what "
-            "that rank alone was given to compute in this step."
+            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb, and the "
+            "work that only this rank had in this step."
         )
     if blocking.problem in ("stopped", "traced"):
         held = "detach the debugger from" if blocking.problem == "traced" else "send SIGCONT to"
         return f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."
     if blocking.problem == "busy":
-        return f"if the others need not wait for what {who} does, take it off the training loop."
+        return f"if the others need not wait for this work of {who}, move it out of the training loop."
     if each.state == "uninterruptible":
         return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
     if blocking.problem == "stuck" and each.waits_in:
         return (
-            f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): one that does not end, or a "
-            "collective's, which waits for the device of another rank that has issued it."
+            f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): a kernel that does not end, "
+            "or a collective's kernel that waits for another rank's device."
         )
     if blocking.problem == "stuck" and each.inside[-1:] == (WAIT,):
         return f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's log."

@@ -66,11 +66,11 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
     if table is None:
-        held = f"There is no table of it, as memory had run out shortly before: {oom['earlier']} has that one."
+        held = f"No table was written, because memory had run out shortly before: see {oom['earlier']}."
     else:
         held = (
-            f"{amount(table['allocated_bytes'], 'B')} were allocated, {amount(table['inactive_bytes'], 'B')} more "
-            f"reserved and free.{_largest(table['rows'])}"
+            f"{amount(table['allocated_bytes'], 'B')} were allocated, and {amount(table['inactive_bytes'], 'B')} "
+            f"more were reserved but free.{_largest(table['rows'])}"
         )
     text = (
         f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
@@ -83,10 +83,10 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
 def _asked(oom: OutOfMemory) -> str:
     asked, free, limit = (amount(each, "B") for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"]))
     if not _has_a_share(oom):
-        return f"{asked} asked for, {free} free of {limit}"
-    reserved = f", and had {amount(oom['table']['reserved_bytes'], 'B')}" if oom["table"] is not None else ""
+        return f"{asked} requested, {free} free of {limit}"
+    reserved = f", and had reserved {amount(oom['table']['reserved_bytes'], 'B')}" if oom["table"] is not None else ""
     whole = amount(oom["device_bytes"], "B")
-    return f"{asked} asked for; the process may take {limit} of the device's {whole}{reserved}; {free} of it were free"
+    return f"{asked} requested; the process may use {limit} of the device's {whole}{reserved}; {free} were free"
 
 
 def _has_a_share(oom: OutOfMemory) -> bool:
@@ -117,15 +117,15 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     """Return the action that would help, from the owners of the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
-        return _by_growth(growth) or f"{oom['earlier']}, and a smaller batch, checkpointing, or sharding (FSDP)."
+        return _by_growth(growth) or f"see {oom['earlier']}; use a smaller batch, checkpointing, or sharding (FSDP)."
     rows, device_bytes = table["rows"], _device_bytes(oom)
     others = device_bytes - oom["free_bytes"] - table["reserved_bytes"]
     free = max(0, min(oom["free_bytes"], limit - table["reserved_bytes"]))
     fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
     if oom["free_bytes"] < asked and others >= _OTHERS_SHARE * device_bytes:
         return (
-            f"{amount(others, 'B')} of the device are not in torch's allocator: look for other processes on it "
-            "(nvidia-smi), and for libraries that allocate by themselves."
+            f"{amount(others, 'B')} of the device were not allocated by torch: look for other processes on it "
+            "(nvidia-smi), and for libraries that allocate memory themselves."
         )
     if fragmented and not table["expandable"] and free + table["inactive_bytes"] >= asked:
         return (
@@ -136,17 +136,17 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
         return _by_growth(growth)
     if _has_a_share(oom) and oom["free_bytes"] >= asked:
         return (
-            f"the process's share of the device is full, and not the device: {percent(limit / device_bytes)} "
+            f"the process's share of the device is full, but the device is not: {percent(limit / device_bytes)} "
             "(torch.cuda.set_per_process_memory_fraction); raise it, or take a smaller batch."
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
         whole = "the process's share" if _has_a_share(oom) else "the device"
-        return f"one request{where} wants {percent(asked / limit)} of {whole}: compute it in parts."
+        return f"one request{where} needs {percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
             "a smaller batch, activation checkpointing, or sharding (FSDP); "
-            "TORCHLENS_PERF_MEMORY=history tells which modules and lines hold it."
+            "TORCHLENS_PERF_MEMORY=history shows which modules and lines hold the memory."
         )
     top = max(rows, key=lambda row: (bool(row["module"]), row["bytes"]))
     if top["module"] and top["blocks"] >= _MANY_BLOCKS and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]:
@@ -161,7 +161,7 @@ def _by_growth(growth: Growth | None) -> str:
     if growth is None:
         return ""
     return (
-        f"what is allocated has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps "
+        f"allocated memory has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps "
         f"{growth['since_step']} to {growth['until_step']}: something keeps tensors from step to step, such as a list "
         "of losses without .item() or .detach()."
     )
@@ -176,14 +176,14 @@ def oom_text(oom: OutOfMemory) -> str:
         *([f"errors without a table: {oom['untold']}"] if oom["untold"] else []),
     ]
     if table is None:
-        return "\n".join([*lines, f"no table, as memory had run out shortly before: {oom['earlier']}"]) + "\n"
+        return "\n".join([*lines, f"no table: memory had run out shortly before, see {oom['earlier']}"]) + "\n"
     lines += [
-        f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of it "
-        f"free {amount(table['inactive_bytes'], 'B')}, in one piece at most "
-        f"{amount(table['largest_inactive_bytes'], 'B')}",
-        *(f"  asked for at {frame}" for frame in oom["stack"]),
+        f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of "
+        f"which {amount(table['inactive_bytes'], 'B')} are free (largest free block "
+        f"{amount(table['largest_inactive_bytes'], 'B')})",
+        *(f"  requested at {frame}" for frame in oom["stack"]),
         "",
-        "live blocks, by where they were asked for:",
+        "live blocks, by the code that requested them:",
     ]
     for row in table["rows"]:
         new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"

@@ -60,7 +60,7 @@ def hang_over(step: int, last: Alert, found: PastEvidence, *, steps: int, total_
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
     finding = last.text.partition(". ")[2]
     share = lost_s / max(total_s, lost_s) if lost_s else 0.0
-    cost = f": {percent(share)} of the time of all steps" if went_on and share >= WORTH_A_LINE else ""
+    cost = f": {percent(share)} of all step time" if went_on and share >= WORTH_A_LINE else ""
     text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}".rstrip()
     if last.next and (went_on is False or cost):
         text += f" Next: {last.next}"

@@ -55,7 +55,7 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     compiling = f"; torch.compile took {duration(compile_s)} in this process" if compile_s else ""
     cpu_wait_s = start["cpu_wait_s"] or 0.0
     waiting = f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU" if cpu_wait_s >= 1.0 else ""
-    action = "look at imports, reading of data and checkpoints, and process groups: py-spy record shows what takes it."
+    action = "look at imports, loading of data and checkpoints, and process groups: py-spy record shows the code."
     if cpu_wait_s >= _WAITS_MUCH * lost_s:
         action = CPU_ACTION
     elif compile_s >= _COMPILES_MUCH * lost_s:

@@ -90,11 +90,11 @@ def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: 
     confirm it."""
     verdict, lead = _slow(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
-        verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
+        verdict = _doubted(verdict, "Compared by host time only, not by device time.")
     if lead.by_windows:
-        return _with_sentence(verdict, "Known from the windows that the devices merged; its own records are not here.")
+        return _with_sentence(verdict, "Found in statistics merged on devices; the rank's own records are missing.")
     if lead.disputed:
-        return _doubted(verdict, f"The windows that the devices merged do not show it{_only_in_windows(findings)}.")
+        return _doubted(verdict, f"Statistics merged on devices do not confirm it{_only_in_windows(findings)}.")
     others = _others_came_last(context, straggler) if context.judged_by == DEVICE else ""
     return _doubted(verdict, others) if others else verdict
 
@@ -125,8 +125,8 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
     if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
         return ""
     return (
-        f"The kernels of the collectives say otherwise: rank {latest} came last in {percent(others[latest])} of them, "
-        f"rank {straggler.lead.rank} in {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
+        f"The kernels of the collectives do not confirm it: rank {latest} came last in {percent(others[latest])} of "
+        f"them, rank {straggler.lead.rank} in {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
 
 
@@ -147,7 +147,7 @@ def _only_in_windows(findings: Findings) -> str:
     each = ", ".join(
         f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
     )
-    return f", but {each}" if each else ""
+    return f", but show {each}" if each else ""
 
 
 def phase_name(phase: str) -> str:
@@ -159,7 +159,7 @@ def phase_name(phase: str) -> str:
         "backward": "the backward pass",
         "optimizer": "the optimizer",
         "host": "host code between the phases",
-        "compute": "computing, forward and backward alike",
+        "compute": "computing, both forward and backward",
         "cpu": "getting a CPU",
         "communication": "waiting in communication",
         "tool": "this tool",
@@ -198,7 +198,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         where += f" (+{duration(module_excess_s)} a step)"
     cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
-    cost = "What it costs the job is not known"
+    cost = "Its cost to the job is not known"
     if cost_s is not None and share is not None:
         too = straggler.slow_too
         it = f"Together with {rank_list(too)} it" if too else "It"
@@ -247,12 +247,12 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
         return "", ""
     if not diagnosis.causes:
         checked = ", ".join(each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU))
-        return (f"No cause found among {checked}. ", f"none found (checked: {checked})") if checked else ("", "")
+        return (f"No cause found (checked: {checked}). ", f"none found (checked: {checked})") if checked else ("", "")
     text, short = "", []
     for cause in diagnosis.causes:
         if cause.explains is None:
-            text += f"Seen on it alone: {cause.text}; {cause.action} "
-            short.append(f"seen on it alone: {cause.text}")
+            text += f"Not seen on other ranks: {cause.text}; {cause.action} "
+            short.append(f"not seen on other ranks: {cause.text}")
         else:
             explains = percent(min(1.0, cause.explains))
             text += f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of it). "
@@ -284,7 +284,7 @@ def _pattern(episode: Episode) -> str:
             f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
         )
     if episode.more_workload > _MORE_WORK:
-        text += f"; it has {percent(episode.more_workload)} more to do than they"
+        text += f"; its workload is {percent(episode.more_workload)} larger than the others'"
     return text
 
 
@@ -298,7 +298,7 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
     if straggler.kind == "node":
         return f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run without it."
     if straggler.kind == "position":
-        return f"compare what the ranks at {straggler.name} are given: tokens per expert, or the split of the layers."
+        return f"compare the work of the ranks at {straggler.name}: tokens per expert, or the split of the layers."
     if episode.more_workload > _MORE_WORK:
         return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
     if episode.by_host and episode.phase in _COMPUTING:
@@ -373,7 +373,7 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     text = (
         f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step - 1}: "
         f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
-        f"({percent(share)}){', together with those that were slow with it' if together else ''}. It is over."
+        f"({percent(share)}){', together with ranks slow at that time' if together else ''}. It is over."
     )
     if diagnosis is not None and diagnosis.causes:
         text += f" Seen meanwhile: {diagnosis.causes[0].text}."
@@ -393,7 +393,7 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
         f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
-        f"Next: move layers out of {found.stage}."
+        f"Next: move layers out of stage {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
     return [judged("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
@@ -421,7 +421,7 @@ def unequal_parts(findings: Findings) -> str:
     rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
     theirs = f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one} {duration(wait_ns / 1e9)}"
     return (
-        f"The ranks were not compared, as they run other models. {who.capitalize()} {largest.ranks} {does} "
+        f"The ranks were not compared, because they run different models. {who.capitalize()} {largest.ranks} {does} "
         f"{duration(largest.work_ns / 1e9)} of work a step, {rest} {theirs}{', on average' * (len(others) > 1)}. "
         f"Next: of a pipeline's stages, move layers off {who} {largest.ranks}; if that should be no more work than the "
         "others', see what it is in the table of ranks."
@@ -449,7 +449,7 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     )
     confidence, rather = 0.9, _only_in_windows(findings)
     if rather:
-        confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
+        confidence, text = confidence / 2, f"{text} Statistics merged on devices do not confirm this{rather}."
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
     return judged("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
 
@@ -463,18 +463,18 @@ def _why_not_compared(report: Facts, findings: Findings) -> str:
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (
-            f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
+            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared. Next: unset RANK and "
             "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
         )
     if run["device"] is not None and run["judged_by"] != DEVICE:
         untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
         some = len(untimed) < len(report["ranks"])
-        recorded = f"device times are missing of {rank_list(untimed)}" if some else "only host time is known"
+        recorded = f"device times of {rank_list(untimed)} are missing" if some else "only host time is known"
         return (
             f"The ranks were not compared: their work is on a device ({run['device']}), and {recorded}. "
             "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
         )
     if findings.compared or report["steps"]["count"] < _steps_needed(findings):
         return ""
-    text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+    text = "The ranks were not compared: they do different work, or were not recorded at the same time."
     return unequal_parts(findings) or text

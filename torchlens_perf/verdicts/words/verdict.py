@@ -114,7 +114,7 @@ def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
         return [*slow, typical]
     # All ranks lack CPUs, and these lack them for longer.
     ranks = ", ".join(str(each.rank) for each in same)
-    most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
+    most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} longest."
     merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{typical.text} {most}")
     return [*(each for each in slow if each not in same), merged]
 
@@ -126,8 +126,8 @@ def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
         return verdict
     text = (
         f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper than {MAX_FRAMES} "
-        "levels were not recorded, phases of the step may be among them, and all of that counts as host code. "
-        "Next: end sections before others begin, and the loop's steps inside of fewer sections."
+        "levels were not recorded. They may include phases of the step, which are counted as host code here. "
+        "Next: nest sections less deeply, also around the training loop."
     )
     return judged("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
 
@@ -224,7 +224,7 @@ def slow_link_text(findings: LinkFindings) -> str:
     if len(findings.links) > 1:
         text += f" {len(findings.links)} links are slow"
         if findings.shared_ranks:
-            text += f"; all of them have rank {ranges(findings.shared_ranks)}"
+            text += f"; all of them involve rank {ranges(findings.shared_ranks)}"
         elif findings.shared_nodes:
             text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
         text += "."
