@@ -167,7 +167,7 @@ def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Pa
             bystander.step()
 
     assert len(recording.steps) == STEPS
-    assert not any("has not stepped" in note for note in recording.notes)
+    assert not any("has made no step" in note for note in recording.notes)
     assert {each.value1 & 0xFFFF for each in recording.steps} == {1}, "nothing accumulates"
 
 
@@ -249,7 +249,7 @@ def test_passed_optimizer_that_never_steps_is_replaced_and_noted(tmp_path: Path)
             used.step()
 
     assert len(recording.steps) == 8
-    assert [note for note in recording.notes if note.startswith("Adam, passed to watch(), has not stepped")]
+    assert [note for note in recording.notes if note.startswith("Adam, passed to watch(), has made no step")]
 
 
 def test_last_passed_optimizer_ends_the_step(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_other_trained_models_are_noted(tmp_path: Path) -> None:
             train(model, first)
             train(other, second)
 
-    (note,) = [each for each in recording.notes if "is trained too" in each]
+    (note,) = [each for each in recording.notes if "is also trained" in each]
     assert note.endswith("its modules are not timed: pass it to watch() as well")
     assert len(roots(recording)) == 1
 
