@@ -420,8 +420,8 @@ def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
 
     assert where == str(environment.package / "__init__.py")
     assert [rank["steps"] for rank in value["ranks"]] == [12]
-    assert any("Python implementation" in note for note in value["quality"]["notes"])
-    (at,) = [at for at, line in enumerate(doctor) if "the Python implementation" in line]
+    assert any("Python recorder" in note for note in value["quality"]["notes"])
+    (at,) = [at for at, line in enumerate(doctor) if "the Python recorder" in line]
     assert "pip install" in doctor[at + 1]
     installed_files = {str(path.relative_to(environment.package.parent)) for path in environment.package.rglob("*.*")}
     assert expected(f"{PACKAGE}/") <= installed_files

@@ -97,3 +97,10 @@ def test_the_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", EVIDENCE)
 def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
     assert kind.startswith("straggler_") or kind.removesuffix(OVER) in module._STATUS
+
+
+def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=2,share=0.3")
+    row = {**report["verdicts"][0], "kind": "kind_of_a_later_version_ended", "evidence": {}}
+    (head,) = headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item, list-item]
+    assert (head.status, head.severity) == ("OTHER", WARNING)

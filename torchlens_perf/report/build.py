@@ -461,7 +461,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
         about=about,
     )
     if not process.native:
-        notes.append("recorded by the Python implementation, not the native recorder: see torchlens-perf doctor")
+        notes.append("recorded by the Python recorder instead of the native one: see torchlens-perf doctor")
     return notes
 
 

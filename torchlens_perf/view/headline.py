@@ -137,7 +137,8 @@ def _status(row: VerdictRow) -> tuple[str, str]:
         return _STATUS["hang"]
     if kind in ("straggler_ended", "straggler_transient"):
         return "SLOW RANK", WARNING
-    status, severity = _STATUS[kind.removesuffix(OVER)]
+    # A state of another version, or a damaged one, can contain other kinds.
+    status, severity = _STATUS.get(kind.removesuffix(OVER), ("OTHER", WARNING))
     if isinstance(evidence, StragglerEvidence):
         return _SCOPES.get(evidence.scope, status), severity
     if kind == "long_steps" and row["rank"] is not None:
@@ -159,7 +160,7 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     if kind in _BOTTLENECKS:
         section = largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
         where = f"section {section}" if section else _BOTTLENECKS[kind]
-        found.append(("waits for" if kind == "lack_of_cpu" else "in", where))
+        found.append(("bound by" if kind == "lack_of_cpu" else "in", where))
     elif row["phase"] is not None and kind != "long_steps":
         found.append(("phase", phase_words(row["phase"])))
     # These verdicts describe the whole run, so they have no first step.

@@ -206,7 +206,7 @@ def _places(head: Headline) -> list[str]:
     """Return the rank, phase, modules and steps of a verdict."""
     facts = dict(head.facts)
     ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
-    parts = [facts[name] for name in ("phase", "in", "waits for", "module", "modules") if name in facts]
+    parts = [facts[name] for name in ("phase", "in", "bound by", "module", "modules") if name in facts]
     return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
 
 
@@ -221,9 +221,9 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     label: shown in place of the status. more: words at the end of the line.
     """
     places = _places(head)
-    if label and places and not {"in", "waits for"}.intersection(dict(head.facts)):
+    if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
-    if {"rank", "ranks", "in", "waits for"}.intersection(dict(head.facts)):
+    if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
         places[1:1] = [_cost(head).replace(" = ", " (").replace(" of step time", ")")] * bool(head.cost)
         text = f"{', '.join(places)}{more}"
     else:

@@ -71,7 +71,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
 def _of_step_time(status: Headline) -> str:
     """Return the label of the cost share: the part that the step spends most time in, or lost time."""
     facts = dict(status.facts)
-    place = facts.get("in") or facts.get("waits for")
+    place = facts.get("in") or facts.get("bound by")
     return f"of step time in {place}" if place else "of step time lost"
 
 
