@@ -96,5 +96,5 @@ def test_damaged_native_recorder_is_replaced_by_python(tmp_path: Path) -> None:
     assert "the native recorder cannot be loaded" in problem
     assert problem in line
     assert problem in said()[1]
-    assert without[0].startswith("False||limited recorder: the Python implementation")
+    assert without[0].startswith("False||limited recorder: the Python recorder")
     assert without[1] == ""

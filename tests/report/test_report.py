@@ -412,7 +412,7 @@ def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
 
     for text in ("5 records were", "6 spans never", "7 spans nested", "more distinct names", "9 internal errors"):
         assert f"rank 0: {text}" in notes
-    assert "Python implementation" in notes
+    assert "Python recorder" in notes
     assert "4 oldest segments" in notes
     assert "3 of 9 spans were not delivered" in notes
 
