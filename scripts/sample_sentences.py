@@ -64,9 +64,16 @@ def explanations(name: str) -> Iterator[tuple[str, str]]:
             if text is not None:
                 yield from sentences(text, f"{name}:{node.body[0].lineno}")
     with (ROOT / name).open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                yield from sentences(token.string.lstrip("#: "), f"{name}:{token.start[0]}")
+        comments = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+    texts: dict[int, str] = {}  # By first line. A comment can continue on the next lines.
+    first = 0
+    for token in comments:
+        line, text = token.start[0], token.string.lstrip("#: ")
+        if first + texts.get(first, "").count("\n") + 1 != line:
+            first = line
+        texts[first] = f"{texts[first]}\n{text}" if first in texts else text
+    for line, text in texts.items():
+        yield from sentences(text, f"{name}:{line}")
 
 
 def prose(name: str) -> Iterator[tuple[str, str]]:
