@@ -147,6 +147,8 @@ def picture(page: Any, number: int, name: str) -> None:
     folder = ROOT / "docs" / "images" if os.environ.get("SHOTS") else os.environ.get("PAGE_SHOTS")
     if folder:
         page.locator(".jp-Notebook .jp-Cell").nth(number).screenshot(path=Path(folder) / f"{name}.png")
+        # Scrolling for the picture can put the pointer over a table row, whose colour then changes.
+        page.mouse.move(0, 0)
 
 
 def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
