@@ -1,4 +1,4 @@
-"""The devices that a planted run may train on: the tests' asynchronous device, and CUDA.
+"""Devices on which runs with planted faults can train: the tests' asynchronous device and CUDA.
 
 The planted fault is the same on both. On the asynchronous device each operator takes a configured
 time. On CUDA, operators of a small model take almost no time. So each module is followed by a

@@ -154,7 +154,7 @@ def score(truth: Truth, named: Suspect | None) -> Score:
 def recorded(
     out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0
 ) -> list[tuple[Path, Truth]]:
-    """Return the folders and truths of the completely recorded runs, by kind and seed.
+    """Return folder and ground truth of each completely recorded run, by kind and seed.
 
     `most_others` excludes runs in which other processes took more than this share of the machine's
     processors.

@@ -2,7 +2,7 @@
 host.
 
 They communicate over loopback sockets, unlike ranks of one node. Each rank is a process, and the
-device runs the kernels of the two processes in turns.
+device alternates between their kernels.
 """
 
 from __future__ import annotations

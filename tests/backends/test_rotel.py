@@ -117,7 +117,7 @@ def test_exemplars_have_the_ids_of_a_sampled_span(hop: Hop) -> None:
 
 
 def test_slow_rank_alert_arrives_once_with_its_sentence_and_ids(hop: Hop) -> None:
-    """The slow rank's event is there once with its name, sentence, severity, span ids and the
+    """The slow rank's event arrives once with its name, sentence, severity, span ids and the
     node's resource. Other programs may make another rank slow for a while."""
     assert len({event.attributes[semantics.ALERT_UID] for event in hop.events}) == len(hop.events)
     alert, *_ = [event for event in hop.events if event.attributes[semantics.RANK] == SLOW_RANK]

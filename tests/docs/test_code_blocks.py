@@ -210,7 +210,7 @@ def test_listing_of_a_run_directory_names_every_file(recorded: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: f"{each.block.place} {each}"[:90])
 def test_commands_are_accepted_by_their_parsers(command: Command) -> None:
-    """Options and scripts that a command names exist."""
+    """All options and scripts that appear in a command exist."""
     for variable in command.variables:
         name = variable.partition("=")[0]
         assert name.startswith(("TORCHLENS_PERF", "OTEL_")), f"no program reads {name}"

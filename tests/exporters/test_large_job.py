@@ -22,7 +22,7 @@ from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
 STEPS = 320
-SMALL, LARGE = 72, 128  # Both have too many ranks for series of each rank.
+SMALL, LARGE = 72, 128  # Both jobs have too many ranks for per-rank series.
 sent = functools.cache(send)
 
 

@@ -24,7 +24,7 @@ def threads() -> int:
 def sockets() -> int:
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
-        # The descriptor of listdir() itself is gone.
+        # listdir() also lists its own descriptor, which is closed by now.
         with contextlib.suppress(OSError):
             found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
     return found

@@ -64,7 +64,7 @@ def tiny_tap(folder: Path) -> Path:
 
 
 def tiny_torch(folder: Path) -> Path:
-    """Create a torch that imports at once and suffices to build a tap.
+    """Create a stub of torch that imports instantly and is enough to build a tap.
 
     Return the PYTHONPATH entry.
     """

@@ -66,7 +66,7 @@ def require(name: str) -> None:
 
 
 def _callable(name: str, without: str) -> PrivateName:
-    """Return a name whose check only reads it. Calling could have side effects, such as starting autograd's threads."""
+    """Return a name that is checked by reading it. Calling it could have side effects, such as starting threads."""
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
 

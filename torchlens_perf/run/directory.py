@@ -223,7 +223,7 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
 
     origin: pid of the launcher. A process that is its own launcher shares the id with no process.
     member: number of the calling rank, if the launcher starts each rank only once per run. A new
-    run begins if a member comes again, or if all have ended. Raise RunStoreError if no folder of
+    run begins if a member joins again, or if all have ended. Raise RunStoreError if no folder of
     this node is writable.
     """
     proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"

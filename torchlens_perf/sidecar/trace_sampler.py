@@ -143,7 +143,7 @@ class TraceSampler:
             sampler.samples_slow = self._samples_slow and part is not Part.FORWARDER
 
     def _add_verdicts(self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float) -> None:
-        """Choose steps at the start of a verdict, and give slow ranks series of their own."""
+        """Choose steps to trace when a verdict begins, and give slow ranks their own metric series."""
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:

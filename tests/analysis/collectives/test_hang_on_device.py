@@ -1,4 +1,4 @@
-"""A device is behind the others while all hosts have issued everything: the sources that show it."""
+"""Evidence that one device lags although every host has issued all its work."""
 
 from __future__ import annotations
 

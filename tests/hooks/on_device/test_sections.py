@@ -335,7 +335,7 @@ def test_missing_cupy_is_noted_once(device: FakeDevice, torch_device: FakeTorchD
 def test_busy_device_is_not_waited_for_at_the_end(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """The host waits for some milliseconds at most, and notes the missing rest."""
+    """The host waits a few milliseconds at most, and notes the sections that are missing."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", 10 * SECOND)

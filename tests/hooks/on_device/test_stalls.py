@@ -98,7 +98,7 @@ def test_waits_of_other_threads_are_no_stalls(loop: Loop) -> None:
     loop.recorder.end(Kind.BACKWARD, 0)
     assert len(loop.spans) == 1
     loop.stalls.begin(TAIL)
-    on_thread(loop.blocked)  # Must not end the stall of the training thread.
+    on_thread(loop.blocked)  # This call must not end the training thread's stall.
     loop.device.spin(MILLISECOND)
     loop.stalls.end()
     assert loop.durations_ms() == [1.0, 2.0], "with what the other thread has put into the stream"

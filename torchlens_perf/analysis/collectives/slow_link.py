@@ -211,8 +211,8 @@ class _Candidate:
 def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None) -> LinkFindings:
     """Find the slow links.
 
-    rows: of all nodes, see merged_links(). hosts: node of each rank. Unknown ranks count as being
-    on one node.
+    rows: of all nodes, see merged_links(). hosts: node of each rank. Ranks without a
+    known node count as being on one node.
     """
     hosts = hosts or {}
     # Candidates by the properties that peers must share.

@@ -190,7 +190,7 @@ class _Phases(NamedTuple):
 
     @classmethod
     def matched(cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int) -> _Phases:
-        """Match phases by their order in the step, where both clocks have as many of a kind."""
+        """Match phases of a kind by their order in the step, if both clocks have the same number."""
         lag_ns = np.full((count, len(PARTS)), _LONG_NS)
         lag_ns[:, _IN_GAP] = 0
         found = []
@@ -350,7 +350,7 @@ def _host_line(
 
 
 def _last_before(times: Integers, rows: Integers, queries: Integers, query_rows: Integers) -> Integers:
-    """Return for each query the index of the last time in its row that is not after it.
+    """Return for each query the index of the latest time in its row at or before the query.
 
     A row's times ascend, and the first one is before all queries.
     """

@@ -52,8 +52,8 @@ class Wait:
     def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
         """folder: this node's folder of registered rings, see RunDirectory.register_ring().
 
-        rings: "DESCRIPTOR:PATH" of the rings that this process had open before its exec. A ring in
-        anonymous memory may have no other descriptor any more.
+        rings: "DESCRIPTOR:PATH" of the rings that this process had open before its exec. For a
+        ring in anonymous memory, this may be the last open descriptor.
         """
         self.rings: dict[str, WaitingRing] = {}
         for descriptor, _, path in (each.partition(":") for each in rings):

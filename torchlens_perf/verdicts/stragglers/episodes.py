@@ -191,7 +191,7 @@ def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray
 
 
 def _is_by_host(own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]) -> bool:
-    """Return True if the device waits for its host in most of the own time of these phases.
+    """Return True if the device waits for its host during most of these phases' self time.
 
     own_ns, by_host: [rows, parts].
     """
