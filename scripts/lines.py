@@ -35,7 +35,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ),
     ("analysis", ("analysis",), 3300, 5076),
     ("exporters", ("exporters",), 2600, 5157),
-    ("view", ("report", "view", "page", "top"), 6000, 10779),
+    ("view", ("report", "view", "page", "top"), 6000, 10781),
     ("serve", ("serve",), 1300, 2066),
     ("sidecar", ("sidecar",), 5400, 8922),
     ("simulate, commands", ("simulate", "commands"), 2200, 3397),

@@ -138,3 +138,8 @@ def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: Ru
     assert {where for _, where in found} == {"rank 1", NODE}
     # Disk traffic was not measured, so it has no series of zeros.
     assert not [title for title, _ in found if title.startswith("Disk")]
+
+
+def test_one_sample_of_a_process_has_no_rate(run: RunDirectory) -> None:
+    SampleWriter(run, NODE).write({PROCESSES: [ProcessSample(0, 0, BEGIN_NS, read_bytes=5, resident_bytes=9)]}, 1 << 20)
+    assert {title for title, _ in series_of(run, [0])} == {"Resident memory, with workers"}

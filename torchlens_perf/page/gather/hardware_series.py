@@ -205,7 +205,9 @@ def _series(
                     _SHARE: 100 * grown / 1e9 / gone_s,
                     _COUNT: np.cumsum(np.nan_to_num(grown)),
                 }[how]
-        found.append(_thinned_series(title, unit, where, rank, time_s, values))
+        # A single sample of a counter has no rate.
+        if np.isfinite(values).any():
+            found.append(_thinned_series(title, unit, where, rank, time_s, values))
     return found
 
 
