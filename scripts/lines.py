@@ -23,7 +23,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         12435,
     ),
     ("store", ("store",), 1600, 735),
-    ("run", ("run",), 3000, 5136),
+    ("run", ("run",), 3000, 5147),
     (
         "verdicts",
         (
@@ -37,7 +37,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("exporters", ("exporters",), 2600, 5157),
     ("view", ("report", "view", "page", "top"), 6000, 10781),
     ("serve", ("serve",), 1300, 2066),
-    ("sidecar", ("sidecar",), 5400, 8922),
+    ("sidecar", ("sidecar",), 5400, 8916),
     ("simulate, commands", ("simulate", "commands"), 2200, 3397),
     ("entry points", (".",), 1000, 1740),
 )  # fmt: skip

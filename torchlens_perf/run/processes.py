@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import time
 
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+"""The unit of CPU times in /proc/PID/stat."""
+
 
 def process_started(pid: int) -> int | None:
     """Return the start of a process in clock ticks after boot; None if it does not exist.
@@ -20,7 +23,7 @@ def process_started(pid: int) -> int | None:
 
 def age_s(started: int) -> float:
     """Return the age of a process of this boot in seconds. started: in clock ticks after boot."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / TICKS_PER_S
 
 
 def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
@@ -45,7 +48,7 @@ def threads(pid: int) -> list[int]:
 def process_cpu_time_s(pid: int) -> float:
     """Return the CPU time of a process, with ended threads; 0 if it does not exist."""
     fields = stat_fields(f"/proc/{pid}/stat")
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
 
 def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
@@ -92,6 +95,14 @@ def is_in(field: str, number: int, pid: int | str = "self") -> bool:
     with open(f"/proc/{pid}/status") as status:
         mask = next(line.partition(":")[2] for line in status if line.startswith(f"{field}:"))
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def children_of(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
+    """Return the children of the main thread, such as data loader workers.
+
+    The list is empty if the kernel was built without CONFIG_PROC_CHILDREN.
+    """
+    return [int(child) for child in text_of(f"{os.fspath(proc)}/{pid}/task/{pid}/children").split()]
 
 
 def command_line(pid: int) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
+from torchlens_perf.run.processes import TICKS_PER_S
+from torchlens_perf.sidecar.host.neighbours import Neighbours
 from torchlens_perf.sidecar.host.process import HostMetrics
 
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"

@@ -11,7 +11,8 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from torchlens_perf.run.processes import TICKS_PER_S
+
 _MAX_PROGRAMS = 64
 _DECAY_PER_SAMPLE = 0.8
 _IDLE_FIELDS = (3, 4)  # Fields "idle" and "iowait" of a CPU's line in /proc/stat.

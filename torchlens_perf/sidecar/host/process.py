@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torchlens_perf.run.processes import stat_fields, text_of
+from torchlens_perf.run.processes import TICKS_PER_S, children_of, stat_fields, text_of
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
-from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
+from torchlens_perf.sidecar.host.neighbours import Neighbours
 
 # Neighbours are sampled only while a rank lacks a CPU for this share of the time.
 _MIN_CPU_WAIT_SHARE = 0.02
@@ -136,7 +136,7 @@ class HostMetrics:
         if now_s - process.group_s > _GROUP_PERIOD_S:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
-        process.children = self._children(process.pid)
+        process.children = children_of(process.pid, self._proc)
         counters = self._count(process, gc_ns, now_s)
         if process.before is not None:
             process.newest = self._signals(process, process.before, counters)
@@ -205,13 +205,6 @@ class HostMetrics:
             return int((self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1])
         except FileNotFoundError:
             return None  # The kernel was built without CONFIG_SCHED_INFO.
-
-    def _children(self, pid: int) -> list[int]:
-        """Return the children of the main thread, such as data loader workers.
-
-        The list is empty if the kernel was built without CONFIG_PROC_CHILDREN.
-        """
-        return [int(child) for child in text_of(self._proc / f"{pid}/task/{pid}/children").split()]
 
     def _clock_share(self, pid: int) -> float | None:
         """Return the clock rate of the main thread's last CPU as a share of its maximum.

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 
 from torchlens_perf.analysis.statistics.hardware import ProcessSample
-from torchlens_perf.run.processes import stat_fields, text_of
+from torchlens_perf.run.processes import TICKS_PER_S, children_of, stat_fields, text_of
 
-_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_TICK_NS = 1_000_000_000 // TICKS_PER_S
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -27,7 +27,7 @@ def sample_processes(
         parent = stat_fields(f"{proc}/{pid}/stat")
         if not parent:
             continue
-        children = text_of(f"{proc}/{pid}/task/{pid}/children").split()
+        children = children_of(pid, proc)
         stats = [parent, *(fields for child in children if (fields := stat_fields(f"{proc}/{child}/stat")))]
         # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its resident pages.
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
