@@ -1,9 +1,11 @@
 """Builds the native recorder and the NCCL plugin. Everything declarative is in pyproject.toml.
 
-Both are optional: without a C compiler the package installs and records through its Python twin, and NCCL's kernels are
-not timed (`torchlens-perf doctor` says so). The plugin is no Python module: NCCL loads it.
+Both are optional: without a C compiler the package installs and records through its Python twin,
+and NCCL's kernels are not timed (`torchlens-perf doctor` says so). The plugin is no Python module:
+NCCL loads it.
 
-For a free-threaded Python none is built: the recorder relies on the GIL, and importing it would switch that on again.
+For a free-threaded Python none is built: the recorder relies on the GIL, and importing it would
+switch that on again.
 """
 
 import shutil
@@ -18,7 +20,9 @@ NATIVE = Path(PACKAGE, "native")
 
 
 class BuildAfresh(build_py):
-    """Without what an earlier build has left in `build/`: a module that has moved would be in the wheel twice."""
+    """Without what an earlier build has left in `build/`: a module that has moved would be in the
+    wheel twice.
+    """
 
     def run(self):
         if not self.editable_mode:

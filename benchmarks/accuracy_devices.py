@@ -46,13 +46,16 @@ def found(run: Simulation, device: SimulatedDevice | None) -> Findings:
 
 def main() -> int:
     """Parse the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--deviation", type=float, default=0.01)
     parser.add_argument("--runs", type=int, default=10)
     asked = parser.parse_args()
     print(
-        "runs in which the faulty rank is named (median number of steps until then); in brackets: another rank is named"
+        "runs in which the faulty rank is named (median number of steps until then); in brackets:"
+        " another rank is named"
     )
     table = Table("fault", *DEVICES)
     for label, text in {"none": "", **KINDS}.items():
@@ -66,7 +69,9 @@ def main() -> int:
                 right = [each for each in episodes if each.rank in run.slow_ranks(each.named_step)]
                 named += bool(right)
                 wrong += len(right) < len(episodes)
-                delays += [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
+                delays += (
+                    [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
+                )
             steps = f" ({sorted(delays)[len(delays) // 2]})" if delays else ""
             cells.append(f"{named}/{asked.runs}{steps}" + (f" [{wrong}]" if wrong else ""))
         table.row(label, *cells)

@@ -31,7 +31,14 @@ import numpy as np
 from benchmarks import other_judges
 from benchmarks.measure import Table
 from torchlens_perf.simulate.faults import Constant, parse_fault
-from torchlens_perf.simulate.simulation import BLOCK, Fault, Simulation, Steps, Topology, recorded_noise
+from torchlens_perf.simulate.simulation import (
+    BLOCK,
+    Fault,
+    Simulation,
+    Steps,
+    Topology,
+    recorded_noise,
+)
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
@@ -40,7 +47,13 @@ WITHIN = 20
 CLEAN_STEPS = 512
 FIRST_FAULTY = 2 * BLOCK
 US = "torchlens_perf"
-OTHERS = ("NVRx relative < 0.75", "NVRx relative < 0.95", "NVRx individual < 0.75", "Megatron forward", "slowest step")
+OTHERS = (
+    "NVRx relative < 0.75",
+    "NVRx relative < 0.95",
+    "NVRx individual < 0.75",
+    "Megatron forward",
+    "slowest step",
+)
 
 
 @dataclasses.dataclass
@@ -81,7 +94,10 @@ class Job:
         """Return a job with tensor parallelism in a node, then data parallelism, then stages."""
         tp = min(8, self.ranks // self.stages)
         topology = Topology(
-            self.ranks // (tp * self.stages), tp, self.stages, node_size=max(1, min(8, self.ranks // 4))
+            self.ranks // (tp * self.stages),
+            tp,
+            self.stages,
+            node_size=max(1, min(8, self.ranks // 4)),
         )
         noise = self.deviation / recorded_noise().deviation[0]
         return Simulation(topology, faults=faults, seed=seed, noise=noise, spread=self.spread)
@@ -123,7 +139,9 @@ class Others:
             self.answers.append(self._asked(parts[:, :WITHIN], durations[:WITHIN]))
             self._parts, self._durations = [parts[:, WITHIN:]], [durations[WITHIN:]]
 
-    def _asked(self, parts_ns: np.ndarray, duration_ns: np.ndarray) -> dict[str, other_judges.Answer]:
+    def _asked(
+        self, parts_ns: np.ndarray, duration_ns: np.ndarray
+    ) -> dict[str, other_judges.Answer]:
         relative = other_judges.relative_score(parts_ns)
         individual, self._best = other_judges.individual_score(parts_ns, self._best)
         answers = (
@@ -161,7 +179,9 @@ def clean_run(job: Job, seed: int, others: bool = True) -> dict[str, bool]:
     """Simulate one run without a fault. Return for each judge whether it named a rank."""
     asked = Others(0, seed)
     findings = judged(job.simulation(seed), CLEAN_STEPS, asked.see if others else None)
-    alarmed = {name: any(answers[name].named for answers in asked.answers) for name in OTHERS if others}
+    alarmed = {
+        name: any(answers[name].named for answers in asked.answers) for name in OTHERS if others
+    }
     return {US: bool(findings.episodes), **alarmed}
 
 
@@ -171,7 +191,9 @@ def share_with_interval(hits: int, runs: int) -> str:
         return ""
     z, share = 1.96, hits / runs
     middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
-    half = z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
+    half = (
+        z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
+    )
     return f"{hits}/{runs} ({max(0.0, middle - half):.0%} to {min(1.0, middle + half):.0%})"
 
 
@@ -205,7 +227,10 @@ def size(options: argparse.Namespace) -> int:
         mine, quiet = faulty[name], clean[name]
         table.row(
             name,
-            *(share_with_interval(hits, mine.runs) for hits in (mine.named, mine.first, mine.alarms)),
+            *(
+                share_with_interval(hits, mine.runs)
+                for hits in (mine.named, mine.first, mine.alarms)
+            ),
             share_with_interval(quiet.alarms, quiet.runs),
         )
     return 0
@@ -213,7 +238,14 @@ def size(options: argparse.Namespace) -> int:
 
 def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the results of runs of one size. Add new runs to those stored in `options.keep`."""
-    job = Job(options.ranks, options.deviation, options.share, options.phase, options.stages, since=options.since)
+    job = Job(
+        options.ranks,
+        options.deviation,
+        options.share,
+        options.phase,
+        options.stages,
+        since=options.since,
+    )
     key = dataclasses.asdict(job)
     known: set[tuple[str, int]] = set()
     if options.keep is not None and options.keep.exists():
@@ -222,12 +254,16 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
             if row["key"] == key:
                 known.add((row["what"], row["seed"]))
                 yield row["what"], row["run"]
-    wanted = [("faulty", seed) for seed in range(options.runs)] + [("clean", seed) for seed in range(options.clean)]
+    wanted = [("faulty", seed) for seed in range(options.runs)] + [
+        ("clean", seed) for seed in range(options.clean)
+    ]
     until = time.monotonic() + options.seconds
     for what, seed in sorted(wanted, key=lambda each: each[1]):
         if (what, seed) in known or time.monotonic() > until:
             continue
-        run: dict[str, Any] = faulty_run(job, seed) if what == "faulty" else clean_run(job, 1_000_000 + seed)
+        run: dict[str, Any] = (
+            faulty_run(job, seed) if what == "faulty" else clean_run(job, 1_000_000 + seed)
+        )
         if options.keep is not None:
             with options.keep.open("a") as file:
                 file.write(json.dumps({"key": key, "what": what, "seed": seed, "run": run}) + "\n")
@@ -244,9 +280,14 @@ def curve(options: argparse.Namespace) -> int:
             job = Job(options.ranks, deviation, share, options.phase, options.stages)
             runs = [faulty_run(job, seed, others=False)[US] for seed in range(options.runs)]
             in_time, others = sum(run[0] for run in runs), sum(run[2] for run in runs)
-            cells.append(f"{in_time / len(runs):.0%}" + (f", others named in {others / len(runs):.0%}" * (others > 0)))
+            cells.append(
+                f"{in_time / len(runs):.0%}"
+                + (f", others named in {others / len(runs):.0%}" * (others > 0))
+            )
         job = Job(options.ranks, deviation, stages=options.stages)
-        quiet = [clean_run(job, 1_000_000 + seed, others=False)[US] for seed in range(options.clean)]
+        quiet = [
+            clean_run(job, 1_000_000 + seed, others=False)[US] for seed in range(options.clean)
+        ]
         table.row(f"{deviation:.1%}", *cells, share_with_interval(sum(quiet), len(quiet)))
     return 0
 
@@ -255,12 +296,17 @@ def spread(options: argparse.Namespace) -> int:
     """Print the same for ranks with lasting differences, as between two GPUs of one type."""
     deviations, shares = (0.005, 0.01), (0.05, 0.1)
     columns = [(deviation, share) for deviation in deviations for share in shares]
-    table = Table("lasting spread", *(f"deviation {deviation:.1%}, +{share:.0%}" for deviation, share in columns))
+    table = Table(
+        "lasting spread",
+        *(f"deviation {deviation:.1%}, +{share:.0%}" for deviation, share in columns),
+    )
     for lasting in (0.0, 0.003, 0.01, 0.02):
         cells = []
         for deviation, share in columns:
             job = Job(options.ranks, deviation, share, spread=lasting)
-            in_time = sum(faulty_run(job, seed, others=False)[US][0] for seed in range(options.runs))
+            in_time = sum(
+                faulty_run(job, seed, others=False)[US][0] for seed in range(options.runs)
+            )
             cells.append(f"{in_time}/{options.runs}")
         table.row(f"{lasting:.1%}", *cells)
     return 0
@@ -280,20 +326,28 @@ KINDS = {
     "slow link, +10 %": "link:rank=3,share=0.1,since=64",
     "variable length, sd 20 %, not reported": "variable_length:spread=0.2",
     "variable length, sd 20 %, reported": "variable_length:spread=0.2,reported=yes",
-    "variable length reported, and +5 %": "variable_length:spread=0.2,reported=yes constant:rank=3,share=0.05,since=64",
+    "variable length reported, and +5 %": (
+        "variable_length:spread=0.2,reported=yes constant:rank=3,share=0.05,since=64"
+    ),
 }
 
 
 def kinds(options: argparse.Namespace) -> int:
     """Print for each kind of fault how often and how soon it is named, and the false alarms."""
-    table = Table("fault", "faulty rank named by the end", "median steps until then", "another rank named")
+    table = Table(
+        "fault", "faulty rank named by the end", "median steps until then", "another rank named"
+    )
     for label, text in KINDS.items():
         faults = [parse_fault(one) for one in text.split(" ") if one]
         named, wrong, delays = 0, 0, []
         for seed in range(options.runs):
-            run = Job(options.ranks, options.deviation, stages=options.stages).simulation(seed, faults)
+            run = Job(options.ranks, options.deviation, stages=options.stages).simulation(
+                seed, faults
+            )
             findings = judged(run, FIRST_FAULTY + 256)
-            right = [each for each in findings.episodes if each.rank in run.slow_ranks(each.named_step)]
+            right = [
+                each for each in findings.episodes if each.rank in run.slow_ranks(each.named_step)
+            ]
             named += bool(right)
             wrong += len(right) < len(findings.episodes)
             delays += [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
@@ -332,10 +386,14 @@ def window(options: argparse.Namespace) -> int:
             if number == history:
                 times.append((added - begun, time.process_time() - added))
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    table = Table("ranks", "add", "judge", "both, worst of 8", "peak resident memory, simulation included")
+    table = Table(
+        "ranks", "add", "judge", "both, worst of 8", "peak resident memory, simulation included"
+    )
     add_s, judge_s = (float(np.median(column)) for column in zip(*times, strict=True))
     worst_s = max(sum(each) for each in times)
-    table.row(options.ranks, f"{add_s:.3f} s", f"{judge_s:.3f} s", f"{worst_s:.3f} s", f"{peak_mb:.0f} MB")
+    table.row(
+        options.ranks, f"{add_s:.3f} s", f"{judge_s:.3f} s", f"{worst_s:.3f} s", f"{peak_mb:.0f} MB"
+    )
     return 0
 
 
@@ -345,18 +403,26 @@ def _columns(block: Any, first: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("size", "curve", "spread", "kinds", "window"))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--deviation", type=float, default=0.01)
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--phase", default="compute", help="in which the fault is")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--since", type=int, default=FIRST_FAULTY, help="step that the fault begins with, in `size`")
+    parser.add_argument(
+        "--since", type=int, default=FIRST_FAULTY, help="step that the fault begins with, in `size`"
+    )
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--clean", type=int, default=50)
-    parser.add_argument("--keep", type=Path, help="a file of runs: these are taken over, new ones are added")
-    parser.add_argument("--seconds", type=float, default=280.0, help="begins no new run of `size` after so long")
+    parser.add_argument(
+        "--keep", type=Path, help="a file of runs: these are taken over, new ones are added"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=280.0, help="begins no new run of `size` after so long"
+    )
     options = parser.parse_args(arguments)
     commands = {"size": size, "curve": curve, "spread": spread, "kinds": kinds, "window": window}
     return commands[options.what](options)

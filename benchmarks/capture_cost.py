@@ -28,7 +28,10 @@ from torchlens_perf.run.captures import BY_USER, RAW_TRACE, Outcome, Request
 
 STEPS, CAPTURES, AROUND = 3, 15, 30
 ROUNDS, BLOCK = 300, 16
-SIZES = {"all dispatch": {"width": 32, "context": 8}, "width 256, 128 tokens": {"width": 256, "context": 128}}
+SIZES = {
+    "all dispatch": {"width": 32, "context": 8},
+    "width 256, 128 tokens": {"width": 256, "context": 128},
+}
 
 
 def main() -> int:
@@ -43,17 +46,25 @@ def main() -> int:
             table.row(f"{size}{', Python frames' if python else ''}", *captured(arguments, python))
     print()
     lasting = Table(
-        "after five captures, compared with a process that is never captured", "before 1", "bar (upper end)", ""
+        "after five captures, compared with a process that is never captured",
+        "before 1",
+        "bar (upper end)",
+        "",
     )
     before, after = lasting_ratios()
     middle, low, high = ratio_interval(after, before)
-    lasting.row("a step", f"{middle:.4f} [{low:.4f}, {high:.4f}]", "at most 1.01", lasting.bar(high <= 1.01))
+    lasting.row(
+        "a step", f"{middle:.4f} [{low:.4f}, {high:.4f}]", "at most 1.01", lasting.bar(high <= 1.01)
+    )
     missing = Path("/dev/shm/torchlens-perf-benchmark.capture")
     begin = time.perf_counter_ns()
     for _ in range(10_000):
         os.path.exists(missing)
     lasting.row(
-        "check for a capture request, once in 50 ms", f"{(time.perf_counter_ns() - begin) / 1e7:.1f} us", "", ""
+        "check for a capture request, once in 50 ms",
+        f"{(time.perf_counter_ns() - begin) / 1e7:.1f} us",
+        "",
+        "",
     )
     return table.missed + lasting.missed
 
@@ -77,7 +88,10 @@ def captured(arguments: dict[str, int], python: bool) -> list[str]:
     """Return the cells of one row."""
     step = stepper(**arguments)
     plain_ms, captured_ms, begin_ms, end_ms = [], [], [], []
-    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        perf.watch(sidecar=False, report="off", dir=folder) as watch,
+    ):
         for _ in range(CAPTURES):
             asking = Asking(watch, Path(folder), python)
             times_ms: list[float] = []
@@ -112,7 +126,9 @@ class Asking:
         self._session = session
         self._folder = folder / "files"
         now_s = time.time()
-        self._request = Request("one", BY_USER, now_s, 0, (0,), 0, STEPS, python=python, folder=str(self._folder))
+        self._request = Request(
+            "one", BY_USER, now_s, 0, (0,), 0, STEPS, python=python, folder=str(self._folder)
+        )
         self.trace = b""
 
     def ask(self) -> None:
@@ -143,7 +159,9 @@ def lasting_ratios() -> tuple[list[float], list[float]]:
         def ratios() -> list[float]:
             found = []
             for _ in range(ROUNDS):
-                times = {trainer: trainer.ask("block") for trainer in draw.sample([never, captured], 2)}
+                times = {
+                    trainer: trainer.ask("block") for trainer in draw.sample([never, captured], 2)
+                }
                 found.append(times[captured] / times[never])
             return found
 
@@ -180,7 +198,10 @@ def train() -> None:
     """Execute the command on each line of stdin."""
     torch.manual_seed(0)
     step = stepper(**SIZES["all dispatch"])
-    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        perf.watch(sidecar=False, report="off", dir=folder) as watch,
+    ):
         for _ in range(20):
             step()
         for line in sys.stdin:

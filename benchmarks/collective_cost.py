@@ -36,7 +36,9 @@ def main() -> int:
             first, second = measured(tap, cores)
             plain, watched = first["plain"], first["watched"]
             # On one core the two ranks take turns, so a call contains the overhead of both.
-            added = [(b - a) / (2 if cores == 1 else 1) for a, b in zip(plain, watched, strict=True)]
+            added = [
+                (b - a) / (2 if cores == 1 else 1) for a, b in zip(plain, watched, strict=True)
+            ]
             ranks = [(rank["plain CPU"], rank["watched CPU"]) for rank in (first, second)]
             added_cpu = [b - a for rank in ranks for a, b in zip(*rank, strict=True)]
             barred = tap == "native" and cores == 1
@@ -58,7 +60,9 @@ def microseconds(nanoseconds: Sequence[float], digits: int = 1) -> str:
 def interval(nanoseconds: Sequence[float]) -> str:
     """Format the median in us and its 95 % interval from 2000 bootstrap samples."""
     draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(nanoseconds, k=len(nanoseconds))) for _ in range(2000))
+    medians = sorted(
+        statistics.median(draw.choices(nanoseconds, k=len(nanoseconds))) for _ in range(2000)
+    )
     return f"{microseconds(nanoseconds)} [{medians[50] / 1e3:.1f}, {medians[1949] / 1e3:.1f}]"
 
 
@@ -103,9 +107,16 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
     if tap == "native" and native_tap.load() is None:
         raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     tensor = torch.ones(1024)
-    values: dict[str, list[float]] = {"plain": [], "watched": [], "plain CPU": [], "watched CPU": []}
+    values: dict[str, list[float]] = {
+        "plain": [],
+        "watched": [],
+        "plain CPU": [],
+        "watched CPU": [],
+    }
 
     def block(name: str) -> None:
         for _ in range(WARM_CALLS):

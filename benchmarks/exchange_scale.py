@@ -42,11 +42,15 @@ BAR_MB = 166
 
 
 class Child:
-    """A child process that executes one command per line of stdin and answers with a line of JSON."""
+    """A child process that executes one command per line of stdin and answers with a line of
+    JSON.
+    """
 
     def __init__(self, kind: str, folder: str, number: int = 0) -> None:
         command = [sys.executable, "-m", "benchmarks.exchange_scale", kind, folder, str(number)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -78,9 +82,13 @@ def merge(places: Endpoints) -> None:
         collected = exchange.collect() if line == "collect\n" else None
         answer = {
             "collect_ms": (time.monotonic() - began_s) * 1e3,
-            "payloads": 0 if collected is None else sum(len(post.payloads) for post in collected.posts),
+            "payloads": (
+                0 if collected is None else sum(len(post.payloads) for post in collected.posts)
+            ),
             "nodes": 0 if collected is None else len(collected.nodes) - 1,
-            "missed": 0 if collected is None else sum(node.missed for node in collected.nodes.values()),
+            "missed": (
+                0 if collected is None else sum(node.missed for node in collected.nodes.values())
+            ),
             "notes": exchange.notes(),
         }
         del collected
@@ -105,7 +113,9 @@ class Node:
     def post(self) -> None:
         ranks = range(self._number * RANKS, (self._number + 1) * RANKS)
         with self._lock:
-            self.outbox.post({rank: os.urandom(MAX_PAYLOAD_BYTES) for rank in ranks}, time.monotonic())
+            self.outbox.post(
+                {rank: os.urandom(MAX_PAYLOAD_BYTES) for rank in ranks}, time.monotonic()
+            )
 
     async def turn(self) -> float:
         """Send until the outbox is empty, as fast as node 0 allows.
@@ -127,7 +137,10 @@ class Node:
 
 async def post(places: Endpoints, number: int) -> None:
     """Run a share of the other nodes. Each line of stdin is the number of posts per node."""
-    nodes = [Node(places, node) for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)]
+    nodes = [
+        Node(places, node)
+        for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)
+    ]
     lines = asyncio.get_running_loop()
     while line := await lines.run_in_executor(None, sys.stdin.readline):
         for _ in range(int(line)):
@@ -135,7 +148,10 @@ async def post(places: Endpoints, number: int) -> None:
                 node.post()
         times_s = await asyncio.gather(*(node.turn() for node in nodes))
         dropped = sum(node.outbox.dropped for node in nodes)
-        print(json.dumps({"turn_ms": statistics.median(times_s) * 1e3, "dropped": dropped}), flush=True)
+        print(
+            json.dumps({"turn_ms": statistics.median(times_s) * 1e3, "dropped": dropped}),
+            flush=True,
+        )
 
 
 def resident_bytes() -> int:
@@ -144,7 +160,9 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Return this process's peak memory. getrusage() would include the parent's memory at the fork."""
+    """Return this process's peak memory. getrusage() would include the parent's memory
+    at the fork.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
@@ -178,7 +196,12 @@ def _measure(folder: str) -> int:
         posted = all_clients(1)
         # Wait for messages without an answer that are still on their way.
         time.sleep(0.3)
-        rounds.append({**node_0_does("collect"), "turn_ms": statistics.median(each["turn_ms"] for each in posted)})
+        rounds.append(
+            {
+                **node_0_does("collect"),
+                "turn_ms": statistics.median(each["turn_ms"] for each in posted),
+            }
+        )
     for _ in range(ROUNDS // 2):
         all_clients(PER_MESSAGE)
         time.sleep(0.3)
@@ -207,12 +230,18 @@ def _measure(folder: str) -> int:
     def mean(of: list[dict[str, Any]], name: str) -> float:
         return statistics.fmean(float(each[name]) for each in of)
 
-    table = Table(f"{NODES} nodes of {RANKS} ranks, {MAX_PAYLOAD_BYTES} bytes each", "median", "bar", "")
+    table = Table(
+        f"{NODES} nodes of {RANKS} ranks, {MAX_PAYLOAD_BYTES} bytes each", "median", "bar", ""
+    )
     table.row("nodes that node 0 knows", first["nodes"], "", table.bar(first["nodes"] == NODES))
-    table.row("all joined after", f"{joined_s:.1f} s", f"{JOIN_S:.0f} s", table.bar(joined_s <= JOIN_S))
+    table.row(
+        "all joined after", f"{joined_s:.1f} s", f"{JOIN_S:.0f} s", table.bar(joined_s <= JOIN_S)
+    )
     table.row("for which node 0's processor time was", f"{first['cpu_ms']:.0f} ms", "", "")
     payloads = [each["payloads"] for each in rounds]
-    table.row("payloads per window", payloads[0], "", table.bar(sum(payloads) == ROUNDS * NODES * RANKS))
+    table.row(
+        "payloads per window", payloads[0], "", table.bar(sum(payloads) == ROUNDS * NODES * RANKS)
+    )
     # Only one window in four is answered, so use the mean instead of the median.
     cpu_ms = mean(rounds, "cpu_ms")
     table.row("node 0, one window: processor time", f"{cpu_ms:.0f} ms", "", "")
@@ -223,7 +252,10 @@ def _measure(folder: str) -> int:
         "",
     )
     table.row(
-        "of which collect(), which the sidecar's loop waits for", f"{median(rounds, 'collect_ms'):.0f} ms", "", ""
+        "of which collect(), which the sidecar's loop waits for",
+        f"{median(rounds, 'collect_ms'):.0f} ms",
+        "",
+        "",
     )
     share = mean(several, "cpu_ms") / PER_MESSAGE / 1000
     bar = f"at most {BAR_SHARE:.0%}"
@@ -240,10 +272,20 @@ def _measure(folder: str) -> int:
         table.bar(stalled["payloads"] == 7 * NODES * RANKS and stalled["missed"] == 0),
     )
     table.row(
-        "after it: processor time; most memory", f"{stalled['cpu_ms']:.0f} ms; {stalled['peak_mb']:.0f} MB", "", ""
+        "after it: processor time; most memory",
+        f"{stalled['cpu_ms']:.0f} ms; {stalled['peak_mb']:.0f} MB",
+        "",
+        "",
     )
-    table.row("another node, one post among all others': median", f"{median(rounds, 'turn_ms'):.0f} ms", "", "")
-    table.row("node 0 killed and started again: all nodes are back after", f"{again_s:.1f} s", "", "")
+    table.row(
+        "another node, one post among all others': median",
+        f"{median(rounds, 'turn_ms'):.0f} ms",
+        "",
+        "",
+    )
+    table.row(
+        "node 0 killed and started again: all nodes are back after", f"{again_s:.1f} s", "", ""
+    )
     good = restarted["payloads"] == 8 * NODES * RANKS and restarted["missed"] == dropped == 0
     text = f"{restarted['payloads']}, {restarted['missed'] + dropped}"
     table.row("payloads of the last 8 posts there, lost", text, "", table.bar(good))

@@ -24,16 +24,26 @@ RUNS = 10
 
 
 def delays(endpoint: str | None, folder: str) -> list[float]:
-    """Return the seconds from the end of the body to the end of the process for each of RUNS runs."""
+    """Return the seconds from the end of the body to the end of the process for each of RUNS
+    runs.
+    """
     import time
 
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OTEL_", "TORCHLENS"))
+    }
     if endpoint:
         environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
     measured = []
     for _ in range(RUNS):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, folder], env=environ, capture_output=True, text=True, check=True
+            [sys.executable, "-c", PROGRAM, folder],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         measured.append(time.monotonic() - float(done.stdout))
     return measured

@@ -41,19 +41,29 @@ MS = 1_000_000
 def main() -> int:
     """Print the table. Return the number of missed bars."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--endpoint", default="", help="of an OTLP/HTTP receiver; default: one in another process here")
+    parser.add_argument(
+        "--endpoint",
+        default="",
+        help="of an OTLP/HTTP receiver; default: one in another process here",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as leaving:
         spans = record(RunDirectory(Path(folder) / "run"))
         endpoint = options.endpoint or leaving.enter_context(sink())
-        rates: dict[str, list[tuple[float, float]]] = {"torchlens_perf": [], "OpenTelemetry SDK": []}
+        rates: dict[str, list[tuple[float, float]]] = {
+            "torchlens_perf": [],
+            "OpenTelemetry SDK": [],
+        }
         # Interleave the two ways, because the machine's speed changes over time.
         for _ in range(options.repeats):
             rates["torchlens_perf"].append(run("ours", Path(folder) / "run", endpoint))
             rates["OpenTelemetry SDK"].append(run("sdk", Path(folder) / "run", endpoint))
     table = Table(
-        f"{spans} spans, run directory to {options.endpoint or 'a process that reads and answers'}", "value", "bar", ""
+        f"{spans} spans, run directory to {options.endpoint or 'a process that reads and answers'}",
+        "value",
+        "bar",
+        "",
     )
     for name, found in rates.items():
         values = sorted(spans / seconds for seconds, _ in found)
@@ -89,16 +99,23 @@ def record(run: RunDirectory) -> int:
                     (Kind.MODULE, 2, 4 + 2 * layer, step, begin, MS),
                     (Kind.COLLECTIVE, 2, 3, step, at + MS * (33 + layer), MS),
                 ]
-            rows += [(Kind.BACKWARD, 1, 0, step, at + 32 * MS, 50 * MS), (Kind.OPTIMIZER, 1, 2, step, at + 83 * MS, MS)]
+            rows += [
+                (Kind.BACKWARD, 1, 0, step, at + 32 * MS, 50 * MS),
+                (Kind.OPTIMIZER, 1, 2, step, at + 83 * MS, MS),
+            ]
             rows.append((Kind.STEP, 0, 0, step, at, 100 * MS))
         records = np.zeros(len(rows), record_dtype())
         for field, column in zip(
-            ("kind", "depth", "name_id", "step", "start_ns", "duration_ns"), np.array(rows).T, strict=True
+            ("kind", "depth", "name_id", "step", "start_ns", "duration_ns"),
+            np.array(rows).T,
+            strict=True,
         ):
             records[field] = column
         records["value1"] = 1
         spans += len(rows) + (STEPS if rank == 0 else 0)
-        origin = Origin(f"rank{rank:05d}-attempt0-1", rank, 0, "node", Anchor(0, 1_700_000_000 * 10**9, 0))
+        origin = Origin(
+            f"rank{rank:05d}-attempt0-1", rank, 0, "node", Anchor(0, 1_700_000_000 * 10**9, 0)
+        )
         chunks.append(Chunk(origin, records, np.arange(len(rows)), names, assemble_steps(records)))
     SegmentWriter(run, "node", 1 << 30).write(chunks)
     return spans
@@ -113,7 +130,9 @@ def run(what: str, path: Path, endpoint: str) -> tuple[float, float]:
         "OTEL_LOGS_EXPORTER": "none", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4096",
     }  # fmt: skip
     code = f"from benchmarks.export_rate import send_{what}; send_{what}({str(path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
     wall_s, processor_s = json.loads(done.stdout.splitlines()[-1])
     return wall_s, processor_s
 
@@ -149,7 +168,9 @@ def send_sdk(path: str) -> None:
     from torchlens_perf.store.file_names import nodes_of
 
     provider = TracerProvider(shutdown_on_exit=False)
-    processor = BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=1 << 20, max_export_batch_size=4096)
+    processor = BatchSpanProcessor(
+        OTLPSpanExporter(), max_queue_size=1 << 20, max_export_batch_size=4096
+    )
     provider.add_span_processor(processor)
     tracer = provider.get_tracer("sdk")
     directory = RunDirectory(Path(path))
@@ -162,7 +183,9 @@ def send_sdk(path: str) -> None:
                         "torch.train.step": trace.step,
                         "torch.distributed.rank": origin.rank,
                     }
-                    step = tracer.start_span(f"rank {origin.rank}", attributes=common, start_time=trace.start_ns)
+                    step = tracer.start_span(
+                        f"rank {origin.rank}", attributes=common, start_time=trace.start_ns
+                    )
                     contexts = []
                     for span, parent in nest(trace.spans):
                         within = set_span_in_context(step) if parent is None else contexts[parent]

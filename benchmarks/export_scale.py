@@ -25,7 +25,13 @@ from opentelemetry.sdk.resources import Resource
 from benchmarks.measure import Table
 from tests.support import simulations
 from torchlens_perf.analysis.collectives.hang import Progress
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    LINK_COUNTERS,
+    GpuSample,
+    Hardware,
+    LinkSample,
+)
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import Assessment, ExportBatch, Part
@@ -49,7 +55,11 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
-FAULTS = ("constant:rank=5,share=0.3,since=200", "stalls:rank=6,share=2,every=70", "pauses:share=0.5,every=130")
+FAULTS = (
+    "constant:rank=5,share=0.3,since=200",
+    "stalls:rank=6,share=2,every=70",
+    "pauses:share=0.5,every=130",
+)
 _BEGIN_UNIX_NS = 1_700_000_000 * 10**9
 _PLACES = Endpoints(("127.0.0.1", 1))
 
@@ -128,12 +138,20 @@ class Sources:
 class Node:
     """A node's sidecar without its rings and its sender."""
 
-    def __init__(self, number: int, topology: Topology, wire: Wire, settings: Mapping[str, int], clock: Any) -> None:
+    def __init__(
+        self, number: int, topology: Topology, wire: Wire, settings: Mapping[str, int], clock: Any
+    ) -> None:
         self.topology, host = topology, f"node-{number:04d}"
         self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.ranks))
         self.state = NodeState(host)
-        self.cluster, self.epoch, self.role = Cluster(host, open_exchange=wire.open), Epoch(0), ExportRole()
-        sources = [Source(_process(rank, topology.ranks, host, len(self.ranks))) for rank in self.ranks]
+        self.cluster, self.epoch, self.role = (
+            Cluster(host, open_exchange=wire.open),
+            Epoch(0),
+            ExportRole(),
+        )
+        sources = [
+            Source(_process(rank, topology.ranks, host, len(self.ranks))) for rank in self.ranks
+        ]
         self.state.processes = {each.state.identity.key: each.state for each in sources}
         self.sources = Sources(sources, settings)
         self.cluster.begin(sources[0].state.identity, 0)
@@ -157,8 +175,12 @@ class Node:
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
             place = self.topology.place(rank)
-            self.epoch.add_steps(identity, place, table, None if self._is_off_the_exchange else _PLACES)
-            self.epoch.set_progress(identity, place, _progress(rank, identity.host, int(table.step[-1])), {})
+            self.epoch.add_steps(
+                identity, place, table, None if self._is_off_the_exchange else _PLACES
+            )
+            self.epoch.set_progress(
+                identity, place, _progress(rank, identity.host, int(table.step[-1])), {}
+            )
             names = ["", "layer"]
             self.epoch.traces.add(source, self.sources, records, names, table, self.clock())  # type: ignore[arg-type]
             self._waiting.append(ExportBatch(identity, source.state.anchor, table, ()))
@@ -178,15 +200,25 @@ class Node:
         running = frozenset(source.state.identity.rank for source in self.sources)
         traces, attempt = self.epoch.traces, self.cluster.membership.number(0)
         for traced in traces.choose(
-            self.role, self.state, attempt, len(self.ranks), running, self.cluster.received, self.clock()
+            self.role,
+            self.state,
+            attempt,
+            len(self.ranks),
+            running,
+            self.cluster.received,
+            self.clock(),
         ):
             self.traced.append(traced)
             self._export(traced)
         if self.role.part is Part.WHOLE:
             room = self.cluster.max_published_bytes
-            self.cluster.publish(traces.choice(attempt, tuple(self.role.slow_ranks), room, final=False))
+            self.cluster.publish(
+                traces.choice(attempt, tuple(self.role.slow_ranks), room, final=False)
+            )
         some = next(iter(self.sources)).state.identity
-        self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.cluster.judges_alone))
+        self.metrics.on_assessment(
+            Assessment(some, self.state.findings, None, (), self.cluster.judges_alone)
+        )
 
     def measure(self) -> None:
         """Report every metric of GPUs and ports, including errors and throttling."""
@@ -198,7 +230,9 @@ class Node:
         self.exported = [] if data is None else metrics_of(data)
         for metric in self.exported:
             for point in metric.data.data_points:
-                attributes = tuple(sorted((key, str(value)) for key, value in point.attributes.items()))
+                attributes = tuple(
+                    sorted((key, str(value)) for key, value in point.attributes.items())
+                )
                 self.series.add((self.state.host, metric.name, *attributes))
 
     def _export(self, batch: ExportBatch) -> None:
@@ -233,7 +267,10 @@ class Sent:
         """Spans per second in the busiest minute."""
         counts = self.spans
         firsts = range(min(counts, default=0), max(counts, default=0) + 1)
-        return max((sum(counts[first + second] for second in range(60)) / 60 for first in firsts), default=0.0)
+        return max(
+            (sum(counts[first + second] for second in range(60)) / 60 for first in firsts),
+            default=0.0,
+        )
 
     @property
     def series(self) -> set[tuple[Any, ...]]:
@@ -248,11 +285,16 @@ class Sent:
         return found
 
 
-def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True, **settings: int) -> Sent:
+def send(
+    ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True, **settings: int
+) -> Sent:
     """Simulate a job whose steps take 0.2 s, and export everything that it sends."""
     topology, wire, now_s = Topology(ranks, node_size=NODE_SIZE), Wire(), [1000.0]
     told = {**settings, **({} if exchange else {"off": 1})}
-    nodes = [Node(number, topology, wire, told, lambda: now_s[0]) for number in range(-(-ranks // NODE_SIZE))]
+    nodes = [
+        Node(number, topology, wire, told, lambda: now_s[0])
+        for number in range(-(-ranks // NODE_SIZE))
+    ]
     simulation = Simulation(topology, faults=[parse_fault(text) for text in FAULTS])
     start_ns = began_ns = 10**12
     for part in simulation.steps(steps):
@@ -283,7 +325,9 @@ def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True
 
 def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
     """Return a rank's steps as the sidecar reads them, with 16 GiB of memory."""
-    return dataclasses.replace(simulations.table_of(steps, rank, start_ns), memory_bytes=np.full(len(steps), 1 << 34))
+    return dataclasses.replace(
+        simulations.table_of(steps, rank, start_ns), memory_bytes=np.full(len(steps), 1 << 34)
+    )
 
 
 def _records(steps: Steps, start_ns: int) -> Any:
@@ -301,7 +345,11 @@ def _records(steps: Steps, start_ns: int) -> Any:
     found["start_ns"] = np.repeat(starts, per_step) + inside * 1000
     found["duration_ns"] = 900
     ends = inside == SPANS_A_STEP
-    found["kind"][ends], found["start_ns"][ends], found["duration_ns"][ends] = Kind.STEP, starts, duration_ns
+    found["kind"][ends], found["start_ns"][ends], found["duration_ns"][ends] = (
+        Kind.STEP,
+        starts,
+        duration_ns,
+    )
     return found
 
 
@@ -311,7 +359,9 @@ def _process(rank: int, world_size: int, host: str, local_world_size: int) -> Pr
         local_world_size=local_world_size, attempt=0, host=host, pid=1, process_started=1, launcher_pid=1,
         elastic=False, program="train.py", traceparent="", attributes={}, node=host,
     )  # fmt: skip
-    return ProcessState(identity, Anchor(0, _BEGIN_UNIX_NS, 0), RankStatistics(), trace_every=Config.trace_every)
+    return ProcessState(
+        identity, Anchor(0, _BEGIN_UNIX_NS, 0), RankStatistics(), trace_every=Config.trace_every
+    )
 
 
 def _progress(rank: int, host: str, step: int) -> Progress:
@@ -319,18 +369,35 @@ def _progress(rank: int, host: str, step: int) -> Progress:
 
 
 def _hardware(host: str) -> Hardware:
-    gpu_values = {field.name: 1.0 for field in dataclasses.fields(GpuSample) if field.name not in ("uuid", "grown")}
+    gpu_values = {
+        field.name: 1.0
+        for field in dataclasses.fields(GpuSample)
+        if field.name not in ("uuid", "grown")
+    }
     link_values = {
         field.name: 1
         for field in dataclasses.fields(LinkSample)
         if field.name not in ("device", "port", "grown", "link_layer")
     }
     gpus = [
-        GpuSample(**{**gpu_values, "uuid": f"GPU-{host}-{index}", "grown": dict.fromkeys(GPU_COUNTERS, 1.0)})
+        GpuSample(
+            **{
+                **gpu_values,
+                "uuid": f"GPU-{host}-{index}",
+                "grown": dict.fromkeys(GPU_COUNTERS, 1.0),
+            }
+        )
         for index in range(NODE_SIZE)
     ]
     links = [
-        LinkSample(**{**link_values, "device": f"mlx5_{index}", "port": 1, "grown": dict.fromkeys(LINK_COUNTERS, 1.0)})
+        LinkSample(
+            **{
+                **link_values,
+                "device": f"mlx5_{index}",
+                "port": 1,
+                "grown": dict.fromkeys(LINK_COUNTERS, 1.0),
+            }
+        )
         for index in range(NODE_SIZE)
     ]
     return Hardware(gpus, links, {})
@@ -348,17 +415,28 @@ def main() -> int:
         sent = send(ranks, options.seconds * 5)
         traces = sent.traces()
         ranks_sent = sorted(len(of_step) for of_step in traces.values())
-        why = Counter(next(iter(of_step.values())).chosen[step].because for step, of_step in traces.items())
+        why = Counter(
+            next(iter(of_step.values())).chosen[step].because for step, of_step in traces.items()
+        )
         reasons = ", ".join(f"{count} {each}" for each, count in why.items())
         for what, value, bar in (
             ("spans a second", sent.spans_a_second, BAR_SPANS_A_SECOND),
             ("spans a second in the busiest minute", sent.busiest_minute, BAR_SPANS_A_SECOND),
             ("series", len(sent.series), BAR_SERIES),
         ):
-            table.row(f"{ranks} ranks: {what}", f"{value:.0f}", f"<= {bar}", table.bar(value <= bar))
+            table.row(
+                f"{ranks} ranks: {what}", f"{value:.0f}", f"<= {bar}", table.bar(value <= bar)
+            )
         table.row(f"{ranks} ranks: steps that are traced", f"{len(traces)}: {reasons}", "", "")
-        table.row(f"{ranks} ranks: ranks in a trace", f"{ranks_sent[0]} to {ranks_sent[-1]}", "", "")
-        table.row(f"{ranks} ranks: this took", f"{time.process_time() - began_s:.0f} s of processor time", "", "")
+        table.row(
+            f"{ranks} ranks: ranks in a trace", f"{ranks_sent[0]} to {ranks_sent[-1]}", "", ""
+        )
+        table.row(
+            f"{ranks} ranks: this took",
+            f"{time.process_time() - began_s:.0f} s of processor time",
+            "",
+            "",
+        )
     return table.missed
 
 

@@ -59,10 +59,16 @@ def section_variants() -> dict[str, Callable[[], float]]:
     return {
         "floor: two clock reads and a store in C": lambda: _native.floor_ns(20_000) / 20_000,
         "with section (native)": per_operation_ns("with native: pass", names, 1000),
-        "with perf.section(name) (native)": per_operation_ns('with perf.section("a"): pass', names, 1000),
+        "with perf.section(name) (native)": per_operation_ns(
+            'with perf.section("a"): pass', names, 1000
+        ),
         "with section (Python implementation)": per_operation_ns("with python: pass", names, 200),
-        "torch.profiler.record_function, idle": per_operation_ns('with record_function("a"): pass', names, 20),
-        "OpenTelemetry SDK span": per_operation_ns('with tracer.start_as_current_span("a"): pass', names, 10),
+        "torch.profiler.record_function, idle": per_operation_ns(
+            'with record_function("a"): pass', names, 20
+        ),
+        "OpenTelemetry SDK span": per_operation_ns(
+            'with tracer.start_as_current_span("a"): pass', names, 10
+        ),
     }
 
 
@@ -74,12 +80,16 @@ def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
     recorder = _native.Recorder(ring.buffer, ring.intern)
     plain, marked, hooked = nn.Identity(), nn.Identity(), nn.Identity()
     assert _native.route_calls(nn.Module.__call__)
-    _native.set_module_call(id(marked), _native.ModuleCall(recorder, ring.intern("m"), nn.Module.__call__))
+    _native.set_module_call(
+        id(marked), _native.ModuleCall(recorder, ring.intern("m"), nn.Module.__call__)
+    )
     hooked.register_forward_pre_hook(lambda module, args: None)
     hooked.register_forward_hook(lambda module, args, result: None)
     recorder.begin(3, ring.intern("forward"))
     names = {"plain": plain, "marked": marked, "hooked": hooked, "x": torch.ones(1)}
-    return {name: per_operation_ns(f"{name}(x)", names, 300) for name in ("plain", "marked", "hooked")}
+    return {
+        name: per_operation_ns(f"{name}(x)", names, 300) for name in ("plain", "marked", "hooked")
+    }
 
 
 def off_ns() -> float:
@@ -92,7 +102,9 @@ def off_ns() -> float:
         "import statistics; print(statistics.median(timed() for _ in range(60)))"
     )
     environ = {**os.environ, "TORCHLENS_PERF": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
     return float(done.stdout)
 
 
@@ -112,9 +124,21 @@ def main() -> int:
         middle, low, high = ratio_interval(nanoseconds, floor)
         bar, met = bars.get(name, ("", None))
         verdict = "" if met is None else table.bar(met)
-        table.row(name, f"{statistics.median(nanoseconds):.0f}", f"{middle:.2f} [{low:.2f}, {high:.2f}]", bar, verdict)
+        table.row(
+            name,
+            f"{statistics.median(nanoseconds):.0f}",
+            f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+            bar,
+            verdict,
+        )
     off = off_ns()
-    table.row("with perf.section(name), TORCHLENS_PERF=0", f"{off:.0f}", "", "at most 60 ns", table.bar(off <= 60))
+    table.row(
+        "with perf.section(name), TORCHLENS_PERF=0",
+        f"{off:.0f}",
+        "",
+        "at most 60 ns",
+        table.bar(off <= 60),
+    )
 
     print()
     ratios = Table("how many times cheaper", "ratio", "bar", "")
@@ -122,16 +146,30 @@ def main() -> int:
         ("native section than an OpenTelemetry span", native, span, 100),
         ("native section than an idle record_function", native, record_function, 40),
         ("Python implementation's section than an OpenTelemetry span", python_ns, span, 20),
-        ("Python implementation's section than an idle record_function", python_ns, record_function, 10),
+        (
+            "Python implementation's section than an idle record_function",
+            python_ns,
+            record_function,
+            10,
+        ),
     ):
         middle, low, high = ratio_interval(dear, cheap)
-        ratios.row(name, f"{middle:.1f} [{low:.1f}, {high:.1f}]", f"at least {least}", ratios.bar(middle >= least))
-    mark = [marked - plain for marked, plain in zip(modules["marked"], modules["plain"], strict=True)]
-    pair = [hooked - plain for hooked, plain in zip(modules["hooked"], modules["plain"], strict=True)]
+        ratios.row(
+            name,
+            f"{middle:.1f} [{low:.1f}, {high:.1f}]",
+            f"at least {least}",
+            ratios.bar(middle >= least),
+        )
+    mark = [
+        marked - plain for marked, plain in zip(modules["marked"], modules["plain"], strict=True)
+    ]
+    pair = [
+        hooked - plain for hooked, plain in zip(modules["hooked"], modules["plain"], strict=True)
+    ]
     middle, low, high = ratio_interval(pair, mark)
     ratios.row(
-        f"a module's forward mark ({statistics.median(mark):.0f} ns) than an empty public hook pair "
-        f"({statistics.median(pair):.0f} ns)",
+        f"a module's forward mark ({statistics.median(mark):.0f} ns) than an empty public hook pair"
+        f" ({statistics.median(pair):.0f} ns)",
         f"{middle:.1f} [{low:.1f}, {high:.1f}]",
         "at least 5",
         ratios.bar(middle >= 5),

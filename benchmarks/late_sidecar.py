@@ -90,7 +90,9 @@ def _sidecars(children: list[subprocess.Popen[Any]], *, skipped: int) -> Any:
 
 def main() -> int:
     """Print the table, which has no bar."""
-    table = Table("threads", "the sidecar starts", "start ms", "steps s", "end ms", "its processor time s")
+    table = Table(
+        "threads", "the sidecar starts", "start ms", "steps s", "end ms", "its processor time s"
+    )
     for threads in (1, 2):
         torch.set_num_threads(threads)
         job, values = _Job(), {arm: [] for arm in (AT_START, AT_END, UNWATCHED)}
@@ -100,8 +102,17 @@ def main() -> int:
             for arm in order:
                 values[arm].append(job.run(arm, folder))
         for arm, runs in values.items():
-            start_s, steps_s, end_s, cpu_s = (statistics.median(column) for column in zip(*runs, strict=True))
-            table.row(threads, arm, f"{1e3 * start_s:.0f}", f"{steps_s:.2f}", f"{1e3 * end_s:.0f}", f"{cpu_s:.2f}")
+            start_s, steps_s, end_s, cpu_s = (
+                statistics.median(column) for column in zip(*runs, strict=True)
+            )
+            table.row(
+                threads,
+                arm,
+                f"{1e3 * start_s:.0f}",
+                f"{steps_s:.2f}",
+                f"{1e3 * end_s:.0f}",
+                f"{cpu_s:.2f}",
+            )
     return 0
 
 

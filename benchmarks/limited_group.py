@@ -31,7 +31,9 @@ class LimitedGroup:
         self._folder = base / f"torchlens_perf-{resource}-{os.getpid()}"
         self._folder.mkdir()
         if resource == "memory":
-            (self._folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit))
+            (self._folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(
+                str(limit)
+            )
         else:
             assert file is not None
             device = file.stat().st_dev

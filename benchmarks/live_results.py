@@ -97,7 +97,12 @@ def _callbacks(table: Table, folder: str) -> None:
                 alerts.look()
             look_us = 1e6 * (time.perf_counter() - began_s) / LOOKS
         met = table.bar(look_us <= MAX_LOOK_US)
-        table.row("a look for alerts, once in 50 ms", f"{look_us:.2f} us", f"at most {MAX_LOOK_US:.0f} us", met)
+        table.row(
+            "a look for alerts, once in 50 ms",
+            f"{look_us:.2f} us",
+            f"at most {MAX_LOOK_US:.0f} us",
+            met,
+        )
 
         def loop_us(*, listens: bool) -> float:
             with alerts.listening(session) if listens else contextlib.nullcontext():
@@ -110,7 +115,9 @@ def _callbacks(table: Table, folder: str) -> None:
     ratio, low, high = ratio_interval(values["with"], values["without"])
     step = f"{ratio:.4f} [{low:.4f}, {high:.4f}] of {statistics.median(values['without']):.0f} us"
     met = table.bar(high <= MAX_STEP)
-    table.row("a step with a callback, to one without", step, f"at most {MAX_STEP} (upper end)", met)
+    table.row(
+        "a step with a callback, to one without", step, f"at most {MAX_STEP} (upper end)", met
+    )
 
 
 def _questions(table: Table, folder: str) -> None:
@@ -127,8 +134,12 @@ def _questions(table: Table, folder: str) -> None:
     watch.summary()
     after_s = time.perf_counter() - began_s
     table.row("the first summary() of a young run", f"{1e3 * asked_s[0]:.0f} ms", "", "")
-    table.row("summary() while the run goes on", f"{1e3 * statistics.median(asked_s[1:]):.0f} ms", "", "")
-    table.row("steps() while the run goes on", f"{1e3 * statistics.median(frame_s[1:]):.0f} ms", "", "")
+    table.row(
+        "summary() while the run goes on", f"{1e3 * statistics.median(asked_s[1:]):.0f} ms", "", ""
+    )
+    table.row(
+        "steps() while the run goes on", f"{1e3 * statistics.median(frame_s[1:]):.0f} ms", "", ""
+    )
     table.row("summary() after the end", f"{1e3 * after_s:.0f} ms", "", "")
 
 
@@ -148,7 +159,9 @@ def _cell(table: Table, folder: Path) -> None:
     met = table.bar(share <= MAX_UPDATE_SHARE)
     text = f"{1e3 * statistics.median(took):.2f} ms, at most {1e3 * max(took):.2f} ms"
     table.row(f"an update of a notebook's cell, {len(took)} in {LIVE_S} s", text, "", "")
-    table.row("of the training thread's time", f"{share:.3%}", f"at most {MAX_UPDATE_SHARE:.0%}", met)
+    table.row(
+        "of the training thread's time", f"{share:.3%}", f"at most {MAX_UPDATE_SHARE:.0%}", met
+    )
     rest = f"{100 / live_results._MIN_IDLE_RATIO:.0f} % for the view"
     table.row("the sidecar meanwhile", f"{cpu_s:.2f} s of a processor", f"at most {rest}", "")
 

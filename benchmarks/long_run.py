@@ -33,7 +33,9 @@ def main() -> int:
     parameter.grad = torch.zeros(1)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     with tempfile.TemporaryDirectory() as folder:
-        with perf.watch(optimizer=optimizer, dir=folder, report="quiet", disk_bytes=CAP_BYTES) as watch:
+        with perf.watch(
+            optimizer=optimizer, dir=folder, report="quiet", disk_bytes=CAP_BYTES
+        ) as watch:
             for _ in range(1000):
                 optimizer.step()
             before, largest, begin = resident_bytes(), 0, time.monotonic()
@@ -41,7 +43,9 @@ def main() -> int:
                 for _ in range(STEPS // 100):
                     with perf.section("part"):
                         optimizer.step()
-                largest = max(largest, sum(path.stat().st_size for path in Path(folder).rglob("*.parquet")))
+                largest = max(
+                    largest, sum(path.stat().st_size for path in Path(folder).rglob("*.parquet"))
+                )
             seconds, grown = time.monotonic() - begin, resident_bytes() - before
         assert watch.run_dir is not None
         run = RunDirectory(watch.run_dir)
@@ -53,11 +57,23 @@ def main() -> int:
     table = Table("a million steps", "value", "bar", "")
     # The ring's pages become resident when they are first written, so they are part of the growth.
     own = grown - ring
-    table.row("growth of the process, beyond the ring", f"{own / 1e6:.2f} MB", "at most 8 MB", table.bar(own <= 8e6))
+    table.row(
+        "growth of the process, beyond the ring",
+        f"{own / 1e6:.2f} MB",
+        "at most 8 MB",
+        table.bar(own <= 8e6),
+    )
     cap = f"cap {CAP_BYTES / 1e6:.0f} MB"
-    table.row("most records in the run directory", f"{largest / 1e6:.1f} MB", cap, table.bar(largest <= CAP_BYTES))
+    table.row(
+        "most records in the run directory",
+        f"{largest / 1e6:.1f} MB",
+        cap,
+        table.bar(largest <= CAP_BYTES),
+    )
     table.row("steps per second, with their section", f"{STEPS / seconds:.0f}", "", "")
     table.row("records counted", process.statistics.records, "", "")
     table.row("records lost, counted", process.statistics.lost, "", "")
-    table.row("processor time of the sidecar", f"{node.sidecar_cpu_s:.1f} s of {seconds:.0f} s", "", "")
+    table.row(
+        "processor time of the sidecar", f"{node.sidecar_cpu_s:.1f} s of {seconds:.0f} s", "", ""
+    )
     return table.missed

@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 UNROLLED = 20
 
 
-def per_operation_ns(statement: str, names: Mapping[str, object], rounds: int) -> Callable[[], float]:
+def per_operation_ns(
+    statement: str, names: Mapping[str, object], rounds: int
+) -> Callable[[], float]:
     """Return a function that runs the statement UNROLLED times per round and returns the ns of one
     execution.
     """
     body = "".join(f"        {line}\n" for line in statement.splitlines())
     source = (
-        f"def timed():\n    start = now()\n    for _ in range({rounds}):\n{body * UNROLLED}    return now() - start\n"
+        f"def timed():\n    start = now()\n    for _ in range({rounds}):\n{body * UNROLLED}"
+        "    return now() - start\n"
     )
     scope = {**names, "now": time.perf_counter_ns}
     exec(source, scope)
@@ -26,7 +29,9 @@ def per_operation_ns(statement: str, names: Mapping[str, object], rounds: int) -
     return lambda: timed() / rounds / UNROLLED
 
 
-def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int, seed: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    variants: Mapping[str, Callable[[], float]], rounds: int, seed: int = 1
+) -> dict[str, list[float]]:
     """Time each variant once per round, in a shuffled order. Return all values by round."""
     order, draw = list(variants), random.Random(seed)
     values: dict[str, list[float]] = {name: [] for name in order}
@@ -37,7 +42,9 @@ def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int, seed: 
     return values
 
 
-def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 1) -> tuple[float, float, float]:
+def ratio_interval(
+    above: Sequence[float], below: Sequence[float], seed: int = 1
+) -> tuple[float, float, float]:
     """Return the median of the rounds' ratios, and its 95 % interval from 2000 bootstrap samples of
     rounds.
     """

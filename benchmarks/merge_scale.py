@@ -36,7 +36,10 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
 MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}
 WORK_NS = np.array(
-    [{"data": 1e6, "forward": 2e7, "backward": 4e7, "optimizer": 5e6}.get(part, 1e6) for part in OWN_PARTS]
+    [
+        {"data": 1e6, "forward": 2e7, "backward": 4e7, "optimizer": 5e6}.get(part, 1e6)
+        for part in OWN_PARTS
+    ]
 )
 SIGNALS_OF_A_RANK = dict.fromkeys(METRICS, 0.1)
 MAX_S, MAX_MB = 1.0, 512
@@ -68,8 +71,14 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     """
     place = Placement("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
-    progress = Progress(0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
-    packed = summary.pack(summary.RankSummary(0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK))
+    progress = Progress(
+        0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running"
+    )
+    packed = summary.pack(
+        summary.RankSummary(
+            0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK
+        )
+    )
     values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
     values["rank"], values["width"] = np.arange(RANKS), 1
     values["row"] = number * summary.ROWS + np.arange(summary.ROWS)
@@ -79,13 +88,21 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     own = work.sum(axis=2)
     duration = 1.01 * own.max(axis=0)
     values["work_ns"] = summary.shares(work, duration[:, None])
-    values["issue_ns"] = summary.shares(work * (1 + 0.01 * draw.standard_normal(work.shape)), duration[:, None])
+    values["issue_ns"] = summary.shares(
+        work * (1 + 0.01 * draw.standard_normal(work.shape)), duration[:, None]
+    )
     values["lag_ns"] = summary.shares(0.01 * work, duration[:, None])
-    values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = duration, duration - own, np.nan
+    values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = (
+        duration,
+        duration - own,
+        np.nan,
+    )
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
     payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}
     posts = [
-        Received(nodes[first], 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)})
+        Received(
+            nodes[first], 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)}
+        )
         for first in range(0, RANKS, NODE_SIZE)
     ]
     return Collected(posts, {node: NodeContact(0.3, 0, False) for node in set(nodes)})
@@ -116,7 +133,9 @@ def measured() -> dict[str, Any]:
     place = Placement("node-0", "abcdef012345", {})
     cluster.begin(first, 0)
     epoch.meeting_points[0] = Endpoints(("127.0.0.1", 1))
-    epoch.set_progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
+    epoch.set_progress(
+        first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
+    )
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)
@@ -135,20 +154,31 @@ def measured() -> dict[str, Any]:
 
 def main() -> int:
     """Print the table. Return the number of missed bars."""
-    command = [sys.executable, "-c", f"import json, {__name__} as it; print(json.dumps(it.measured()))"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import json, {__name__} as it; print(json.dumps(it.measured()))",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(told.stdout)
     ((rank, named_step),) = found["named"]
     assert rank == SLOW
     table = Table("node 0, 16384 ranks, 64 modules", "value", "bar", "")
     median_s, size = statistics.median(found["spent_s"]), summary.LAYOUT.itemsize
-    table.row("processor time of a window", f"{median_s:.2f} s", f"at most {MAX_S:.0f} s", table.bar(median_s <= MAX_S))
+    table.row(
+        "processor time of a window",
+        f"{median_s:.2f} s",
+        f"at most {MAX_S:.0f} s",
+        table.bar(median_s <= MAX_S),
+    )
     table.row("longest window", f"{max(found['spent_s']):.2f} s", "", "")
     merging_mb = found["peak_mb"] - found["loaded_mb"]
     table.row(
         "peak memory of it", f"{merging_mb:.0f} MB", f"at most {MAX_MB} MB", table.bar(merging_mb <= MAX_MB)
     )  # fmt: skip
     table.row("resident memory of the sidecar, torch with it", f"{found['peak_mb']:.0f} MB", "", "")
-    table.row("on the wire, a rank and window", f"{size} bytes", "at most 1024", table.bar(size <= 1024))
+    table.row(
+        "on the wire, a rank and window", f"{size} bytes", "at most 1024", table.bar(size <= 1024)
+    )
     table.row("named", f"{named_step - summary.ROWS * SLOW_FROM} steps after it began", "", "")
     return table.missed

@@ -34,7 +34,9 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     """
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    marks = pointer_of(rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks")
+    marks = pointer_of(
+        rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks"
+    )
 
     def cost(channels: int, *, on: bool, idle: bool, masked: bool = False) -> float:
         rig.nccl.plugin.switch(on=on)
@@ -46,7 +48,9 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     variants: dict[str, Callable[[], float]] = {}
     for idle in (False, True):
         for number in CHANNELS:
-            variants[f"{number} idle" if idle else f"{number}"] = partial(cost, number, on=True, idle=idle)
+            variants[f"{number} idle" if idle else f"{number}"] = partial(
+                cost, number, on=True, idle=idle
+            )
         variants["between idle" if idle else "between"] = partial(cost, 1, on=False, idle=idle)
         variants["off idle" if idle else "off"] = partial(cost, 1, on=False, idle=idle, masked=True)
     return interleaved(variants, rounds)
@@ -54,7 +58,9 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
 
 def main() -> int:
     """Print the table. Return the number of missed bars."""
-    table = Table("a collective", "plugin's ns", "NCCL's side of it, ns", "bar", "", "NVIDIA's inspector, ns")
+    table = Table(
+        "a collective", "plugin's ns", "NCCL's side of it, ns", "bar", "", "NVIDIA's inspector, ns"
+    )
     with tempfile.TemporaryDirectory() as folder:
         library = compile_nccl(Path(folder) / "compiled.so", "-shared", "-fPIC")
         rig = NcclRig(IMPLEMENTATIONS[0], Path(folder), library, 6)
@@ -64,7 +70,15 @@ def main() -> int:
     for name in (*map(str, CHANNELS), "between", "off"):
         idle_ns = found[f"{name} idle"]
         added_ns, bar_ns = found[name] - idle_ns, BARS_NS.get(name)
-        verdict = ("", "") if bar_ns is None else (f"at most {bar_ns} ns", table.bar(added_ns <= bar_ns))
+        verdict = (
+            ("", "") if bar_ns is None else (f"at most {bar_ns} ns", table.bar(added_ns <= bar_ns))
+        )
         what = NAMES.get(name, f"{name} channels")
-        table.row(what, f"{added_ns:.0f}", f"{idle_ns - found['off idle']:.0f}", *verdict, INSPECTOR_NS.get(name, ""))
+        table.row(
+            what,
+            f"{added_ns:.0f}",
+            f"{idle_ns - found['off idle']:.0f}",
+            *verdict,
+            INSPECTOR_NS.get(name, ""),
+        )
     return table.missed

@@ -53,7 +53,9 @@ def individual_score(
 
 
 def _score(
-    medians: npt.NDArray[np.floating], reference: npt.NDArray[np.floating], parts_ns: npt.NDArray[np.float32]
+    medians: npt.NDArray[np.floating],
+    reference: npt.NDArray[np.floating],
+    parts_ns: npt.NDArray[np.float32],
 ) -> npt.NDArray[np.float64]:
     weight = parts_ns[:, :, KERNELS].sum(axis=1, dtype=np.float64)
     score: npt.NDArray[np.float64] = (reference / medians * weight).sum(axis=1) / weight.sum(axis=1)
@@ -74,7 +76,9 @@ def slowest_forward(parts_ns: npt.NDArray[np.float32]) -> Answer:
     return Answer(frozenset([rank]), rank)
 
 
-def slowest_step(duration_ns: npt.NDArray[np.float64], ranks: int, random: np.random.Generator) -> Answer:
+def slowest_step(
+    duration_ns: npt.NDArray[np.float64], ranks: int, random: np.random.Generator
+) -> Answer:
     """Return the rank with the longest mean step, as on a dashboard of step times.
 
     All ranks end a step together, so the ranks differ only by clock readings, here by 20 us.

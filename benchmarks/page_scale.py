@@ -60,12 +60,18 @@ _WAIT, _ALLREDUCE, _FIRST_MODULE = 5, 6, 7
 
 def main() -> int:
     """Print the table. Return the number of missed bars."""
-    table = Table("ranks x steps", "records", "run directory", "what", "time", "resident", "result", "bar", "")
+    table = Table(
+        "ranks x steps", "records", "run directory", "what", "time", "resident", "result", "bar", ""
+    )
     for size in sys.argv[1:] or SIZES:
         ranks, steps = map(int, size.split("x"))
         with tempfile.TemporaryDirectory() as folder:
             run = RunDirectory(Path(folder) / "run")
-            records = write_run(run, Topology(ranks // 8, 8, node_size=8) if ranks % 8 == 0 else Topology(ranks), steps)
+            records = write_run(
+                run,
+                Topology(ranks // 8, 8, node_size=8) if ranks % 8 == 0 else Topology(ranks),
+                steps,
+            )
             on_disk = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
             page = Path(folder) / "page.html"
             seconds, megabytes, file_megabytes = BARS.get(size, (float("inf"),) * 3)
@@ -83,18 +89,23 @@ def main() -> int:
 
 def measured(arguments: list[str]) -> tuple[float, float]:
     """Return the seconds and megabytes of `torchlens-perf report ARGUMENTS`."""
-    # VmHWM instead of getrusage(), whose maximum includes the memory of the process that started this one.
+    # VmHWM instead of getrusage(), whose maximum includes the memory of the process that started
+    # this one.
     code = (
-        "import sys; from torchlens_perf.commands.cli import main; status = main(['report', *sys.argv[1:]]); "
-        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), "
-        "file=sys.stderr); sys.exit(status)"
+        "import sys; from torchlens_perf.commands.cli import main; status = main(['report',"
+        " *sys.argv[1:]]); print(next(line.split()[1] for line in open('/proc/self/status') if"
+        " line.startswith('VmHWM')), file=sys.stderr); sys.exit(status)"
     )
     began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
+    )
     return time.monotonic() - began_s, int(done.stderr.split()[-1]) / 1e3
 
 
-def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int = 4, fault: str = FAULT) -> int:
+def write_run(
+    run: RunDirectory, topology: Topology, steps: int, segments: int = 4, fault: str = FAULT
+) -> int:
     """Write a job's run directory as its sidecars leave it, one node after the other.
 
     Return its number of records.
@@ -118,7 +129,9 @@ def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int =
             warm = records[records["step"] >= WARM_UP_STEPS]
             state.join.add(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):
-                origin = Origin(process.identity.key, rank, 0, process.identity.host, process.anchor)
+                origin = Origin(
+                    process.identity.key, rank, 0, process.identity.host, process.anchor
+                )
                 sequences = np.flatnonzero(np.isin(records["step"], np.unique(part["step"])))
                 chunks[at].append(Chunk(origin, part, sequences, _names(), assemble_steps(part)))
         state.join.join()
@@ -135,7 +148,9 @@ def _names() -> list[str]:
     return [*_NAMES, *(f"layers.{index}" for index in range(MODULES))]
 
 
-def _segments(records: npt.NDArray[np.void], steps: int, count: int) -> Iterator[npt.NDArray[np.void]]:
+def _segments(
+    records: npt.NDArray[np.void], steps: int, count: int
+) -> Iterator[npt.NDArray[np.void]]:
     bounds = np.searchsorted(records["step"], np.linspace(0, steps, count + 1).astype(np.int64))
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         yield records[begin:end]
@@ -148,7 +163,9 @@ def _process(
     starts = np.cumsum(np.concatenate([block.duration_ns for block in blocks]))
     starts = _BEGIN_NS + np.concatenate([[0], starts[:-1]])
     records["start_ns"] += starts[records["step"].astype(np.int64)]
-    groups: dict[str, ProcessGroup] = {"0": {"ranks": f"0-{topology.ranks - 1}", "description": "default_pg"}}
+    groups: dict[str, ProcessGroup] = {
+        "0": {"ranks": f"0-{topology.ranks - 1}", "description": "default_pg"}
+    }
     for group_name, group in groups_of(topology, rank).items():
         if group_name != "0":
             groups[group_name] = {"ranks": ranges(group.members), "description": group.description}

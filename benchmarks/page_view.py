@@ -48,7 +48,10 @@ addEventListener("pointerup", async () => {
 }, true);
 """
 _HEAT = "torchlensPage.charts.find(({figure}) => figure.dataset.chart === 'heat')"
-_SETTLED = "Boolean(window.torchlensPage && torchlensPage.isDrawn && torchlensPage.charts.some(({plot}) => plot))"
+_SETTLED = (
+    "Boolean(window.torchlensPage && torchlensPage.isDrawn && torchlensPage.charts.some(({plot}) =>"
+    " plot))"
+)
 
 
 def main() -> int:
@@ -77,16 +80,24 @@ def main() -> int:
             run = RunDirectory(Path(folder) / size)
             write_run(run, Topology(ranks // 8, 8), steps)
             write_page(run, written)
-            whole.write_text(document(enlarged(contents(few), ranks, steps, 11, 2 * steps // 5)), "utf-8")
+            whole.write_text(
+                document(enlarged(contents(few), ranks, steps, 11, 2 * steps // 5)), "utf-8"
+            )
             for kind, path in (("as written", written), ("each step", whole)):
                 found = [measured(browser, path) for _ in range(REPEATS)]
-                median = {name: statistics.median(each[name] for each in found) for name in found[0]}
+                median = {
+                    name: statistics.median(each[name] for each in found) for name in found[0]
+                }
                 file_mb = path.stat().st_size / 1e6
                 met = median["brush"] <= BRUSH_MS and median["words"] <= FIRST_VIEW_MS
                 met &= max(median["zoom"], median["hover"]) <= ANSWER_MS
-                met &= kind == "each step" or (file_mb <= MB and median["heat map"] <= FIRST_VIEW_MS)
+                met &= kind == "each step" or (
+                    file_mb <= MB and median["heat map"] <= FIRST_VIEW_MS
+                )
                 times = [f"{each:.0f} ms" for each in median.values()]
-                table.row(size.replace("x", " x "), kind, f"{file_mb:.2f} MB", *times, table.bar(met))
+                table.row(
+                    size.replace("x", " x "), kind, f"{file_mb:.2f} MB", *times, table.bar(met)
+                )
         browser.close()
     return table.missed
 
@@ -115,7 +126,10 @@ def measured(browser: Browser, path: Path) -> dict[str, float]:
     assert len(brush) == 3
 
     def timed(change: str) -> float:
-        code = f"(async () => {{ const began = performance.now(); {change}; await torchlensPage.draw(); "
+        code = (
+            f"(async () => {{ const began = performance.now(); {change}; await"
+            " torchlensPage.draw(); "
+        )
         return float(tab.evaluate(f"{code} return await painted() - began; }})()"))
 
     middle = "torchlensPage.steps.begin + (torchlensPage.steps.end - torchlensPage.steps.begin)"

@@ -29,7 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.limited_group import LimitedGroup
-from benchmarks.planted_training import BATCH, BUCKET_MIB, LENGTH, VOCABULARY, Planted, Transformer, wait_for_sidecar
+from benchmarks.planted_training import (
+    BATCH,
+    BUCKET_MIB,
+    LENGTH,
+    VOCABULARY,
+    Planted,
+    Transformer,
+    wait_for_sidecar,
+)
 from benchmarks.planted_truth import Truth
 
 STEPS = 240
@@ -87,7 +95,15 @@ class Cause:
             (cpu,) = os.sched_getaffinity(0)
             # setsid detaches the process from this one, because other users' processes on a machine
             # are not children either.
-            command = ["setsid", "--fork", sys.executable, "-c", _NEIGHBOUR, str(cpu), str(self.duty)]
+            command = [
+                "setsid",
+                "--fork",
+                sys.executable,
+                "-c",
+                _NEIGHBOUR,
+                str(cpu),
+                str(self.duty),
+            ]
             with subprocess.Popen(command, stdout=subprocess.PIPE) as started:
                 assert started.stdout is not None
                 self._neighbour = int(started.stdout.readline())

@@ -38,7 +38,13 @@ def record(runs: list[tuple[str, int]], out: Path, steps: int = STEPS) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_cause_rank", "--out", str(out)]
-        command += ["--store", f"{folder}/store", "--steps", str(steps), *(f"{kind}:{seed}" for kind, seed in runs)]
+        command += [
+            "--store",
+            f"{folder}/store",
+            "--steps",
+            str(steps),
+            *(f"{kind}:{seed}" for kind, seed in runs),
+        ]
         with started(command, RANKS, out) as ranks:
             for rank, process in enumerate(ranks):
                 if process.wait(RUN_TIMEOUT_S * len(runs)):
@@ -51,7 +57,11 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
     run = RunDirectory(Path(path))
     verdict = build(run.run_id, load_all(run))["verdicts"][0]
     evidence = verdict["evidence"]
-    diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence | PastStragglerEvidence) else None
+    diagnosis = (
+        evidence.diagnosis
+        if isinstance(evidence, StragglerEvidence | PastStragglerEvidence)
+        else None
+    )
     causes = () if diagnosis is None else diagnosis.causes
     named = verdict["rank"] if verdict["kind"] == "straggler" else None
     return int(suspect), named, [cause.kind for cause in causes], verdict["text"]
@@ -59,7 +69,9 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
 
 def main() -> int:
     """Parse the command line and run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("record", "judge"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -81,16 +93,23 @@ def main() -> int:
         return 0
     table = Table("kind", "runs", "right rank", "right cause", "also", "wrong cause or rank")
     for kind in asked.kinds:
-        results = [judge(folder) for folder in sorted(out.glob(f"{kind}-*")) if (folder / "truth").exists()]
+        results = [
+            judge(folder) for folder in sorted(out.glob(f"{kind}-*")) if (folder / "truth").exists()
+        ]
         if asked.each:
             for suspect, named, causes, text in results:
                 print(f"{kind}: slowed {suspect}, named {named}, {causes}: {text}")
         right_rank = sum(named == suspect for suspect, named, _, _ in results)
-        first = sum(named == suspect and causes[:1] == [kind] for suspect, named, causes, _ in results)
+        first = sum(
+            named == suspect and causes[:1] == [kind] for suspect, named, causes, _ in results
+        )
         also = sum(named == suspect and kind in causes[1:] for suspect, named, causes, _ in results)
         # The first cause counts as the verdict. Any cause other than the planted one counts as
         # wrong.
-        wrong = sum(named not in (None, suspect) or bool(set(causes) - {kind}) for suspect, named, causes, _ in results)
+        wrong = sum(
+            named not in (None, suspect) or bool(set(causes) - {kind})
+            for suspect, named, causes, _ in results
+        )
         table.row(kind, len(results), right_rank, first, also, wrong)
     return 0
 

@@ -63,7 +63,9 @@ def verdict(kind: str, seed: int, folder: Path) -> str:
     )
     model = nn.Sequential(*(block() for _ in range(BLOCKS))).to(device.NAME)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    loader = torch.utils.data.DataLoader(Batches(wait_s if kind == "data_bound" else 0.0), batch_size=None)
+    loader = torch.utils.data.DataLoader(
+        Batches(wait_s if kind == "data_bound" else 0.0), batch_size=None
+    )
     with perf.watch(model, optimizer, dir=str(folder), report="quiet") as watch:
         for x in loader:
             x = x.to(device.NAME)
@@ -80,13 +82,19 @@ def verdict(kind: str, seed: int, folder: Path) -> str:
     wait_for_sidecar(watch.run_dir)
     command = [sys.executable, "-m", "torchlens_perf", "report", "--json", str(watch.run_dir)]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    kinds = [each["kind"] for each in report["verdicts"] if each["kind"].endswith(("_bound", "_of_cpu", "not_known"))]
+    kinds = [
+        each["kind"]
+        for each in report["verdicts"]
+        if each["kind"].endswith(("_bound", "_of_cpu", "not_known"))
+    ]
     return kinds[0] if kinds else "nothing"
 
 
 def main() -> int:
     """Parse the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--kinds", nargs="+", choices=RIGHT, default=list(RIGHT))
     asked = parser.parse_args()

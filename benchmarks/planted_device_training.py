@@ -58,7 +58,11 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Random batches. The loader of a slow rank waits."""
 
     def __init__(self, truth: Truth, rank: int, planted: Planted, micro_steps: int) -> None:
-        self._count, self._planted, self._micro_steps = truth.steps * micro_steps, planted, micro_steps
+        self._count, self._planted, self._micro_steps = (
+            truth.steps * micro_steps,
+            planted,
+            micro_steps,
+        )
         self._generator = torch.Generator().manual_seed(truth.seed * 64 + rank)
 
     def __len__(self) -> int:
@@ -94,11 +98,15 @@ class Model(nn.Module):
     With two streams, the head uses the second one.
     """
 
-    def __init__(self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool) -> None:
+    def __init__(
+        self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool
+    ) -> None:
         super().__init__()
         # In a loop, its pace sets the device's time, and the modules' own time is negligible.
         self._work = device.work if pace is None else _no_time
-        self.blocks = nn.ModuleList(Block(self._work) for _ in range(LOOP_BLOCKS if pace else BLOCKS))
+        self.blocks = nn.ModuleList(
+            Block(self._work) for _ in range(LOOP_BLOCKS if pace else BLOCKS)
+        )
         self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self._planted, self._device, self._pace = planted, device, pace
         self._stream = torch.Stream(device.name) if two_streams else None
@@ -127,7 +135,8 @@ class Model(nn.Module):
             ("sleep", time.sleep, self._pace.host_ms if self._pace else {}),
         ):
             forward_s, backward_s = (
-                (by_phase.get(phase, 0.0) + self._planted.ms(phase, way)) / 1e3 for phase in ("forward", "backward")
+                (by_phase.get(phase, 0.0) + self._planted.ms(phase, way)) / 1e3
+                for phase in ("forward", "backward")
             )
             if forward_s or backward_s:
                 x = Spins.apply(x, take, forward_s, backward_s)
@@ -170,7 +179,9 @@ class Loop:
         self.optimizer.register_step_pre_hook(lambda *_: self._spin("optimizer"))
         # All ranks of a tensor-parallel group compute on the same batch.
         seen_by = 0 if self.way == "tensor" else rank
-        self.loader = DataLoader(Samples(truth, seen_by, self.planted, self.micro_steps), batch_size=None)
+        self.loader = DataLoader(
+            Samples(truth, seen_by, self.planted, self.micro_steps), batch_size=None
+        )
 
     def train(self) -> list[float]:
         """Run the user's loop. Return each step's seconds on the host."""
@@ -240,7 +251,11 @@ def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
     return f"step {1e3 * statistics.median(seconds):.1f} ms"
 
 
-def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.name}  {how}", flush=True)) -> None:
+def main(
+    done: Callable[[Truth, str], None] = lambda truth, how: print(
+        f"{truth.name}  {how}", flush=True
+    ),
+) -> None:
     """Run one rank of the group that planted_devices.py starts.
 
     RANK, WORLD_SIZE and the store come from it.
@@ -249,18 +264,28 @@ def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--store", type=Path, help="file that the ranks meet at; default: the job's store")
+    parser.add_argument(
+        "--store", type=Path, help="file that the ranks meet at; default: the job's store"
+    )
     parser.add_argument("--device", choices=DEVICES, default="asyncdev")
-    parser.add_argument("--host-ms", nargs=2, type=int, default=HOST_DELAYS_MS, help="of a slow host: from, to")
+    parser.add_argument(
+        "--host-ms", nargs=2, type=int, default=HOST_DELAYS_MS, help="of a slow host: from, to"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     where: dict[str, Any] = {"init_method": "env://"}
     if asked.store:
-        where = {"store": dist.FileStore(str(asked.store), ranks), "rank": rank, "world_size": ranks}
+        where = {
+            "store": dist.FileStore(str(asked.store), ranks),
+            "rank": rank,
+            "world_size": ranks,
+        }
     device = DEVICES[asked.device]()
     device.load(KERNEL_MS / 1e3, rank)
-    dist.init_process_group(device.backend, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), **where)
+    dist.init_process_group(
+        device.backend, timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), **where
+    )
     for each in asked.runs:
         kind, _, seed = each.partition(":")
         truth = plant(kind, int(seed), ranks, asked.steps or STEPS, device.slowness, asked.host_ms)

@@ -65,28 +65,37 @@ class Pace:
     host_ms: dict[str, float]
     device_ms: dict[str, float]
     item: bool
-    """Whether the host waits for its device at the end of each step. In other loops it never does."""
+    """Whether the host waits for its device at the end of each step. In other loops it never
+    does.
+    """
 
     @property
     def step_ms(self) -> float:
-        """Planned time of a step: the sum of host and device if the host waits each step, else the longer of both."""
-        host_ms, device_ms = LOOP_ISSUE_MS + sum(self.host_ms.values()), sum(self.device_ms.values())
+        """Planned time of a step: the sum of host and device if the host waits each step, else the
+        longer of both.
+        """
+        host_ms, device_ms = (
+            LOOP_ISSUE_MS + sum(self.host_ms.values()),
+            sum(self.device_ms.values()),
+        )
         return host_ms + device_ms if self.item else max(host_ms, device_ms)
 
 
 def pace(kind: str, seed: int) -> Pace | None:
     """Draw how long the phases of a loop take. None for the other ways to train.
 
-    launch: the host's code takes all of the step. mixed: the device waits for the host's code in the forward pass, and
-    the host for the device at the step's end. ahead: the device's work takes all of the step, and the host runs ahead
-    until the queue is full.
+    launch: the host's code takes all of the step. mixed: the device waits for the host's code in
+    the forward pass, and the host for the device at the step's end. ahead: the device's work takes
+    all of the step, and the host runs ahead until the queue is full.
     """
     way = kind.partition("-")[0]
     if way not in LOOPS:
         return None
     step_ms = random.Random(f"{kind}/{seed}/pace").choice(STEPS_MS)
     if way == "launch":
-        return Pace({"forward": 0.5 * step_ms, "backward": 0.3 * step_ms, "host": 0.2 * step_ms}, {}, False)
+        return Pace(
+            {"forward": 0.5 * step_ms, "backward": 0.3 * step_ms, "host": 0.2 * step_ms}, {}, False
+        )
     if way == "mixed":
         return Pace({"forward": 0.5 * step_ms}, {"backward": 0.5 * step_ms}, True)
     # More than the host needs.
@@ -120,7 +129,11 @@ def plant(
         return _plant_in_loop(kind, seed, ranks, paced, draw)
     if what in CLEAN:
         return Truth(kind, seed, ranks, steps, ())
-    rank, first, phase = draw.randrange(ranks), draw.randint(*FIRST_STEPS), draw.choice(FAULTS[what])
+    rank, first, phase = (
+        draw.randrange(ranks),
+        draw.randint(*FIRST_STEPS),
+        draw.choice(FAULTS[what]),
+    )
     delays_ms = host_delays_ms if phase in ("data", "host") else DELAYS_MS
     fault = Fault(rank, phase, first, None, draw.randint(*delays_ms), "spin")
     if what == "slow_device":
@@ -139,4 +152,10 @@ def _plant_in_loop(kind: str, seed: int, ranks: int, paced: Pace, draw: random.R
         return Truth(kind, seed, ranks, steps, ())
     rank, first = draw.randrange(ranks), draw.randint(FIRST_STEPS[0], steps // 4)
     phase, way = ("forward", "sleep") if what == HIDDEN else (what, LOOPS[loop][what])
-    return Truth(kind, seed, ranks, steps, (Fault(rank, phase, first, None, LOOP_SHARE * paced.step_ms, way),))
+    return Truth(
+        kind,
+        seed,
+        ranks,
+        steps,
+        (Fault(rank, phase, first, None, LOOP_SHARE * paced.step_ms, way),),
+    )

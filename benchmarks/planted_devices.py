@@ -35,7 +35,14 @@ from benchmarks.planted_device_truth import (
 from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
 from benchmarks.planted_nodes import started_on_nodes
 from benchmarks.planted_truth import Truth
-from benchmarks.planted_verdicts import Score, Suspect, judged_again, run_directory, score, slowest_step
+from benchmarks.planted_verdicts import (
+    Score,
+    Suspect,
+    judged_again,
+    run_directory,
+    score,
+    slowest_step,
+)
 from torchlens_perf.verdicts import node_state
 
 # Fresh processes start after this many runs.
@@ -51,7 +58,11 @@ def live(folder: Path) -> Suspect | None:
     """Return the costliest slow rank in the live sidecar's last findings."""
     states = node_state.load_all(run_directory(folder))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
-    return Suspect(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None
+    return (
+        Suspect(findings.episodes[0].rank, findings.episodes[0].phase)
+        if findings.episodes
+        else None
+    )
 
 
 def training(
@@ -90,7 +101,9 @@ def record(truths: list[Truth], out: Path, ranks: int, nodes: int = 1) -> int:
             with running as processes:
                 failed = wait(processes, time.monotonic() + RUN_TIMEOUT_S * len(group))
         if failed:
-            print(f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True)
+            print(
+                f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True
+            )
         fruitless = fruitless + 1 if not (out / group[0].name / "truth.json").exists() else 0
         if fruitless == 2:
             return 1
@@ -99,21 +112,36 @@ def record(truths: list[Truth], out: Path, ranks: int, nodes: int = 1) -> int:
 
 def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
     """Print a table of faults and judges. Return 1 if no run is recorded."""
-    there = [(out / truth.name, truth) for truth in truths if (out / truth.name / "truth.json").exists()]
+    there = [
+        (out / truth.name, truth) for truth in truths if (out / truth.name / "truth.json").exists()
+    ]
     found: dict[tuple[str, str], list[Score]] = {}
     for folder, truth in there:
         answers = {name: judge(folder) for name, judge in JUDGES.items()}
         way, _, what = truth.kind.partition("-")
         innocent = not truth.faults or what == HIDDEN
         for name, answer in answers.items():
-            groups = (what, f"all of {way}", "all") if not innocent else (what, f"no rank in {way}", "no rank")
+            groups = (
+                (what, f"all of {way}", "all")
+                if not innocent
+                else (what, f"no rank in {way}", "no rank")
+            )
             for group in groups:
                 found.setdefault((group, name), []).append(score(truth, answer))
         if each:
-            planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
-            said = (f"{name}: {f'{one.rank} {one.phase}' if one else 'none'}" for name, one in answers.items())
+            planted = ", ".join(
+                f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults
+            )
+            said = (
+                f"{name}: {f'{one.rank} {one.phase}' if one else 'none'}"
+                for name, one in answers.items()
+            )
             print(f"{truth.name}: planted {planted or 'nothing'}; {'; '.join(said)}")
-    table = Table("what", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("rank", "phase", "named")))
+    table = Table(
+        "what",
+        "runs",
+        *(f"{name}: {what}" for name in JUDGES for what in ("rank", "phase", "named")),
+    )
     for group in dict.fromkeys(group for group, _ in found):
         cells = []
         for name in JUDGES:
@@ -126,17 +154,27 @@ def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
 
 def main() -> int:
     """Parse the command line and run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("record", "judge"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *LOOPS), default=list(WAYS))
-    parser.add_argument("--faults", nargs="+", choices=(*FAULTS, *CLEAN, HIDDEN), default=[*FAULTS, *CLEAN, HIDDEN])
+    parser.add_argument(
+        "--faults", nargs="+", choices=(*FAULTS, *CLEAN, HIDDEN), default=[*FAULTS, *CLEAN, HIDDEN]
+    )
     parser.add_argument("--seeds", type=seeds, default=seeds("0-1"), help="like 0-19 or 3,5")
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--nodes", type=int, default=1, help="for record; 2 takes namespaces, and so root")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="for record; 2 takes namespaces, and so root"
+    )
     parser.add_argument("--each", action="store_true", help="a line for every run")
     asked = parser.parse_args()
-    kinds = [kind for kind in KINDS if kind.partition("-")[0] in asked.ways and kind.partition("-")[2] in asked.faults]
+    kinds = [
+        kind
+        for kind in KINDS
+        if kind.partition("-")[0] in asked.ways and kind.partition("-")[2] in asked.faults
+    ]
     truths = [plant(kind, seed, asked.ranks) for seed in asked.seeds for kind in kinds]
     out: Path = asked.out.absolute()
     if asked.command == "judge":

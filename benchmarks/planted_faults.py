@@ -45,7 +45,11 @@ def seeds(text: str) -> list[int]:
 
 def environment() -> dict[str, str]:
     """Return the environment of the ranks: one thread each, and no settings of the caller."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHLENS", "OTEL_"))
+    }
     path = os.pathsep.join(filter(None, (str(REPOSITORY), environ.get("PYTHONPATH"))))
     return {**environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
@@ -63,7 +67,9 @@ def record(truths: list[Truth], out: Path) -> None:
         failed = _run_group(group, out)
         fruitless = fruitless + 1 if not (out / group[0].name / "truth.json").exists() else 0
         if failed:
-            print(f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True)
+            print(
+                f"the group ended: {failed}; see {out / 'rank*.log'}", file=sys.stderr, flush=True
+            )
         if fruitless == 2:
             raise RuntimeError(f"{group[0].name} failed twice: {failed}")
     print(f"all {len(truths)} recorded in {out}", flush=True)
@@ -73,7 +79,11 @@ def _run_group(truths: list[Truth], out: Path) -> str:
     """Run these runs in one group of ranks. Return an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
-        command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in truths)]
+        command += [
+            "--store",
+            f"{folder}/store",
+            *(f"{truth.kind}:{truth.seed}" for truth in truths),
+        ]
         with started(command, RANKS, out) as ranks:
             return wait(ranks, time.monotonic() + RUN_TIMEOUT_S * len(truths))
 
@@ -84,7 +94,12 @@ def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subproce
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            environ = {**environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            environ = {
+                **environment(),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+            }
             with open(out / f"rank{rank}.log", "ab") as log:
                 processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=environ, stderr=log))
         yield processes
@@ -95,7 +110,9 @@ def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subproce
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
-    """Wait until all ranks have ended or one has failed, because the other ranks would wait for it."""
+    """Wait until all ranks have ended or one has failed, because the other ranks would
+    wait for it.
+    """
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -109,7 +126,9 @@ def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
 
 def main() -> int:
     """Parse the command line and run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("record", "traceml", "judge"):
         command = commands.add_parser(name)
@@ -117,9 +136,19 @@ def main() -> int:
         command.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
         command.add_argument("--seeds", type=seeds, default=None, help="like 0-19 or 3,5")
         if name == "traceml":
-            command.add_argument("--python", type=Path, required=True, help="a Python with TraceML and torch installed")
+            command.add_argument(
+                "--python",
+                type=Path,
+                required=True,
+                help="a Python with TraceML and torch installed",
+            )
         if name == "judge":
-            command.add_argument("--most-others", type=float, default=1.0, help="leave out runs disturbed more, 0 to 1")
+            command.add_argument(
+                "--most-others",
+                type=float,
+                default=1.0,
+                help="leave out runs disturbed more, 0 to 1",
+            )
             command.add_argument("--each", action="store_true", help="a line for every run")
     asked = parser.parse_args()
     out: Path = asked.out.absolute()

@@ -34,7 +34,9 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 @contextlib.contextmanager
-def started_on_nodes(command: list[str], ranks: int, nodes: int, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started_on_nodes(
+    command: list[str], ranks: int, nodes: int, out: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start `ranks` processes, equally many on each node, with a log per node in `out`.
 
     Kill the rest at the end.
@@ -53,7 +55,9 @@ def started_on_nodes(command: list[str], ranks: int, nodes: int, out: Path) -> I
             starts = [*isolated, sys.executable, "-c", _START_RANKS, *command]
             with open(out / f"node{node}.log", "ab") as log:
                 processes.append(
-                    subprocess.Popen(starts, cwd=REPOSITORY, env=theirs, stderr=log, start_new_session=True)
+                    subprocess.Popen(
+                        starts, cwd=REPOSITORY, env=theirs, stderr=log, start_new_session=True
+                    )
                 )
         yield processes
     finally:

@@ -60,7 +60,9 @@ class Spins(autograd.Function):
     """The identity function, whose forward and backward passes spin on the device."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spin: Callable[[float], None], forward_s: float, backward_s: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, spin: Callable[[float], None], forward_s: float, backward_s: float
+    ) -> Tensor:
         ctx.spin, ctx.seconds = spin, backward_s
         if forward_s:
             spin(forward_s)

@@ -64,12 +64,21 @@ def free_port() -> int:
 def _run(truth: Truth, folder: Path, python: Path, environ: dict[str, str]) -> str:
     """Run one seed. Return an error message, or ""."""
     launcher = [str(python.parent / "traceml"), "run", str(TRAINING), "--mode", "summary"]
-    launcher += ["--nproc-per-node", str(truth.ranks), "--logs-dir", str(folder), "--run-name", "run"]
+    launcher += [
+        "--nproc-per-node",
+        str(truth.ranks),
+        "--logs-dir",
+        str(folder),
+        "--run-name",
+        "run",
+    ]
     # Use free ports, because the aggregator of a killed run could still use the default one.
     launcher += ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
     command = [*launcher, "--args", "--traceml", f"{truth.kind}:{truth.seed}"]
     with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             code = process.wait(RUN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -93,7 +102,11 @@ def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
     from traceml_ai.diagnostics.step_time.api import diagnose_step_time_window
     from traceml_ai.diagnostics.step_time.policy import LIVE_STEP_TIME_POLICY
     from traceml_ai.step_time.analysis import StepTimeAnalyzer
-    from traceml_ai.step_time.model import StepTimeClockValues, StepTimeRepositorySnapshot, StepTimeSourceRow
+    from traceml_ai.step_time.model import (
+        StepTimeClockValues,
+        StepTimeRepositorySnapshot,
+        StepTimeSourceRow,
+    )
 
     run = folder / json.loads((folder / "truth.json").read_text())["run"]
     steps = pd.read_parquet(run / "steps")
@@ -109,11 +122,18 @@ def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
     columns = {metric: (column / 1e6).tolist() for metric, column in times_ns.items()}
     rows = tuple(
         StepTimeSourceRow(
-            row, rank, step, {metric: StepTimeClockValues(cpu_ms=values[row]) for metric, values in columns.items()}
+            row,
+            rank,
+            step,
+            {metric: StepTimeClockValues(cpu_ms=values[row]) for metric, values in columns.items()},
         )
-        for row, (rank, step) in enumerate(zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True))
+        for row, (rank, step) in enumerate(
+            zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
+        )
     )
-    snapshot = StepTimeRepositorySnapshot(rows=rows, global_ranks=tuple(sorted(set(steps["rank"].tolist()))))
+    snapshot = StepTimeRepositorySnapshot(
+        rows=rows, global_ranks=tuple(sorted(set(steps["rank"].tolist())))
+    )
     window = StepTimeAnalyzer().analyze(snapshot, window_size=window_steps)
     issue = diagnose_step_time_window(window, policy=LIVE_STEP_TIME_POLICY).issues[0]
     return {"kind": issue.kind, "ranks": list(issue.ranks)}
@@ -124,7 +144,10 @@ def main(out: Path) -> None:
     "live": ...}}.
     """
     found = {
-        path.parent.name: {"summary": diagnose(path.parent, None), "live": diagnose(path.parent, LIVE_WINDOW_STEPS)}
+        path.parent.name: {
+            "summary": diagnose(path.parent, None),
+            "live": diagnose(path.parent, LIVE_WINDOW_STEPS),
+        }
         for path in sorted(out.glob("*/truth.json"))
     }
     (out / "traceml").mkdir(exist_ok=True)

@@ -98,7 +98,10 @@ class Planted:
 
     def now(self, phase: str) -> Fault | None:
         """Return the fault of this phase in this step."""
-        return next((fault for fault in self._faults if fault.phase == phase and fault.slows(self.step)), None)
+        return next(
+            (fault for fault in self._faults if fault.phase == phase and fault.slows(self.step)),
+            None,
+        )
 
     def ms(self, phase: str, way: str | None = None) -> float:
         """Return the ms that this phase's fault adds in this step by the given way.
@@ -106,7 +109,11 @@ class Planted:
         None: any way.
         """
         fault = self.now(phase)
-        return fault.ms if fault is not None and fault.ms is not None and way in (None, fault.way) else 0.0
+        return (
+            fault.ms
+            if fault is not None and fault.ms is not None and way in (None, fault.way)
+            else 0.0
+        )
 
     def pause(self, phase: str) -> None:
         """Spend the time of this phase's fault."""
@@ -122,7 +129,8 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         draw = random.Random(f"{truth.name}/{rank}")
         varies = truth.kind == "variable_length"
         self._lengths = [
-            draw.randint(SHORTEST, 2 * LENGTH - SHORTEST) if varies else LENGTH for _ in range(truth.steps)
+            draw.randint(SHORTEST, 2 * LENGTH - SHORTEST) if varies else LENGTH
+            for _ in range(truth.steps)
         ]
         self._planted = planted
         self._generator = torch.Generator().manual_seed(draw.getrandbits(32))
@@ -143,11 +151,17 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, HEADS, WIDTH // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
         return x + self.mlp(self.norm2(x))
@@ -212,7 +226,9 @@ def train(
     return seconds
 
 
-def prepare(truth: Truth, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Planted]:
+def prepare(
+    truth: Truth, rank: int
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Planted]:
     """Return a fresh model, optimizer and loader with this rank's faults.
 
     Builds DDP's buckets, which is a collective.
@@ -270,12 +286,19 @@ def record(truth: Truth, out: Path, rank: int) -> str:
         partial.write_text(json.dumps({**truth.to_json(), **facts}, indent=1))
         partial.rename(folder / "truth.json")
     dist.barrier()
-    return f"step {1e3 * statistics.median(seconds):.1f} ms, {100 * others:.0f} % of the processors went to others"
+    return (
+        f"step {1e3 * statistics.median(seconds):.1f} ms, {100 * others:.0f} % of the processors"
+        " went to others"
+    )
 
 
 def sidecar_s(run: Path) -> float:
     """Return the processor seconds of the run's sidecar, which has ended."""
-    return float(sum(json.loads(path.read_text())["sidecar_cpu_s"] for path in (run / "nodes").glob("*.json")))
+    return float(
+        sum(
+            json.loads(path.read_text())["sidecar_cpu_s"] for path in (run / "nodes").glob("*.json")
+        )
+    )
 
 
 def wait_for_sidecar(run: Path) -> None:
@@ -314,8 +337,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--store", type=Path, help="file that the ranks meet at; default: the launcher's store")
-    parser.add_argument("--traceml", action="store_true", help="under TraceML instead of perf.watch")
+    parser.add_argument(
+        "--store", type=Path, help="file that the ranks meet at; default: the launcher's store"
+    )
+    parser.add_argument(
+        "--traceml", action="store_true", help="under TraceML instead of perf.watch"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -106,14 +106,18 @@ def plant(kind: str, seed: int, ranks: int = RANKS, steps: int = STEPS) -> Truth
             to = draw.choice([other for other in range(ranks) if other != rank])
             moves = first + draw.randint(*MOVES_AFTER_STEPS)
             stays = (
-                _compute(rank, first) if draw.random() < 0.5 else _pause(draw, rank, "forward", first, MOVING_DELAY_MS)
+                _compute(rank, first)
+                if draw.random() < 0.5
+                else _pause(draw, rank, "forward", first, MOVING_DELAY_MS)
             )
             faults = (
                 dataclasses.replace(stays, last_step=moves - 1),
                 dataclasses.replace(stays, rank=to, first_step=moves),
             )
         elif kind == "intermittent":
-            pause = _pause(draw, rank, draw.choice(("forward", "host", "data")), first, INTERMITTENT_MS)
+            pause = _pause(
+                draw, rank, draw.choice(("forward", "host", "data")), first, INTERMITTENT_MS
+            )
             slots = tuple(sorted(draw.sample(range(OF_STEPS), SLOW_STEPS)))
             faults = (dataclasses.replace(pause, slow_of=(OF_STEPS, slots)),)
         elif kind == "compute":

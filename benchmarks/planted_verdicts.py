@@ -24,8 +24,16 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 
 WARM_UP_STEPS = 3
 # Planted phase to the phases that count as right. Compute is in both forward and backward.
-_RIGHT = {"compute": ("compute", "forward", "backward"), "device": ("compute", "forward", "backward", "optimizer")}
-_TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H2D_STRAGGLER": "h2d", "STRAGGLER": None}
+_RIGHT = {
+    "compute": ("compute", "forward", "backward"),
+    "device": ("compute", "forward", "backward", "optimizer"),
+}
+_TRACEML_PHASES = {
+    "INPUT_STRAGGLER": "data",
+    "COMPUTE_STRAGGLER": "forward",
+    "H2D_STRAGGLER": "h2d",
+    "STRAGGLER": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +179,11 @@ def recorded(
 
 
 def print_judgement(
-    out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0, each: bool = False
+    out: Path,
+    kinds: Iterable[str],
+    seeds: Iterable[int] | None,
+    most_others: float = 1.0,
+    each: bool = False,
 ) -> int:
     """Print a table of kinds and judges.
 
@@ -189,9 +201,12 @@ def print_judgement(
                 continue
             table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
         if each:
-            planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
+            planted = ", ".join(
+                f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults
+            )
             said = "; ".join(
-                f"{name}: {f'rank {named.rank} {named.phase}' if named else 'none'}" for name, named in answers.items()
+                f"{name}: {f'rank {named.rank} {named.phase}' if named else 'none'}"
+                for name, named in answers.items()
             )
             print(f"{truth.name}: planted {planted or 'nothing'}; {said}")
     delays: dict[str, list[int | None]] = {}
@@ -202,8 +217,15 @@ def print_judgement(
         named = sorted(each for each in taken if each is not None)
         median = named[len(named) // 2] if named else None
         within = sum(each <= 60 for each in named)
-        print(f"{kind}: named after {median} steps (median), within 60 steps in {within} of {len(taken)}")
-    shown = Table("kind", "runs", *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")))
+        print(
+            f"{kind}: named after {median} steps (median), within 60 steps in {within} of"
+            f" {len(taken)}"
+        )
+    shown = Table(
+        "kind",
+        "runs",
+        *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")),
+    )
     for kind in dict.fromkeys(truth.kind for _, truth in runs):
         cells = []
         for name in JUDGES:
@@ -211,6 +233,8 @@ def print_judgement(
             for field in ("right_rank", "right_phase", "named"):
                 # In a healthy run no rank is the right answer.
                 told = scores and (field == "named" or kind in FAULTY)
-                cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
+                cells.append(
+                    f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else ""
+                )
         shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
     return 0 if runs else 1

@@ -30,15 +30,21 @@ def main() -> int:
         run = Path(folder) / "run"
         command = ["simulate", "--ranks", str(ON_A_NODE), "--steps", "1000", "--out", str(run)]
         faults = ["--fault", "constant:rank=3,share=0.25,phase=forward"]
-        subprocess.run([sys.executable, "-m", "torchlens_perf", *command, *faults], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "torchlens_perf", *command, *faults],
+            check=True,
+            capture_output=True,
+        )
         written_bytes = multiply(run / "nodes", RANKS // ON_A_NODE)
         code = (
-            "import resource, sys; from torchlens_perf.commands.cli import main; main(['report', sys.argv[1]]); "
-            "used = resource.getrusage(resource.RUSAGE_SELF); "
-            "print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr)"
+            "import resource, sys; from torchlens_perf.commands.cli import main; main(['report',"
+            " sys.argv[1]]); used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime +"
+            " used.ru_stime, used.ru_maxrss, file=sys.stderr)"
         )
         began_s = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(run)], check=True, capture_output=True, text=True
+        )
         took_s = time.monotonic() - began_s
         processor_s, resident_kb = map(float, done.stderr.split()[-2:])
         resident_mb = resident_kb / 1e3
@@ -46,7 +52,12 @@ def main() -> int:
     table.row("nodes' files", f"{written_bytes / 1e6:.0f} MB", "", "")
     table.row("time", f"{took_s:.1f} s", f"<= {BARS[0]:.0f} s", table.bar(took_s <= BARS[0]))
     table.row("of it, processor time", f"{processor_s:.1f} s", "", "")
-    table.row("resident memory", f"{resident_mb:.0f} MB", f"<= {BARS[1]:.0f} MB", table.bar(resident_mb <= BARS[1]))
+    table.row(
+        "resident memory",
+        f"{resident_mb:.0f} MB",
+        f"<= {BARS[1]:.0f} MB",
+        table.bar(resident_mb <= BARS[1]),
+    )
     table.row("lines of the report", len(done.stdout.splitlines()), "", "")
     return table.missed
 
@@ -58,7 +69,9 @@ def multiply(nodes: Path, count: int) -> int:
     for process in state["processes"].values():
         modules = process["statistics"]["modules"]
         some = list(modules.values())
-        modules.update({f"blocks.{index}.mlp": some[index % len(some)] for index in range(MODULES - len(some))})
+        modules.update(
+            {f"blocks.{index}.mlp": some[index % len(some)] for index in range(MODULES - len(some))}
+        )
     written = 0
     for node in range(count):
         text = json.dumps(of_node(state, node, count * ON_A_NODE))

@@ -42,26 +42,45 @@ def main() -> int:
 
 def _followed(folder: Path, log: Path) -> int:
     """Simulate viewers that poll once a second and load each newer page."""
-    columns = ("viewers", "looks/s", "states read/s", "calls on the run directory/s", "time of one processor", "bar")
+    columns = (
+        "viewers",
+        "looks/s",
+        "states read/s",
+        "calls on the run directory/s",
+        "time of one processor",
+        "bar",
+    )
     table = Table(*columns)
     with LiveSimulation(folder / "live", RANKS) as live:
         live.goes_on(8)
         live.sidecar.keep()
-        environment = {"LD_PRELOAD": str(library()), "FAILING_PATHS": str(folder), "FAILING_LOG": str(log)}
+        environment = {
+            "LD_PRELOAD": str(library()),
+            "FAILING_PATHS": str(folder),
+            "FAILING_LOG": str(log),
+        }
         with PageServer(folder, **environment) as server:
             for viewers in VIEWERS:
                 looks, readings, calls, cpu = _with_viewers(server, live, viewers, log)
-                met = calls == 0 if viewers == 0 else looks <= 1.1 / LOOK_INTERVAL_S and readings <= 1.1 / STATE_EVERY_S
+                met = (
+                    calls == 0
+                    if viewers == 0
+                    else looks <= 1.1 / LOOK_INTERVAL_S and readings <= 1.1 / STATE_EVERY_S
+                )
                 bar = "none" if viewers == 0 else "one look a second, each state once"
                 row = (viewers, f"{looks:.2f}", f"{readings:.2f}", f"{calls:.1f}", f"{cpu:.1%}")
                 table.row(*row, f"{bar}: {table.bar(met)}")
     return table.missed
 
 
-def _with_viewers(server: PageServer, live: LiveSimulation, count: int, log: Path) -> tuple[float, float, float, float]:
+def _with_viewers(
+    server: PageServer, live: LiveSimulation, count: int, log: Path
+) -> tuple[float, float, float, float]:
     """Return polls, reads and calls per second, and the share of one processor."""
     viewer = server.viewer()
-    loading = [threading.Thread(target=_load, args=(viewer, live.name), daemon=True) for _ in range(count)]
+    loading = [
+        threading.Thread(target=_load, args=(viewer, live.name), daemon=True) for _ in range(count)
+    ]
     for thread in loading:
         thread.start()
     if count:
@@ -82,7 +101,9 @@ def _with_viewers(server: PageServer, live: LiveSimulation, count: int, log: Pat
 
 
 def _counts(viewer: Viewer, live: LiveSimulation) -> dict[str, int]:
-    counts: dict[str, int] = viewer.json("/api/counts")["runs"].get(live.name, {"looks": 0, "readings": 0})
+    counts: dict[str, int] = viewer.json("/api/counts")["runs"].get(
+        live.name, {"looks": 0, "readings": 0}
+    )
     return counts
 
 
@@ -105,9 +126,14 @@ def _lines(log: Path) -> int:
 def _cpu_s(server: PageServer) -> float:
     """Return the processor seconds of the server and its readers so far, including ended ones."""
     ticks = 0
-    for pid, fields in [(server.process.pid, slice(11, 15)), *((each, slice(11, 13)) for each in server.children())]:
+    for pid, fields in [
+        (server.process.pid, slice(11, 15)),
+        *((each, slice(11, 13)) for each in server.children()),
+    ]:
         with contextlib.suppress(OSError):
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[fields]))
+            ticks += sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[fields])
+            )
     return ticks / _TICKS
 
 
@@ -125,11 +151,17 @@ def _listed(folder: Path) -> int:
     with PageServer(folder / "runs") as server:
         table.row("until the server listens", f"{time.monotonic() - began_s:.2f}", "")
         viewer = server.viewer()
-        for what, path in (("first page of the list", "/"), ("again", "/"), ("last page", f"/?page={RUNS // 50 - 1}")):
+        for what, path in (
+            ("first page of the list", "/"),
+            ("again", "/"),
+            ("last page", f"/?page={RUNS // 50 - 1}"),
+        ):
             began_s = time.monotonic()
             assert viewer.ask(path).status == 200
             took_s = time.monotonic() - began_s
-            table.row(what, f"{took_s:.2f}", f"below {LISTED_S:g} s: {table.bar(took_s < LISTED_S)}")
+            table.row(
+                what, f"{took_s:.2f}", f"below {LISTED_S:g} s: {table.bar(took_s < LISTED_S)}"
+            )
     return table.missed
 
 

@@ -66,13 +66,21 @@ def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
     from torchlens_perf import autoload
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS
+    )
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if way == "recorded":
         autoload.arm()
-    with perf.watch(model, optimizer, report="quiet") if way == "watched" else contextlib.nullcontext():
+    with (
+        perf.watch(model, optimizer, report="quiet")
+        if way == "watched"
+        else contextlib.nullcontext()
+    ):
         for step in range(STEPS):
             model(torch.full((8, 16), 0.1 * (step + rank))).square().sum().backward()
             optimizer.step()
@@ -145,8 +153,13 @@ def _text(path: Path) -> str:
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
     """Run one spinning process per processor until the context or this process ends."""
-    program = "import os; parent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10 ** 6): pass"
-    spinning = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(os.cpu_count() or 1)]
+    program = (
+        "import os; parent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10 **"
+        " 6): pass"
+    )
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", program]) for _ in range(os.cpu_count() or 1)
+    ]
     try:
         yield
     finally:
@@ -157,7 +170,11 @@ def busy() -> Iterator[None]:
 
 def runs(rounds: int = ROUNDS) -> list[Run]:
     """Return all runs, made by a process that has imported only torch."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHLENS", "OTEL_"))
+    }
     environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, busy():
         command = [sys.executable, "-m", "benchmarks.short_runs", str(rounds), folder]
@@ -174,12 +191,17 @@ def chance(aborts: int, count: int, other_aborts: int, other_count: int) -> floa
     """
     both, most = aborts + other_aborts, min(aborts + other_aborts, count)
     ways = math.comb(count + other_count, both)
-    return sum(math.comb(count, n) * math.comb(other_count, both - n) for n in range(aborts, most + 1)) / ways
+    return (
+        sum(math.comb(count, n) * math.comb(other_count, both - n) for n in range(aborts, most + 1))
+        / ways
+    )
 
 
 def main() -> int:
     """Print the table. Return the number of missed bars."""
-    table = Table("ranks", "all", "exit code 0", "aborted", "hung", "other end", "other stderr", "bar", "")
+    table = Table(
+        "ranks", "all", "exit code 0", "aborted", "hung", "other end", "other stderr", "bar", ""
+    )
     found = runs()
     results = {result for run in found for result in run.results}
     for destroys in (True, False):
@@ -197,9 +219,16 @@ def main() -> int:
                 bar = f"as unwatched (p = {p:.2f})"
                 verdict = table.bar(not ends["other"] and not words and p >= MIN_P)
             group = "destroyed" if destroys else "left"
-            counts = (len(ranks), *(ends[end] for end in ("fine", "aborted", "hung", "other")), words)
+            counts = (
+                len(ranks),
+                *(ends[end] for end in ("fine", "aborted", "hung", "other")),
+                words,
+            )
             table.row(f"{way}, process group {group}", *counts, bar, verdict)
-    print(f"\nresults: {'the same in all runs' if len(results) == 1 else f'{len(results)} different ones'}")
+    print(
+        "\nresults:"
+        f" {'the same in all runs' if len(results) == 1 else f'{len(results)} different ones'}"
+    )
     return table.missed + (len(results) != 1)
 
 

@@ -1,6 +1,7 @@
 """Compare how several tools show one small job with a slow rank, and what they cost the job.
 
-    python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make test-page`
+    python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make
+    test-page`
 
 --tools is the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument,
 wandb and dask[distributed]. Each tool runs the job of side_by_side_training.py REPEATS times, in a
@@ -41,7 +42,11 @@ TOOLS = ("none", "torchlens_perf", "traceml", "memray", "pyinstrument", "wandb",
 REPO = Path(__file__).parent.parent
 JOB = REPO / "benchmarks" / "side_by_side_training.py"
 # The same options as in benchmarks/page_view.py, but only this machine can be reached.
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1",
+]
 SAYS = re.compile(r"[^\n]*\b(?:rank|r)[ -_/]?1\b[^\n]*", re.IGNORECASE)
 SETTLE_MS = 1500
 
@@ -50,10 +55,26 @@ def command(tool: str, python: Path, out: Path, steps: int) -> list[str]:
     """Return the command that runs the job under this tool, as its documentation shows it."""
     job = [tool, str(out), str(steps)]
     if tool == "dask":
-        return [str(python), "-m", "benchmarks.side_by_side_dask", str(out), str(steps), str(dashboard_port(out))]
+        return [
+            str(python),
+            "-m",
+            "benchmarks.side_by_side_dask",
+            str(out),
+            str(steps),
+            str(dashboard_port(out)),
+        ]
     if tool == "traceml":
         return [*traceml(python, out, "summary"), "--html-report", "--args", *job]
-    return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), *job]
+    return [
+        str(python),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(JOB),
+        *job,
+    ]
 
 
 def traceml(python: Path, out: Path, mode: str) -> list[str]:
@@ -74,7 +95,12 @@ def dashboard_port(out: Path) -> int:
 def environ(tool: str) -> dict[str, str]:
     """Return the job's environment. Nothing of ours is loaded under another tool."""
     ours = "1" if tool == "torchlens_perf" else "0"
-    return {**os.environ, "PYTHONPATH": str(REPO), "TORCH_DEVICE_BACKEND_AUTOLOAD": ours, "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(REPO),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": ours,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @contextmanager
@@ -108,7 +134,9 @@ def run(tool: str, python: Path, out: Path) -> dict[str, float]:
         code = process.wait(TIMEOUT_S)
         ended_s = time.time()
     if code:
-        raise RuntimeError(f"{tool}: exit code {code}: {(out / 'log').read_text(errors='replace')[-1500:]}")
+        raise RuntimeError(
+            f"{tool}: exit code {code}: {(out / 'log').read_text(errors='replace')[-1500:]}"
+        )
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
     found = {name: float(max(each[name] for each in ranks)) for name in ranks[0]}
     return {**found, "exit_s": ended_s - found["ended_s"]}
@@ -124,9 +152,21 @@ def pages(tool: str, python: Path, out: Path) -> list[Path]:
         for rank in range(2):
             # --no-web makes a page that contains its own scripts and styles.
             way = ["--no-web"] if rank == 1 else []
-            html = ["flamegraph", "-f", *way, "-o", str(out / f"rank{rank}.html"), str(out / f"rank{rank}.bin")]
+            html = [
+                "flamegraph",
+                "-f",
+                *way,
+                "-o",
+                str(out / f"rank{rank}.html"),
+                str(out / f"rank{rank}.bin"),
+            ]
             subprocess.run([python, "-m", "memray", *html], check=True, stdout=subprocess.DEVNULL)
-    fixed = {"traceml": ["summary/final_summary.html"], "dask": ["report.html"], "wandb": [], "none": []}
+    fixed = {
+        "traceml": ["summary/final_summary.html"],
+        "dask": ["report.html"],
+        "wandb": [],
+        "none": [],
+    }
     return [out / each for each in fixed.get(tool, ["rank0.html", "rank1.html"])]
 
 
@@ -134,7 +174,9 @@ def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
     """Load a page with and without scripts, without a network. Return measurements of it."""
     found: dict[str, Any] = {}
     for scripts in (True, False):
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, java_script_enabled=scripts)
+        context = browser.new_context(
+            viewport={"width": 1280, "height": 900}, java_script_enabled=scripts
+        )
         tab, asked, problems = context.new_page(), [], []
         tab.on("request", lambda request, asked=asked: asked.append(request.url))
         tab.on("pageerror", lambda error, problems=problems: problems.append(str(error)))
@@ -147,9 +189,16 @@ def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
         found[f"{name}, of rank 1"] = " ".join(said[0].split())[:70] if said else ""
         tab.screenshot(path=picture.with_name(f"{picture.name}-{name}-scripts.png"))
         if scripts:
-            first = "performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)[0] ?? null"
+            first = (
+                "performance.getEntriesByName('first-contentful-paint').map(each =>"
+                " each.startTime)[0] ?? null"
+            )
             found["paint_ms"] = tab.evaluate(first)
-            foreign = {urlsplit(each).hostname for each in asked if urlsplit(each).scheme in ("http", "https", "ws")}
+            foreign = {
+                urlsplit(each).hostname
+                for each in asked
+                if urlsplit(each).scheme in ("http", "https", "ws")
+            }
             found["hosts"] = sorted(host for host in foreign - {urlsplit(url).hostname} if host)
             found["problems"] = problems
         context.close()
@@ -158,15 +207,27 @@ def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
 
 def show_pages(browser: Browser, python: Path, out: Path) -> None:
     """Print a row for each page. Dask's live dashboard gets a separate run."""
-    table = Table("page", "file", "first paint", "words", "without scripts", "of rank 1", "asks for", "errors")
+    table = Table(
+        "page", "file", "first paint", "words", "without scripts", "of rank 1", "asks for", "errors"
+    )
 
     def row(name: str, size: str, url: str) -> None:
         found = looked_at(browser, url, out / name)
-        paints = [looked_at(browser, url, out / name)["paint_ms"] for _ in range(4)] + [found["paint_ms"]]
+        paints = [looked_at(browser, url, out / name)["paint_ms"] for _ in range(4)] + [
+            found["paint_ms"]
+        ]
         measured = [each for each in paints if each is not None]
         paint = f"{statistics.median(measured):.0f} ms" if measured else "never"
         said = found["with, of rank 1"] or "nothing"
-        cells = (name, size, paint, found["with"], found["without"], said, ", ".join(found["hosts"]) or "nothing")
+        cells = (
+            name,
+            size,
+            paint,
+            found["with"],
+            found["without"],
+            said,
+            ", ".join(found["hosts"]) or "nothing",
+        )
         table.row(*cells, len(found["problems"]))
 
     for tool in TOOLS:
@@ -186,16 +247,23 @@ def show_terminals(python: Path, out: Path) -> None:
     leet = f"{python.parent / 'wandb'} leet {out / 'wandb-0' / 'wandb'}"
     for columns, lines in ((80, 24), (120, 40)):
         folder = out / f"terminal-{columns}"
-        begun = " ".join([*traceml(python, folder, "cli"), "--args", "traceml", str(folder), str(LIVE_STEPS)])
+        begun = " ".join(
+            [*traceml(python, folder, "cli"), "--args", "traceml", str(folder), str(LIVE_STEPS)]
+        )
         folder.mkdir()
         with Tmux(columns, lines, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) as terminal:
             terminal.type(begun, "Enter")
             time.sleep(LIVE_AFTER_S)
             _keep(terminal, out / f"traceml-{columns}.txt")
-        with started("torchlens_perf", python, out / f"live-{columns}", LIVE_STEPS), Tmux(columns, lines) as terminal:
+        with (
+            started("torchlens_perf", python, out / f"live-{columns}", LIVE_STEPS),
+            Tmux(columns, lines) as terminal,
+        ):
             time.sleep(LIVE_AFTER_S - SETTLED_S)
             runs = out / f"live-{columns}" / "runs"
-            terminal.type(f"TORCHLENS_PERF_DIR={runs} {sys.executable} -m torchlens_perf top", "Enter")
+            terminal.type(
+                f"TORCHLENS_PERF_DIR={runs} {sys.executable} -m torchlens_perf top", "Enter"
+            )
             time.sleep(SETTLED_S)
             _keep(terminal, out / f"torchlens_perf-{columns}.txt")
         with Tmux(columns, lines) as terminal:
@@ -210,21 +278,35 @@ def _keep(terminal: Tmux, path: Path) -> None:
 
 def show_costs(found: dict[str, list[dict[str, float]]]) -> None:
     """Print each tool's costs relative to the job alone in the same rounds."""
-    table = Table("tool", "threads", "sockets", "modules imported", "step", "relative to no tool", "loop's end to exit")
+    table = Table(
+        "tool",
+        "threads",
+        "sockets",
+        "modules imported",
+        "step",
+        "relative to no tool",
+        "loop's end to exit",
+    )
     for tool, runs in found.items():
         now = {name: statistics.median(each[name] for each in runs) for name in runs[0]}
-        ratios = [mine["step_p50_s"] / none["step_p50_s"] for mine, none in zip(runs, found["none"], strict=True)]
+        ratios = [
+            mine["step_p50_s"] / none["step_p50_s"]
+            for mine, none in zip(runs, found["none"], strict=True)
+        ]
         than = [f"{now[name] - statistics.median(each[name] for each in found['none']):+.0f}" for name in
                 ("threads", "sockets", "modules")]  # fmt: skip
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        table.row(tool, *than, f"{1e3 * now['step_p50_s']:.1f} ms", spread, f"{now['exit_s']:.1f} s")
+        table.row(
+            tool, *than, f"{1e3 * now['step_p50_s']:.1f} ms", spread, f"{now['exit_s']:.1f} s"
+        )
 
 
 def main(python: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     packages = ["torch", "bokeh", "traceml-ai", "memray", "pyinstrument", "wandb", "distributed"]
     versions = (
-        "from importlib.metadata import version; import sys; [print(each, version(each)) for each in sys.argv[1:]]"
+        "from importlib.metadata import version; import sys; [print(each, version(each)) for each"
+        " in sys.argv[1:]]"
     )
     subprocess.run([python, "-c", versions, *packages], check=True)
     found: dict[str, list[dict[str, float]]] = {tool: [] for tool in TOOLS}

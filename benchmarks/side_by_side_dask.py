@@ -19,15 +19,27 @@ from benchmarks.side_by_side_training import main as train
 
 def rank(number: int, port: int, out: str, steps: int) -> None:
     """Run one rank on a worker."""
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     train("dask", Path(out), steps)
 
 
 def main(out: Path, steps: int, port: int) -> None:
     from distributed import Client, LocalCluster, performance_report
 
-    local = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{port}", "local_directory": str(out)}
-    with LocalCluster(n_workers=2, threads_per_worker=1, **local) as cluster, Client(cluster) as client:
+    local = {
+        "host": "127.0.0.1",
+        "dashboard_address": f"127.0.0.1:{port}",
+        "local_directory": str(out),
+    }
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, **local) as cluster,
+        Client(cluster) as client,
+    ):
         workers, meeting = sorted(client.scheduler_info()["workers"]), free_port()
         with performance_report(filename=str(out / "report.html")):
             tasks = [

@@ -1,6 +1,7 @@
 """One rank of the job of side_by_side.py: a small DDP job over gloo whose rank 1 is slow.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m benchmarks.side_by_side_training TOOL OUT STEPS
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m benchmarks.side_by_side_training
+    TOOL OUT STEPS
 
 Each tool is used as its own documentation shows. After the loop, while the tool still records, the
 process writes its resources to OUT/rankN.json.
@@ -35,7 +36,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.extra_ms = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,9 @@ def train(
     """
     torch.manual_seed(0)
     middle = Block()
-    model = nn.Sequential(OrderedDict(first=Block(), middle=middle, last=Block(), head=nn.Linear(WIDTH, 8)))
+    model = nn.Sequential(
+        OrderedDict(first=Block(), middle=middle, last=Block(), head=nn.Linear(WIDTH, 8))
+    )
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
     data = DataLoader(TensorDataset(torch.randn(BATCH * steps, WIDTH)), batch_size=BATCH)
@@ -92,7 +97,9 @@ def train(
             seconds.append(now_s - last_s)
             last_s = now_s
         if out is not None:
-            (out / f"rank{rank}.json").write_text(json.dumps({**held(), **paces(seconds, last_s - begin_s)}))
+            (out / f"rank{rank}.json").write_text(
+                json.dumps({**held(), **paces(seconds, last_s - begin_s)})
+            )
 
 
 def held() -> dict[str, Any]:
@@ -121,14 +128,21 @@ def alone(rank: int, steps: int, out: Path) -> None:
 def under_torchlens_perf(rank: int, steps: int, out: Path) -> None:
     import torchlens_perf as perf
 
-    train(rank, steps, lambda model, optimizer: perf.watch(model, optimizer, dir=str(out / "runs")), out=out)
+    train(
+        rank,
+        steps,
+        lambda model, optimizer: perf.watch(model, optimizer, dir=str(out / "runs")),
+        out=out,
+    )
 
 
 def under_traceml(rank: int, steps: int, out: Path) -> None:
     import traceml_ai as traceml
 
     traceml.init(mode="auto")
-    train(rank, steps, lambda model, optimizer: contextlib.nullcontext(), traceml.trace_step, out=out)
+    train(
+        rank, steps, lambda model, optimizer: contextlib.nullcontext(), traceml.trace_step, out=out
+    )
 
 
 def under_memray(rank: int, steps: int, out: Path) -> None:
@@ -146,12 +160,16 @@ def under_pyinstrument(rank: int, steps: int, out: Path) -> None:
 
 
 def under_wandb(rank: int, steps: int, out: Path) -> None:
-    """Log step times to one wandb run per rank, in one group, as wandb's documentation recommends."""
+    """Log step times to one wandb run per rank, in one group, as wandb's documentation
+    recommends.
+    """
     import wandb
 
     @contextlib.contextmanager
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        with wandb.init(project="side-by-side", group="job", name=f"rank-{rank}", mode="offline", dir=out):
+        with wandb.init(
+            project="side-by-side", group="job", name=f"rank-{rank}", mode="offline", dir=out
+        ):
             yield
 
     def log(step: int, loss: float, step_s: float) -> None:

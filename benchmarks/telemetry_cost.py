@@ -60,18 +60,30 @@ def _measure(folder: Path) -> int:
     gpus()
     each_us = _processor_us(gpus) / GPUS
     bar = f"at most {MAX_US:.0f} us"
-    table.row("a sample of one GPU that tells everything", f"{each_us:.0f}", bar, table.bar(each_us <= MAX_US))
+    table.row(
+        "a sample of one GPU that tells everything",
+        f"{each_us:.0f}",
+        bar,
+        table.bar(each_us <= MAX_US),
+    )
     sample = telemetry.sample(UUIDS[:1], now_ns + 1_000_000_000, 0)[UUIDS[0]]
     telemetry.close()
     port(folder / "infiniband")
     links = LinkTelemetry(folder / "infiniband")
-    table.row("a sample of one InfiniBand port", f"{_processor_us(lambda: links.sample(0, 0)):.0f}", "", "")
+    table.row(
+        "a sample of one InfiniBand port",
+        f"{_processor_us(lambda: links.sample(0, 0)):.0f}",
+        "",
+        "",
+    )
     _write(folder, sample, table)
     return table.missed
 
 
 def _write(folder: Path, sample: GpuSample, table: Table) -> None:
-    """Write a file of two minutes of eight GPUs whose values all differ, as in a run of some hours."""
+    """Write a file of two minutes of eight GPUs whose values all differ, as in a run
+    of some hours.
+    """
     run = RunDirectory(folder / "run")
     run.create()
     writer, draw = store.SampleWriter(run, HOST), random.Random(1)
@@ -85,13 +97,22 @@ def _write(folder: Path, sample: GpuSample, table: Table) -> None:
         writer.write({store.GPUS: samples}, 1 << 30)
         took_us.append((time.process_time_ns() - started_ns) / 1e3)
     written = min(path.stat().st_size for path in (run.path / "gpus").iterdir())
-    table.row(f"writing {FILE_SAMPLES} samples of GPUs", f"{statistics.median(took_us):.0f}", "", "")
-    print(f"\nA sample takes {held / FILE_SAMPLES:.0f} bytes in memory and {written / FILE_SAMPLES:.0f} on disk.")
+    table.row(
+        f"writing {FILE_SAMPLES} samples of GPUs", f"{statistics.median(took_us):.0f}", "", ""
+    )
+    print(
+        f"\nA sample takes {held / FILE_SAMPLES:.0f} bytes in memory and"
+        f" {written / FILE_SAMPLES:.0f} on disk."
+    )
 
 
 def _varied(sample: GpuSample, draw: random.Random) -> GpuSample:
     known = {name: getattr(sample, name) for name in (*GPU_GAUGES, *GPU_COUNTERS)}
-    values = {name: type(value)(value * draw.random()) for name, value in known.items() if value is not None}
+    values = {
+        name: type(value)(value * draw.random())
+        for name, value in known.items()
+        if value is not None
+    }
     grown = {name: values[name] for name in sample.grown}
     return dataclasses.replace(sample, **values, grown=grown)
 

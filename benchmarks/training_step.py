@@ -34,8 +34,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out, self.dropout1, self.dropout2 = nn.Linear(width, width), nn.Dropout(0.0), nn.Dropout(0.0)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.out, self.dropout1, self.dropout2 = (
+            nn.Linear(width, width),
+            nn.Dropout(0.0),
+            nn.Dropout(0.0),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,13 +51,19 @@ class Block(nn.Module):
             part(normed).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.dropout1(self.out(mixed))
         return x + self.dropout2(self.mlp(self.norm2(x)))
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 6, width: int = 32, vocabulary: int = 256, context: int = 8) -> None:
+    def __init__(
+        self, layers: int = 6, width: int = 32, vocabulary: int = 256, context: int = 8
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(0.0)
@@ -155,14 +167,24 @@ def main() -> int:
         sampling = {name: arm.sampling_cost(step) for name, arm in arms.items()}
         for watch in watches.values():
             watch.stop()
-    table = Table(f"a step of {calls} modules", "ms", "cost in %", "of it sampling", "us", "bar (upper end)", "")
+    table = Table(
+        f"a step of {calls} modules",
+        "ms",
+        "cost in %",
+        "of it sampling",
+        "us",
+        "bar (upper end)",
+        "",
+    )
     unwatched, control = values["unwatched"], values["unwatched again (control)"]
     both = [statistics.mean(pair) for pair in zip(unwatched, control, strict=True)]
     bars = {"default watch": 1.0, "every module": 1.5}
     for name, nanoseconds in values.items():
         share = 100 * sampling[name]
         base = both if name in watches else unwatched
-        middle, low, high = (100 * (ratio - 1) + share for ratio in ratio_interval(nanoseconds, base))
+        middle, low, high = (
+            100 * (ratio - 1) + share for ratio in ratio_interval(nanoseconds, base)
+        )
         microseconds = middle / 100 * statistics.median(base) / 1000
         bar = bars.get(name)
         compared = name != "unwatched"

@@ -98,7 +98,9 @@ def main() -> int:
 def quietest(pairs: list[Pair], wanted: int) -> list[Pair]:
     """Return the undisturbed pairs, or the least disturbed half of `wanted` if there are fewer."""
     by_others = sorted(pairs, key=lambda pair: pair.others)
-    return [pair for i, pair in enumerate(by_others) if pair.others <= MAX_OTHERS or i < wanted // 2]
+    return [
+        pair for i, pair in enumerate(by_others) if pair.others <= MAX_OTHERS or i < wanted // 2
+    ]
 
 
 def percent(ratio: tuple[float, float, float]) -> str:
@@ -108,7 +110,11 @@ def percent(ratio: tuple[float, float, float]) -> str:
 
 def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
     """Return all pairs, made by a fresh process that has imported only torch."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHLENS", "OTEL_"))
+    }
     environ["OMP_NUM_THREADS"] = str(2 // ranks)
     command = [sys.executable, "-m", __name__, str(seconds), str(ranks), str(wanted)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -127,7 +133,10 @@ def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
     run_once(ranks, TRIED_STEPS, watched=True)
     pairs: list[Pair] = []
     draw, order = random.Random(1), [False, True]
-    while len(pairs) < MAX_TRIES * wanted and sum(pair.others <= MAX_OTHERS for pair in pairs) < wanted:
+    while (
+        len(pairs) < MAX_TRIES * wanted
+        and sum(pair.others <= MAX_OTHERS for pair in pairs) < wanted
+    ):
         draw.shuffle(order)
         runs = {watched: run_once(ranks, steps, watched=watched) for watched in order}
         pairs.append(Pair(runs[False], runs[True]))
@@ -139,16 +148,22 @@ def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         busy_s, own_s, begun_s = processors_s(), children_s(), time.monotonic()
-        children = [start_rank(rank, ranks, steps, folder, watched=watched) for rank in range(ranks)]
+        children = [
+            start_rank(rank, ranks, steps, folder, watched=watched) for rank in range(ranks)
+        ]
         ended: dict[int, float] = {}
         for _ in children:
             pid, status = os.waitpid(-1, 0)
             ended[pid] = time.monotonic()
             if status:
-                raise RuntimeError(f"a rank ended with status {status}: {(folder / 'stderr').read_text()}")
+                raise RuntimeError(
+                    f"a rank ended with status {status}: {(folder / 'stderr').read_text()}"
+                )
         last_s = max(ended.values())
         busy_s, own_s, took_s = processors_s() - busy_s, children_s() - own_s, last_s - begun_s
-        told = [struct.unpack("ddd", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)]
+        told = [
+            struct.unpack("ddd", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)
+        ]
         cpu_s = sidecar_cpu_s(folder) if watched else 0.0
         return Times(
             whole_s=last_s - min(began for began, _, _ in told),
@@ -166,7 +181,9 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
     if child:
         return child
     if ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+        )
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     try:
         times = train(rank, ranks, steps, folder, watched=watched)
@@ -177,7 +194,9 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
     os._exit(0)
 
 
-def train(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> tuple[float, float, float]:
+def train(
+    rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
+) -> tuple[float, float, float]:
     """Train one rank. Return when it began, entered its loop and left it (CLOCK_MONOTONIC)."""
     import torch
     import torch.distributed as dist

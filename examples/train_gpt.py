@@ -57,7 +57,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
         self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.slow = slow
 
     def forward(self, x):
@@ -94,7 +96,9 @@ def main():
     model = DistributedDataParallel(GPT(slow_block=2 if rank == SLOW_RANK else None).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = StandardLibrary()
-    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, seed=0), drop_last=True)
+    loader = DataLoader(
+        data, batch_size=BATCH, sampler=DistributedSampler(data, seed=0), drop_last=True
+    )
 
     for step, (ids, targets) in enumerate(loader):
         logits = model(ids.to(device))

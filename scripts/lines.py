@@ -20,10 +20,10 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        12435,
+        13634,
     ),
-    ("store", ("store",), 1600, 735),
-    ("run", ("run",), 3000, 5147),
+    ("store", ("store",), 1600, 844),
+    ("run", ("run",), 3000, 5434),
     (
         "verdicts",
         (
@@ -31,21 +31,25 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        8259,
+        9356,
     ),
-    ("analysis", ("analysis",), 3300, 5076),
-    ("exporters", ("exporters",), 2600, 5157),
-    ("view", ("report", "view", "page", "top"), 6000, 10781),
-    ("serve", ("serve",), 1300, 2066),
-    ("sidecar", ("sidecar",), 5400, 8916),
-    ("simulate, commands", ("simulate", "commands"), 2200, 3397),
-    ("entry points", (".",), 1000, 1740),
+    ("analysis", ("analysis",), 3300, 5586),
+    ("exporters", ("exporters",), 2600, 5684),
+    ("view", ("report", "view", "page", "top"), 6000, 12139),
+    ("serve", ("serve",), 1300, 2272),
+    ("sidecar", ("sidecar",), 5400, 9667),
+    ("simulate, commands", ("simulate", "commands"), 2200, 3866),
+    ("entry points", (".",), 1000, 2002),
 )  # fmt: skip
 
 
 def main() -> int:
     """Print the table. Return 1 if a package is above its limit."""
-    left = {file for file in PACKAGE.rglob("*") if file.suffix in SUFFIXES and "__pycache__" not in file.parts}
+    left = {
+        file
+        for file in PACKAGE.rglob("*")
+        if file.suffix in SUFFIXES and "__pycache__" not in file.parts
+    }
     above, sums = [], [0, 0, 0]
     print(f"{'package':20} {'lines':>7} {'budget':>7} {'limit':>7}")
     for name, places, budget, limit in PACKAGES:
@@ -55,10 +59,16 @@ def main() -> int:
         sums = [total + each for total, each in zip(sums, (lines, budget, limit), strict=True)]
         if lines > limit:
             above.append(f"{name} has {lines} lines, {lines - limit} more than its limit")
-        print(f"{name:20} {lines:7,} {budget:7,} {limit:7,}{'  above its limit' if lines > limit else ''}")
+        print(
+            f"{name:20} {lines:7,} {budget:7,}"
+            f" {limit:7,}{'  above its limit' if lines > limit else ''}"
+        )
     print(f"{'sum':20} {sums[0]:7,} {sums[1]:7,} {sums[2]:7,}")
     for each in above:
-        print(f"{each}: delete as many, or raise the limit in scripts/lines.py and say why.", file=sys.stderr)
+        print(
+            f"{each}: delete as many, or raise the limit in scripts/lines.py and say why.",
+            file=sys.stderr,
+        )
     return int(bool(above) or bool(left))
 
 

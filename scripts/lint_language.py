@@ -1,6 +1,7 @@
-"""Find docstrings, comments, messages and docs that break the rules for plain language in CONTRIBUTING.md.
+"""Find texts that break the rules for plain language in CONTRIBUTING.md.
 
-usage: python scripts/lint_language.py [FILE ...]    Lines of scripts/language_exceptions.txt, `FILE: WORD`, may stay.
+usage: python scripts/lint_language.py [FILE ...]
+Lines `FILE: WORD` of scripts/language_exceptions.txt are exceptions.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = (ROOT / "scripts" / "language_exceptions.txt").read_text().splitlines()
 FRAGMENT = re.compile(r"(Of|That|Those|Whose|As|By|To|What|Where|Who|Which|How|Whether|It)\b")
 PHRASE = re.compile(
-    r"\b(is none|are none|of none|no other one|as without us|[Nn]obody|[Ss]omebody|[Ww]hoever|[Bb]esides?|beforehand)\b"
+    r"\b(is none|are none|of none|no other one|"
+    r"as without us|[Nn]obody|[Ss]omebody|[Ww]hoever|[Bb]esides?|beforehand)\b"
 )
 
 
 def main() -> int:
-    names = sys.argv[1:] or subprocess.check_output(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, text=True).split()
+    tracked = subprocess.check_output(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, text=True)
     found = 0
-    for name in names:
+    for name in sys.argv[1:] or tracked.split():
         for line, word, text in broken(name):
             if f"{name}: {word}" not in EXCEPTIONS:
                 print(f"{name}:{line}: {word!r} in {' '.join(text.split())[:80]!r}")
@@ -44,12 +46,11 @@ def broken(name: str) -> Iterator[tuple[int, str, str]]:
                 text = ast.get_docstring(node) or ""
                 if match := FRAGMENT.match(text):
                     yield node.body[0].lineno, match[1], text
-        texts = [
-            (node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
-        ]
+        constants = [node for node in nodes if isinstance(node, ast.Constant)]
+        texts = [(node.lineno, node.value) for node in constants if type(node.value) is str]
         with path.open("rb") as file:
-            tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
-        texts += [(token.start[0], token.string) for token in tokens]
+            tokens = list(tokenize.tokenize(file.readline))
+        texts += [(each.start[0], each.string) for each in tokens if each.type == tokenize.COMMENT]
     for line, text in texts:
         if match := PHRASE.search(text):
             yield line, match[1], text

@@ -88,31 +88,46 @@ def main(folder: Path) -> int:
     if not python.exists():
         venv.create(folder / "venv", with_pip=True)
     pip = [str(python), "-m", "pip", "install", "-q", "--no-compile"]
-    torch = next(each for each in project["optional-dependencies"]["test"] if each.startswith("torch=="))
+    torch = next(
+        each for each in project["optional-dependencies"]["test"] if each.startswith("torch==")
+    )
     subprocess.run([*pip, torch, *pins], check=True)
     subprocess.run([*pip, "--no-deps", str(ROOT)], check=True)
     print("\n".join(pins))
 
     endpoint = Endpoint()
     address = f"http://127.0.0.1:{endpoint.server.server_port}"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_"))}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OTEL_", "TORCHLENS_"))
+    }
     environ = {**inherited, "OTEL_EXPORTER_OTLP_ENDPOINT": address}
     subprocess.run([str(python), "-c", TRAINING], cwd=folder, env=environ, check=True)
     run = max((folder / "runs").iterdir(), key=lambda each: each.stat().st_mtime)
     perf = [str(python), "-m", "torchlens_perf"]
     report = ended_report([*perf, "report", str(run), "--json"], folder)
     page = folder / "page.html"
-    subprocess.run([*perf, "report", str(run), "--html", str(page), "--quiet"], cwd=folder, check=True)
+    subprocess.run(
+        [*perf, "report", str(run), "--html", str(page), "--quiet"], cwd=folder, check=True
+    )
     log = "".join(path.read_text() for path in run.glob("nodes/*.log"))
     problems = []
     if report["steps"]["count"] != 60:
         problems.append(f"{report['steps']['count']} of 60 steps are in the report")
     # A run without alerts sends no logs.
-    problems += [f"no {signal} arrived" for signal in ("traces", "metrics") if signal not in endpoint.requests]
+    problems += [
+        f"no {signal} arrived"
+        for signal in ("traces", "metrics")
+        if signal not in endpoint.requests
+    ]
     if not page.stat().st_size:
         problems.append("the page is empty")
     problems += [line for line in log.splitlines() if "Error" in line or "failed" in line]
-    print(f"{report['steps']['count']} steps, page of {page.stat().st_size} bytes, OTLP requests: {endpoint.requests}")
+    print(
+        f"{report['steps']['count']} steps, page of {page.stat().st_size} bytes, OTLP requests:"
+        f" {endpoint.requests}"
+    )
     for problem in problems:
         print(f"PROBLEM: {problem}")
     return 1 if problems else 0

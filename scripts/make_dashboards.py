@@ -59,21 +59,28 @@ def rate(counter: str, labels: str = "") -> str:
 
 
 def mean_s(histogram: str, labels: str = "") -> str:
-    """Return the mean seconds per step of each rank, or of each node in jobs of more than 64 ranks."""
+    """Return the mean seconds per step of each rank, or of each node in jobs of more
+    than 64 ranks.
+    """
     return f"({rate(f'{histogram}_sum', labels)} / {rate(f'{histogram}_count', labels)})"
 
 
 CHOSEN = f'{{{RANK}=~"$rank"}}'
 DIED = 'torch_train_processes_ended_total{torch_train_process_end="died"}'
 # Divided by all steps of the run, not only by steps that had the phase.
-PHASE_S = f"({rate(f'{PHASES}_sum')} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_count')})"
+PHASE_S = (
+    f"({rate(f'{PHASES}_sum')} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_count')})"
+)
 STEP_BUCKETS, LOST = rate(f"{STEP}_bucket"), rate("torchlens_perf_records_lost_total")
 
 
 def share(phase: str) -> str:
     """Return the phase's share of the step time of each rank."""
     labels = f'{{{PHASE}="{phase}"}}'
-    return f"({rate(f'{PHASES}_sum', labels)} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_sum')})"
+    return (
+        f"({rate(f'{PHASES}_sum', labels)} / on (job, instance, {RANK}) group_left ()"
+        f" {rate(f'{STEP}_sum')})"
+    )
 
 
 class Query(NamedTuple):
@@ -180,7 +187,9 @@ RANKS = [
           "Mean duration of each phase by the device's clock."),
 ]  # fmt: skip
 
-_LAST_SHARE = f"{rate('torch_collective_arrived_last_total')} / {rate('torch_collective_compared_total')}"
+_LAST_SHARE = (
+    f"{rate('torch_collective_arrived_last_total')} / {rate('torch_collective_compared_total')}"
+)
 COLLECTIVES = [
     Panel("Last to arrive", "percentunit",
           [Query(f"topk(8, {of_run(_LAST_SHARE)})", f"rank {{{{{RANK}}}}}")],
@@ -226,7 +235,9 @@ MEMORY = [
           "Including errors that the job has caught."),
 ]  # fmt: skip
 
-_CLOCK = 'hw_gpu_clock_frequency_hertz{hw_gpu_clock="sm"} / hw_gpu_clock_limit_hertz{hw_gpu_clock="sm"}'
+_CLOCK = (
+    'hw_gpu_clock_frequency_hertz{hw_gpu_clock="sm"} / hw_gpu_clock_limit_hertz{hw_gpu_clock="sm"}'
+)
 _NETWORK = (
     f"{rate('hw_network_io_bytes_total')} / on (job, instance, hw_id) "
     "group_left () hw_network_bandwidth_limit_bytes_per_second"
@@ -288,7 +299,9 @@ def main() -> None:
 def files() -> dict[str, str]:
     """Return the contents of each generated file by its path below torchlens_perf/deploy."""
     found = {
-        f"grafana/torchlens-{name}.json": json.dumps(json.loads(_json(name, *of)), indent=1, sort_keys=True) + "\n"
+        f"grafana/torchlens-{name}.json": (
+            json.dumps(json.loads(_json(name, *of)), indent=1, sort_keys=True) + "\n"
+        )
         for name, of in DASHBOARDS.items()
     }
     rules = (DEPLOY / "prometheus" / "alerts.yaml").read_text()
@@ -316,9 +329,19 @@ def _json(name: str, title: str, panels: Sequence[Panel]) -> str:
         .time("now-1h", "now")
         .refresh("30s")
         .tooltip(DashboardCursorSync.CROSSHAIR)
-        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_variable("job", "Scrape job", 'label_values(target_info{torch_run_id!=""}, job)', multi=True))
-        .with_variable(_variable("run", "Run", 'label_values(target_info{job=~"$job"}, torch_run_id)', multi=False))
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+        .with_variable(
+            _variable(
+                "job", "Scrape job", 'label_values(target_info{torch_run_id!=""}, job)', multi=True
+            )
+        )
+        .with_variable(
+            _variable(
+                "run", "Run", 'label_values(target_info{job=~"$job"}, torch_run_id)', multi=False
+            )
+        )
     )
     if any("$rank" in query.expression for panel in panels for query in panel.queries):
         values = f'label_values(torch_train_steps_total{{job=~"$job"}}, {RANK})'
@@ -356,13 +379,25 @@ def _panel(panel: Panel) -> Any:
         made = made.no_value(panel.nothing)
     if panel.kind in ("lines", "stack"):
         legend = (
-            VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM).show_legend(True)
+            VizLegendOptions()
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+            .show_legend(True)
         )
-        made = made.legend(legend).min(0).line_width(1).fill_opacity(60 if panel.kind == "stack" else 0)
-    if panel.kind in ("lines", "stack") and any(f"{{{{{PHASE}}}}}" in query.legend for query in panel.queries):
+        made = (
+            made.legend(legend)
+            .min(0)
+            .line_width(1)
+            .fill_opacity(60 if panel.kind == "stack" else 0)
+        )
+    if panel.kind in ("lines", "stack") and any(
+        f"{{{{{PHASE}}}}}" in query.legend for query in panel.queries
+    ):
         for phase, part in theme.PARTS.items():
             color = {"mode": "fixed", "fixedColor": part.color.dark}
-            made = made.override_by_regexp(f"(.* )?{phase}$", [DynamicConfigValue(id_val="color", value=color)])
+            made = made.override_by_regexp(
+                f"(.* )?{phase}$", [DynamicConfigValue(id_val="color", value=color)]
+            )
     if panel.kind == "stack":
         made = made.stacking(StackingConfig().mode(StackingMode.NORMAL))
     for index, query in enumerate(panel.queries):

@@ -26,7 +26,11 @@ MUTATIONS = [
         "mantissa >= bounds[below + half - 1]",
         "a bound counts in the next bucket",
     ),
-    (r"below \+= mantissa > bounds\[below\];", "", "what is above an octave's last bound counts below it"),
+    (
+        r"below \+= mantissa > bounds\[below\];",
+        "",
+        "what is above an octave's last bound counts below it",
+    ),
     (r"\(count - 1\) / 2", "count / 2", "the upper median"),
     (r"\(present - 1\) / 2", "present / 2", "the upper median of ranks"),
     (r"before \+ until > wanted", "before + until >= wanted", "a quantile one place too low"),
@@ -58,9 +62,23 @@ def survives(source: str, folder: Path) -> bool:
     """Return True if the tests pass with these kernels."""
     changed = folder / "kernels.cu"
     changed.write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/cuda/test_kernels.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "tests/cuda/test_kernels.py",
+    ]
     environment = {**os.environ, "MUTATED_KERNELS": str(changed)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300).returncode == 0
+    return (
+        subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, timeout=300
+        ).returncode
+        == 0
+    )
 
 
 def main() -> None:
@@ -76,8 +94,12 @@ def main() -> None:
                 sys.exit(f"no place for: {pattern}")
             for place in places:
                 tried += 1
-                if survives(source[: place.start()] + replacement + source[place.end() :], Path(folder)):
-                    survivors.append(f"line {source.count(chr(10), 0, place.start()) + 1}: {meaning}")
+                if survives(
+                    source[: place.start()] + replacement + source[place.end() :], Path(folder)
+                ):
+                    survivors.append(
+                        f"line {source.count(chr(10), 0, place.start()) + 1}: {meaning}"
+                    )
     print(f"{tried - len(survivors)} of {tried} changes were noticed", *survivors, sep="\n")
 
 

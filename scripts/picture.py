@@ -16,8 +16,17 @@ from torchlens_perf.view.terminal import short_lines
 _COLUMNS = 120
 
 run = RunDirectory(Path(sys.argv[1]))
-console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
+console = Console(
+    record=True,
+    width=_COLUMNS,
+    file=io.StringIO(),
+    force_terminal=True,
+    highlight=False,
+    markup=False,
+)
 folder = f"torchlens-perf/{run.run_id}"
-for line in short_lines(run_report(run), folder, _COLUMNS, color=True, page=f"{folder}/report.html"):
+for line in short_lines(
+    run_report(run), folder, _COLUMNS, color=True, page=f"{folder}/report.html"
+):
     console.print(line, no_wrap=True)
 console.save_svg(sys.argv[2], title="make demo")

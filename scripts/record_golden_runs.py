@@ -27,7 +27,14 @@ import torchlens_perf as perf
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "recorded"
 STEPS, WIDTH, BATCH = 128, 256, 64
 LONG_S, SHORT_S = 0.012, 0.006
-TWO_RANKS = ("clean", "slow_forward", "slow_backward_for_a_while", "slow_data", "one_stall", "saves_alone")
+TWO_RANKS = (
+    "clean",
+    "slow_forward",
+    "slow_backward_for_a_while",
+    "slow_data",
+    "one_stall",
+    "saves_alone",
+)
 ONE_RANK = ("evaluates_and_saves", "waits_for_data", "host_code", "sections_and_two_optimizers")
 
 
@@ -118,7 +125,9 @@ def record(name: str, ranks: int) -> None:
             raise SystemExit(f"{name} failed")
         spans, deadline_s = Path(folder) / name / "spans", time.monotonic() + 60
         nodes = Path(folder) / name / "nodes"
-        while '"ended":""' in "".join(each.read_text() for each in nodes.glob("*.json")) or not list(spans.glob("*")):
+        while '"ended":""' in "".join(
+            each.read_text() for each in nodes.glob("*.json")
+        ) or not list(spans.glob("*")):
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"the records of {name} were not written")
             time.sleep(0.5)
@@ -139,7 +148,9 @@ def main() -> None:
         return
     for name in sys.argv[1:] or (*TWO_RANKS, *ONE_RANK):
         record(name, 2 if name in TWO_RANKS else 1)
-        print(name, sum(file.stat().st_size for file in (FOLDER / name).rglob("*.parquet")), "bytes")
+        print(
+            name, sum(file.stat().st_size for file in (FOLDER / name).rglob("*.parquet")), "bytes"
+        )
 
 
 if __name__ == "__main__":

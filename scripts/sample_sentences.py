@@ -2,8 +2,8 @@
 
 usage: python scripts/sample_sentences.py [SEED]
 
-Prints 40 sentences of docstrings and comments, 30 of docs, 30 that users see, 50 names of tests and 50 names of
-classes and functions, each with the place that it comes from.
+Prints 40 sentences of docstrings and comments, 30 of docs, 30 that users see, 50 names of tests and
+50 names of classes and functions, each with the place that it comes from.
 """
 
 from __future__ import annotations
@@ -36,9 +36,31 @@ def main() -> int:
     kinds: list[tuple[str, int, Found]] = [
         ("code", 40, [each for name in code for each in explanations(name)]),
         ("docs", 30, [each for name in docs for each in prose(name)]),
-        ("shown to users", 30, [each for name in code if name.startswith(SHOWN) for each in messages(name)]),
-        ("tests", 50, [each for name in code if name.startswith("tests/") for each in definitions(name, "test_")]),
-        ("names", 50, [each for name in code if name.startswith("torchlens_perf/") for each in definitions(name, "")]),
+        (
+            "shown to users",
+            30,
+            [each for name in code if name.startswith(SHOWN) for each in messages(name)],
+        ),
+        (
+            "tests",
+            50,
+            [
+                each
+                for name in code
+                if name.startswith("tests/")
+                for each in definitions(name, "test_")
+            ],
+        ),
+        (
+            "names",
+            50,
+            [
+                each
+                for name in code
+                if name.startswith("torchlens_perf/")
+                for each in definitions(name, "")
+            ],
+        ),
     ]
     for kind, count, found in kinds:
         print(f"## {kind}: {count} of {len(found)}\n")
@@ -56,15 +78,27 @@ def sentences(text: str, place: str) -> Iterator[tuple[str, str]]:
             yield place, words
 
 
+def scopes(name: str) -> Iterator[tuple[ast.AST, str]]:
+    """Return modules, classes and functions of a file with their qualified names."""
+    left: list[tuple[ast.AST, str]] = [(ast.parse((ROOT / name).read_text()), "")]
+    while left:
+        node, path = left.pop()
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            path = f"{path}.{node.name}".lstrip(".") if hasattr(node, "name") else path
+            yield node, path
+        left += [(child, path) for child in ast.iter_child_nodes(node)]
+
+
 def explanations(name: str) -> Iterator[tuple[str, str]]:
     """Return sentences of docstrings and comments."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield from sentences(text, f"{name}:{node.body[0].lineno}")
+    for node, path in scopes(name):
+        text = ast.get_docstring(node)
+        if text is not None:
+            yield from sentences(text, f"{name}:{node.body[0].lineno} {path}")
     with (ROOT / name).open("rb") as file:
-        comments = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        comments = [
+            token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT
+        ]
     texts: dict[int, str] = {}  # By first line. A comment can continue on the next lines.
     first = 0
     for token in comments:
@@ -86,23 +120,31 @@ def prose(name: str) -> Iterator[tuple[str, str]]:
 def messages(name: str) -> Iterator[tuple[str, str]]:
     """Return strings in code that read as sentences; `{}` stands for a value."""
     tree = ast.parse((ROOT / name).read_text())
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+    }
     inside |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
             yield from sentences("".join(map(str, parts)), f"{name}:{node.lineno}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
             yield from sentences(node.value, f"{name}:{node.lineno}")
 
 
 def definitions(name: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """Return names of classes and functions that begin with a prefix."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if node.name.startswith(prefix) and not node.name.startswith("__"):
-            yield f"{name}:{node.lineno}", f"`{node.name}`"
+    """Return qualified names of classes and functions whose names begin with a prefix."""
+    for node, path in scopes(name):
+        own = path.rpartition(".")[2]
+        if own and own.startswith(prefix) and not own.startswith("__"):
+            yield f"{name}:{node.lineno}", f"`{path}`"
 
 
 if __name__ == "__main__":

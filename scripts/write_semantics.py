@@ -32,7 +32,11 @@ exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
 
 def page() -> str:
     """Return the text of the page."""
-    names = [f"`{semantics.event_name(kind, each)}`" for kind, changes in semantics.EVENTS.items() for each in changes]
+    names = [
+        f"`{semantics.event_name(kind, each)}`"
+        for kind, changes in semantics.EVENTS.items()
+        for each in changes
+    ]
     ends = [name for name in names if name.endswith(".ended`")]
     hardware = [each for each in semantics.METRICS if each.name.startswith("hw.")]
     explained = [each for each in semantics.ATTRIBUTES if each.meaning]
@@ -44,16 +48,25 @@ def page() -> str:
             ("span", "parent", "meaning", "condition"),
             ((f"`{each.name}`", each.parent, each.meaning, each.when) for each in semantics.SPANS),
         ),
-        "Below the root, each rank has a span `rank N`: its step. Spans below that are named after their phase, module,"
-        " section or collective.\n",
+        (
+            "Below the root, each rank has a span `rank N`: its step. Spans below that are named"
+            " after their phase, module, section or collective.\n"
+        ),
         "## Metrics\n",
         _metrics(each for each in semantics.METRICS if each not in hardware),
-        "In a large job, points have a rank only where it stands out. Bucket bounds of explicit histograms, in seconds:"
-        f" {bounds}.\n",
+        (
+            "In a large job, points have a rank only where it stands out. Bucket bounds of"
+            f" explicit histograms, in seconds: {bounds}.\n"
+        ),
         "### Hardware\n",
-        "Each point has `hw.id` and `hw.type`, and each point of a GPU also `hw.name`. A port is an InfiniBand or RoCE"
-        " port.\n",
-        _metrics(hardware, leave_out=(semantics.HARDWARE_ID, semantics.HARDWARE_TYPE, semantics.HARDWARE_NAME)),
+        (
+            "Each point has `hw.id` and `hw.type`, and each point of a GPU also `hw.name`. A port"
+            " is an InfiniBand or RoCE port.\n"
+        ),
+        _metrics(
+            hardware,
+            leave_out=(semantics.HARDWARE_ID, semantics.HARDWARE_TYPE, semantics.HARDWARE_NAME),
+        ),
         "## Attributes\n",
         _table(
             ("attribute", "type", "on", "meaning", "condition"),
@@ -106,7 +119,9 @@ def _name(each: semantics.Metric | semantics.Attribute) -> str:
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+    return "".join(
+        f"| {' | '.join(line)} |\n".replace("|  |", "| |").replace("|  |", "| |") for line in lines
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.watch import running
 
-pytest_plugins = ["tests.support.device.fixtures", "tests.support.ranks", "tests.support.recorded_run"]
+pytest_plugins = [
+    "tests.support.device.fixtures",
+    "tests.support.ranks",
+    "tests.support.recorded_run",
+]
 
 # Threads that spin while waiting for each other take processors from tests that run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

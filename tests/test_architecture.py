@@ -16,7 +16,11 @@ PACKAGE = Path(perf.__file__).parent
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    return (
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
 
 
 def assigned(path: Path) -> set[str]:
@@ -65,14 +69,23 @@ def test_package_issues_no_collective() -> None:
         ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),
         ("run.tap_requirements", "loads"),
-        ("sidecar.nodes.job_store", "TCPStore"),  # a client that is no worker, in a separate process
+        (
+            "sidecar.nodes.job_store",
+            "TCPStore",
+        ),  # a client that is no worker, in a separate process
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 function = node.func
-                name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-                assert name not in forbidden or (module_name(path), name) in allowed, f"{path.name}: {name}()"
+                name = (
+                    function.attr
+                    if isinstance(function, ast.Attribute)
+                    else getattr(function, "id", "")
+                )
+                assert name not in forbidden or (module_name(path), name) in allowed, (
+                    f"{path.name}: {name}()"
+                )
 
 
 def test_broad_excepts_are_only_in_listed_places() -> None:
@@ -82,7 +95,9 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
         "errors": 2,  # guard(), as a decorator and over callbacks
         "output": 1,  # any errors of the user's stderr and logging handlers
         "exporters.delivery.sender": 1,  # any errors of a transport or a user's credential provider
-        "exporters.delivery.http_session": 1,  # the same, judged together with the endpoint's answers
+        "exporters.delivery.http_session": (
+            1
+        ),  # the same, judged together with the endpoint's answers
         "commands.doctor": 1,  # a failed check is a line
         "serve.readers": 1,  # in a reader: an error that cannot be unpickled would end all readers
         "sidecar.start.process": 1,  # starts again
@@ -94,7 +109,10 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None
-                or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+                or (
+                    isinstance(node.type, ast.Name)
+                    and node.type.id in ("Exception", "BaseException")
+                )
             ):
                 ends_raising = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
                 found[module_name(path)] = found.get(module_name(path), 0) + (not ends_raising)
@@ -111,14 +129,18 @@ def test_startup_imports_nothing_before_the_script() -> None:
     imported ones.
     """
     tree = ast.parse((PACKAGE / "startup" / "sitecustomize.py").read_text())
-    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    }
 
     assert imported == {"os", "sys"}
     assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
 def test_public_names_exist_and_are_sorted() -> None:
-    public = {name for name in vars(perf) if not name.startswith("_")} - {path.stem for path in PACKAGE.iterdir()}
+    public = {name for name in vars(perf) if not name.startswith("_")} - {
+        path.stem for path in PACKAGE.iterdir()
+    }
 
     assert perf.__all__ == sorted(perf.__all__)
     assert set(perf.__all__) - {"watch"} == public - {"VERSION"}

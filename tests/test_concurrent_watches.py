@@ -41,7 +41,10 @@ def state_of_torch() -> dict[str, Any]:
         "call": nn.Module.__call__,
         "construct": torch.optim.Optimizer.__init__,
         "checkpoint": vars(checkpoint.CheckpointFunction)["backward"],
-        "recomputation": (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__),
+        "recomputation": (
+            checkpoint._recomputation_hook.__enter__,
+            checkpoint._recomputation_hook.__exit__,
+        ),
         "before": list(torch_optimizer._global_optimizer_pre_hooks.values()),
         "after": list(torch_optimizer._global_optimizer_post_hooks.values()),
         "gc": list(gc.callbacks),
@@ -110,7 +113,9 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["recorded", "joined", "off", "inside"])
-def test_watch_that_ended_cannot_be_entered_again(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_that_ended_cannot_be_entered_again(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its models are gone after its end, so entering it again would record something else."""
     if how == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
@@ -137,7 +142,9 @@ def test_patches_can_be_removed_in_any_order(order: tuple[int, ...]) -> None:
 
     for owner in (Owner, Inherits):
         before = dict(vars(owner))
-        replacements: list[Callable[..., str]] = [lambda self, number=number: str(number) for number in range(3)]
+        replacements: list[Callable[..., str]] = [
+            lambda self, number=number: str(number) for number in range(3)
+        ]
         contexts = [patched(owner, "method", each) for each in replacements]
         for context in contexts:
             context.__enter__()
@@ -174,7 +181,9 @@ def test_child_forked_while_a_watch_starts_has_no_hooks(tmp_path: Path) -> None:
     assert wait_for(child) == 0
 
 
-def test_child_forked_while_hooks_are_attached_detaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_forked_while_hooks_are_attached_detaches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child detaches all hooks so far and writes nothing into its parent's ring."""
     from torchlens_perf.hooks import attach
 

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 import torchlens_perf as perf
 from tests.support.processes import ROOT, run
 from torchlens_perf import config as configuration
-from torchlens_perf.config import Config, ExchangeUrl, Settings, from_environment, from_settings, is_on
+from torchlens_perf.config import (
+    Config,
+    ExchangeUrl,
+    Settings,
+    from_environment,
+    from_settings,
+    is_on,
+)
 from torchlens_perf.errors import ConfigError
 
 
@@ -50,7 +57,9 @@ from torchlens_perf.errors import ConfigError
         ({"export_limit": 99}, "export_limit"),
     ],
 )
-def test_invalid_setting_raises_with_field_and_value(settings: dict[str, object], named: str) -> None:
+def test_invalid_setting_raises_with_field_and_value(
+    settings: dict[str, object], named: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{named}=") as caught:
         perf.watch(**settings)
 
@@ -65,12 +74,19 @@ def test_invalid_exit_timeout_raises(wrong: float) -> None:
 
 
 def test_keywords_of_watch_are_the_at_most_20_fields_of_config() -> None:
-    """Keywords of watch() are the public fields of Config, each with the field's type and default."""
+    """Keywords of watch() are the public fields of Config, each with the field's type and
+    default.
+    """
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()
 
     assert len(fields) <= 20
-    assert [each.name for each in shown] == ["model", "optimizer", *(field.name for field in fields), "config"]
+    assert [each.name for each in shown] == [
+        "model",
+        "optimizer",
+        *(field.name for field in fields),
+        "config",
+    ]
     assert [each.default for each in shown[2:-1]] == [field.default for field in fields]
     assert Settings.__annotations__.keys() == {field.name for field in fields}
     kinds = {name: each.__forward_arg__ for name, each in Settings.__annotations__.items()}
@@ -85,10 +101,12 @@ def test_reference_lists_settings_with_their_defaults() -> None:
     assert list(rows) == [field.name for field in fields]
     for field in fields:
         shown = rows[field.name].strip("`").strip('"')
-        assert shown == (str(field.default).lower() if isinstance(field.default, bool) else str(field.default)), (
-            field.name
-        )
-    others = configuration.variables().keys() - {f"TORCHLENS_PERF_{field.name.upper()}" for field in fields}
+        assert shown == (
+            str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        ), field.name
+    others = configuration.variables().keys() - {
+        f"TORCHLENS_PERF_{field.name.upper()}" for field in fields
+    }
     assert [name for name in others if f"| `{name}` |" not in page] == []
 
 
@@ -122,7 +140,15 @@ def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
     """A type checker rejects each wrong choice, type and name, and accepts all valid ones."""
     script = tmp_path / "script.py"
     script.write_text(TYPED + "".join(f"{line}\n" for line in WRONG))
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={tmp_path}", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-error-summary",
+        f"--cache-dir={tmp_path}",
+        str(script),
+    ]
     found = run(command, ROOT).stdout.splitlines()
     first = TYPED.count("\n") + 1
     errors = {int(line.split(":")[1]): line for line in found if ": error: " in line}
@@ -137,11 +163,15 @@ def test_old_names_get_a_hint(name: str) -> None:
     """In code and in the environment, one line names the setting that replaces the old one, if
     there is one.
     """
-    with pytest.raises(ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): .") as of_code:
+    with pytest.raises(
+        ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): ."
+    ) as of_code:
         perf.watch(**{name: "1"})
     variable = f"TORCHLENS_PERF_{name.upper()}"
     if variable not in configuration.variables():
-        with pytest.raises(ConfigError, match=f"^{variable} is no longer a setting: .") as of_environment:
+        with pytest.raises(
+            ConfigError, match=f"^{variable} is no longer a setting: ."
+        ) as of_environment:
             from_environment({variable: "1"})
         assert "\n" not in str(of_environment.value)
     assert "\n" not in str(of_code.value)
@@ -153,7 +183,13 @@ def test_hints_name_existing_settings() -> None:
     hints = " ".join(configuration._OLD_NAMES.values())
     names = {field.name for field in configuration.public_fields()}
     assert (
-        set(re.findall(r"(\w+)=", hints.replace("token_file=", "").replace("name=", "").replace("certs=", ""))) <= names
+        set(
+            re.findall(
+                r"(\w+)=",
+                hints.replace("token_file=", "").replace("name=", "").replace("certs=", ""),
+            )
+        )
+        <= names
     )
     assert set(re.findall(r"(\w+)=", hints)) - {*ExchangeUrl._fields} <= names
     assert set(re.findall(r"TORCHLENS_PERF_\w+", hints)) <= configuration.variables().keys()
@@ -166,7 +202,9 @@ def test_config_has_priority_over_the_environment() -> None:
 
     Defaults override nothing.
     """
-    environment = from_environment({"TORCHLENS_PERF_DIR": "/runs", "TORCHLENS_PERF_TRACE_EVERY": "9"})
+    environment = from_environment(
+        {"TORCHLENS_PERF_DIR": "/runs", "TORCHLENS_PERF_TRACE_EVERY": "9"}
+    )
     given = Config(trace_every=7, backward_every=3)
     config = from_settings({"config": given, "backward_every": 2}, environment)
 
@@ -183,9 +221,13 @@ def test_dir_is_any_path() -> None:
 
 def test_unknown_setting_is_named_with_the_closest() -> None:
     """An unknown keyword raises ConfigError with the closest name."""
-    with pytest.raises(ConfigError, match=r"moduls is not a setting of watch\(\); did you mean modules"):
+    with pytest.raises(
+        ConfigError, match=r"moduls is not a setting of watch\(\); did you mean modules"
+    ):
         perf.watch(moduls="all")
-    with pytest.raises(ConfigError, match=r"zzz is not a setting of watch\(\) \(known: aggregate, backward_every, "):
+    with pytest.raises(
+        ConfigError, match=r"zzz is not a setting of watch\(\) \(known: aggregate, backward_every, "
+    ):
         perf.watch(zzz=1)
 
 
@@ -202,11 +244,15 @@ def test_swapped_arguments_raise() -> None:
     """Cases: an optimizer as model, a model as optimizer, and a function as either."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ConfigError, match=r"^model=SGD: .* is an optimizer; write watch\(model, optimizer\)"):
+    with pytest.raises(
+        ConfigError, match=r"^model=SGD: .* is an optimizer; write watch\(model, optimizer\)"
+    ):
         perf.watch(optimizer)
     with pytest.raises(ConfigError, match=r"^model=SGD: .* is an optimizer"):
         perf.watch(optimizer, model)
-    with pytest.raises(ConfigError, match=r"^optimizer=Linear: .* is a model: write watch\(model, optimizer\)"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer=Linear: .* is a model: write watch\(model, optimizer\)"
+    ):
         perf.watch(model, model)
     with pytest.raises(ConfigError, match=r"^model=function: .* write @watch\(\) with parentheses"):
         perf.watch(lambda: None)
@@ -255,8 +301,13 @@ def test_token_is_only_in_the_private_field(settings: dict[str, str]) -> None:
     config = Config(**settings)
 
     assert config._exchange_token == "S3CRET"
-    assert "S3CRET" not in f"{config!r} {config.exchange} {dataclasses.asdict(config)!r} {from_environment({})!r}"
-    told = from_environment({f"TORCHLENS_PERF_{name.lstrip('_').upper()}": text for name, text in settings.items()})
+    assert (
+        "S3CRET" not in f"{config!r} {config.exchange} {dataclasses.asdict(config)!r}"
+        f" {from_environment({})!r}"
+    )
+    told = from_environment(
+        {f"TORCHLENS_PERF_{name.lstrip('_').upper()}": text for name, text in settings.items()}
+    )
     assert "S3CRET" not in repr(told)
     assert Config(**told) == config
 
@@ -279,7 +330,9 @@ def test_file_name_as_token_is_rejected() -> None:
     assert "/run/secrets" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", ["node-0:9464", "9464/metrics", "70000", ":9464", "::1:9464", "0.0.0.0", 9464])
+@pytest.mark.parametrize(
+    "wrong", ["node-0:9464", "9464/metrics", "70000", ":9464", "::1:9464", "0.0.0.0", 9464]
+)
 def test_invalid_prometheus_address_raises(wrong: object) -> None:
     """The value is a port, or a numeric address and a port."""
     for good in ("9464", "0", "127.0.0.1:0", "[::1]:9464", "localhost:9464"):
@@ -325,7 +378,9 @@ def test_every_field_is_a_variable() -> None:
     }
     config = from_settings({}, from_environment(environ))
 
-    names = {field.name.lstrip("_").upper() for field in dataclasses.fields(Config)} - {"TOTAL_STEPS"}
+    names = {field.name.lstrip("_").upper() for field in dataclasses.fields(Config)} - {
+        "TOTAL_STEPS"
+    }
     assert {f"TORCHLENS_PERF_{name}" for name in names} == set(environ)
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False,
@@ -337,7 +392,9 @@ def test_every_field_is_a_variable() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "value"), [("all", "all"), (" 3 ", 3), ("none", "none"), ("head", ("head",))])
+@pytest.mark.parametrize(
+    ("text", "value"), [("all", "all"), (" 3 ", 3), ("none", "none"), ("head", ("head",))]
+)
 def test_modules_variable_accepts_keywords_levels_and_patterns(text: str, value: object) -> None:
     """TORCHLENS_PERF_MODULES accepts the keywords, a number of levels, or patterns."""
     assert from_environment({"TORCHLENS_PERF_MODULES": text}) == {"modules": value}
@@ -345,7 +402,9 @@ def test_modules_variable_accepts_keywords_levels_and_patterns(text: str, value:
 
 def test_keywords_have_priority_over_the_environment() -> None:
     """Code has priority over the environment, and the environment over the default."""
-    told = from_environment({"TORCHLENS_PERF_BACKWARD_EVERY": "4", "TORCHLENS_PERF_TRACE_EVERY": "9"})
+    told = from_environment(
+        {"TORCHLENS_PERF_BACKWARD_EVERY": "4", "TORCHLENS_PERF_TRACE_EVERY": "9"}
+    )
     config = from_settings({"backward_every": 2}, told)
 
     assert (config.backward_every, config.trace_every, config.nvtx) == (2, 9, True)
@@ -368,7 +427,9 @@ def test_keywords_have_priority_over_the_environment() -> None:
 def test_invalid_variable_disables_recording(
     variable: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid variable disables recording with one line that names it, and the code continues."""
+    """An invalid variable disables recording with one line that names it, and the code
+    continues.
+    """
     monkeypatch.setenv(variable, text)
     with perf.watch() as watch:
         watch.step()
@@ -379,20 +440,28 @@ def test_invalid_variable_disables_recording(
     assert "\n" not in line
 
 
-@given(st.dictionaries(st.text(max_size=12).map(lambda s: "TORCHLENS_PERF_" + s.upper()), st.text(max_size=30)))
+@given(
+    st.dictionaries(
+        st.text(max_size=12).map(lambda s: "TORCHLENS_PERF_" + s.upper()), st.text(max_size=30)
+    )
+)
 def test_any_environment_is_read_or_rejected(environ: dict[str, str]) -> None:
     """Any text in the environment is accepted or raises ConfigError."""
     with contextlib.suppress(ConfigError):
         from_settings({}, from_environment(environ))
 
 
-@pytest.mark.parametrize(("text", "switch"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("text", "switch"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("", False)]
+)
 def test_main_variable_accepts_usual_words(text: str, switch: bool) -> None:
     """TORCHLENS_PERF accepts the usual words. Without it there is no setting."""
     assert is_on({"TORCHLENS_PERF": text}) is switch
     assert is_on({}) is None
 
 
-@pytest.mark.parametrize(("asked", "capacity"), [(1024, 1024), (1025, 2048), (65536, 65536), (100_000, 131072)])
+@pytest.mark.parametrize(
+    ("asked", "capacity"), [(1024, 1024), (1025, 2048), (65536, 65536), (100_000, 131072)]
+)
 def test_ring_records_is_rounded_up_to_a_power_of_two(asked: int, capacity: int) -> None:
     assert Config(ring_records=asked).ring_capacity == capacity

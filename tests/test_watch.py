@@ -86,7 +86,9 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixtu
     files.
     """
     model, optimizer = make_model()
-    with perf.watch(model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)) as watch:
+    with perf.watch(
+        model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)
+    ) as watch:
         train(model, optimizer, 60)
     out, err = capfd.readouterr()
     made = RunDirectory(watch.run_dir)
@@ -99,11 +101,18 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "Typical step" not in err
     assert "Typical step" in made.report.read_text()
     assert made.report.read_text().count("  directory   ") == 1
-    assert sorted(path.name for path in watch.run_dir.iterdir()) == ["nodes", "report.txt", "spans", "steps"]
+    assert sorted(path.name for path in watch.run_dir.iterdir()) == [
+        "nodes",
+        "report.txt",
+        "spans",
+        "steps",
+    ]
     assert report(made)["ranks"][0]["steps"] == 60
 
 
-def test_rings_stay_in_the_run_directory_without_a_sidecar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rings_stay_in_the_run_directory_without_a_sidecar(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With sidecar=False no process is started.
 
     The ring file stays in the run directory for the command.
@@ -178,13 +187,14 @@ def test_importing_the_package_has_no_side_effects() -> None:
     file.
     """
     program = (
-        "import os, sys, threading\n"
-        "before = set(os.listdir('/proc/self/fd'))\n"
-        "import torchlens_perf\n"
-        "heavy = {'torch', 'numpy', 'opentelemetry', 'pyarrow', 'rich', 'nvtx'} & set(sys.modules)\n"
-        "print(heavy, threading.active_count(), set(os.listdir('/proc/self/fd')) == before)\n"
+        "import os, sys, threading\nbefore = set(os.listdir('/proc/self/fd'))\nimport"
+        " torchlens_perf\nheavy = {'torch', 'numpy', 'opentelemetry', 'pyarrow', 'rich', 'nvtx'} &"
+        " set(sys.modules)\nprint(heavy, threading.active_count(), set(os.listdir('/proc/self/fd'))"
+        " == before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout == "set() 1 True\n"
 
@@ -225,11 +235,15 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
         if child == 0:
             with contextlib.suppress(BaseException):
                 left = vars(Work)["wait"] is not before[0], another_has_tapped("c10d::allreduce_")
-                dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+                )
                 with recorded(tmp_path / "child") as own:
                     dist.all_reduce(torch.ones(4))
                     dist.all_reduce(torch.ones(4), async_op=True).wait()
-                told.write_text(repr((left, own.names(Kind.WAIT), len(own.of(Kind.COLLECTIVE)), own.notes)))
+                told.write_text(
+                    repr((left, own.names(Kind.WAIT), len(own.of(Kind.COLLECTIVE)), own.notes))
+                )
             os._exit(0)
         os.waitpid(child, 0)
         with_stack = session.ring_path.with_suffix(".stack").exists()
@@ -314,8 +328,8 @@ def test_errors_of_hooks_do_not_reach_training(
     value = report(RunDirectory(watch.run_dir))
 
     assert lines == [
-        "torchlens_perf: work at a step's end failed and was skipped, training goes on: ZeroDivisionError: division by "
-        "zero"
+        "torchlens_perf: work at a step's end failed and was skipped, training goes on:"
+        " ZeroDivisionError: division by zero"
     ]
     assert value["ranks"][0]["steps"] == 30
     assert any("1 internal errors" in note for note in value["quality"]["notes"])
@@ -325,13 +339,18 @@ def test_errors_of_hooks_do_not_reach_training(
 def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> None:
     """The outer watch still finds the model at the first optimizer step."""
     model, optimizer = make_model()
-    with perf.watch(dir=str(tmp_path), sidecar=False, report="off"), perf.watch(optimizer=optimizer):
+    with (
+        perf.watch(dir=str(tmp_path), sidecar=False, report="off"),
+        perf.watch(optimizer=optimizer),
+    ):
         train(model, optimizer, 2)
         assert running()._loop._roots
 
 
 @pytest.mark.parametrize("way", ["recording", "inside another", "off"])
-def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_model_and_optimizer_are_freed(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A watch keeps no reference to them, so the user may delete them inside it to free memory."""
     if way == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
@@ -346,7 +365,9 @@ def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeyp
             assert [each() for each in left if each() is not None] == []
 
 
-def test_start_of_inference_ends_with_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_inference_ends_with_its_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The start's wait for a CPU does not grow with the run, even without training."""
     looks = itertools.count()
     monkeypatch.setattr(rank_metadata, "cpu_wait_ns", lambda pid: next(looks))

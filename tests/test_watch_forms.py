@@ -61,8 +61,10 @@ def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> 
         "raises": "perf.watch(model, optimizer).start()\ntrain()\nraise SystemExit(3)",
         "forked by multiprocessing": (
             "import multiprocessing\n"
-            "def child():\n    torch.set_num_threads(1)\n    perf.watch(model, optimizer).start()\n    train()\n"
-            "process = multiprocessing.get_context('fork').Process(target=child)\nprocess.start()\nprocess.join()\n"
+            "def child():\n    torch.set_num_threads(1)\n    perf.watch(model, optimizer).start()\n"
+            "    train()\n"
+            "process ="
+            " multiprocessing.get_context('fork').Process(target=child)\nprocess.start()\nprocess.join()\n"
             "sys.exit(process.exitcode)"
         ),
     }[way]
@@ -108,7 +110,9 @@ def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
         assert running() is outer
 
 
-def test_step_before_the_start_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_before_the_start_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """step() on a watch that was not started records nothing and reports this.
 
     After the end it is silent.
@@ -117,8 +121,11 @@ def test_step_before_the_start_is_reported_once(tmp_path: Path, caplog: pytest.L
     watch = perf.watch(dir=tmp_path, **QUIET)
     watch.step()
     perf.watch(dir=tmp_path, **QUIET).step()
-    assert [each.message for each in caplog.records if "before the watch is started" in each.message] == [
-        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...) as w:`, or w.start()"
+    assert [
+        each.message for each in caplog.records if "before the watch is started" in each.message
+    ] == [
+        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...)"
+        " as w:`, or w.start()"
     ]
     caplog.clear()
     _warn_not_started.cache_clear()
@@ -137,7 +144,9 @@ def test_coroutines_and_generators_cannot_be_decorated() -> None:
         yield 1
 
     for function in (coroutine, generator, 3):
-        with pytest.raises(ConfigError, match=r"must be a plain function; use `with watch\(\):` inside of it"):
+        with pytest.raises(
+            ConfigError, match=r"must be a plain function; use `with watch\(\):` inside of it"
+        ):
             perf.watch()(function)
 
 
@@ -172,7 +181,9 @@ def test_config_accepts_a_path_as_dir(tmp_path: Path) -> None:
 def test_old_methods_name_the_new_one(old: str, new: str) -> None:
     """A name that never existed raises an ordinary AttributeError."""
     watch = perf.watch()
-    with pytest.raises(AttributeError, match=f"^Watch.{old} is now {new.removesuffix('()')}\\(\\)$"):
+    with pytest.raises(
+        AttributeError, match=f"^Watch.{old} is now {new.removesuffix('()')}\\(\\)$"
+    ):
         getattr(watch, old)
     with pytest.raises(AttributeError, match=r"^a Watch has no attribute 'stepss'$"):
         _ = watch.stepss
@@ -195,12 +206,18 @@ def test_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None
     In the environment it is one line, like any invalid variable.
     """
     settings = "modules=['block.*']" if where == "code" else ""
-    code = f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n    train()\nprint('trained', w.run_dir)"
+    code = (
+        f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n   "
+        " train()\nprint('trained', w.run_dir)"
+    )
     told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
     switch = {"TORCHLENS_PERF": "1"} if "recorded" in where else {}
     done = run([sys.executable, "-c", code], tmp_path, **told, **switch)
 
-    message = 'modules="block.*" matches no module. Names are matched against model.named_modules(), for example "0"'
+    message = (
+        'modules="block.*" matches no module. Names are matched against model.named_modules(), for'
+        ' example "0"'
+    )
     if where == "code":
         assert done.returncode == 1
         assert done.stderr.rstrip().endswith(f"ConfigError: {message}")
@@ -220,9 +237,13 @@ def test_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None
     ],
 )
 @pytest.mark.parametrize("way", ["watch", "unchanged"])
-def test_old_variables_never_stop_a_job(variable: str, value: str, new: str, way: str, tmp_path: Path) -> None:
+def test_old_variables_never_stop_a_job(
+    variable: str, value: str, new: str, way: str, tmp_path: Path
+) -> None:
     """One line names the new variable. The job trains and ends as usual."""
-    script = TRAIN + ("with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()")
+    script = TRAIN + (
+        "with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()"
+    )
     told = {variable: value, **({} if way == "watch" else {"TORCHLENS_PERF": "1"})}
     done = run([sys.executable, "-c", script], tmp_path, **told)
 

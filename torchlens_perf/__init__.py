@@ -1,4 +1,5 @@
-"""Measure the time of each training step on every rank, and report which rank is slow, why, and what to do.
+"""Measure the time of each training step on every rank, and report which rank is slow, why, and
+what to do.
 
 ::
 
@@ -13,9 +14,11 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The training process only writes marks into a memory-mapped file; one sidecar process per node does everything else::
+The training process only writes marks into a memory-mapped file; one sidecar process per node does
+everything else::
 
-    training process: hooks ──mark──▶ Recorder ──▶ ring file ─▶ sidecar: statistics ─▶ verdict ─▶ run directory, OTLP
+    training process: hooks ──mark──▶ Recorder ──▶ ring file ─▶ sidecar: statistics ─▶ verdict ─▶
+    run directory, OTLP
 
 Importing the package does nothing: no thread, no patch, no file, and torch is not imported.
 """
@@ -24,8 +27,8 @@ import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-# A sidecar process needs none of these names. Importing them would take four times as long as the rest of its start
-# (sidecar/start/wait.py), while the job makes its first steps.
+# A sidecar process needs none of these names. Importing them would take four times as long as the
+# rest of its start (sidecar/start/wait.py), while the job makes its first steps.
 if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/children.py
     from torchlens_perf.config import Config
     from torchlens_perf.errors import ConfigError, TorchlensPerfError

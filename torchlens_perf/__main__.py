@@ -1,4 +1,6 @@
-"""`python -m torchlens_perf`: the command line, and the entry of all child processes (run/children.py)."""
+"""`python -m torchlens_perf`: the command line, and the entry of all child processes
+(run/children.py).
+"""
 
 import contextlib
 import os
@@ -8,7 +10,8 @@ import sys
 def _take_search_path() -> None:
     """Search modules in the folders of the parent process.
 
-    Python has put this package's own folder into sys.path, where its modules would shadow top-level ones.
+    Python has put this package's own folder into sys.path, where its modules would shadow top-level
+    ones.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     given = os.environ.get("_TORCHLENS_PERF_SEARCH_PATH", "").split("\n")
@@ -19,8 +22,8 @@ def _take_search_path() -> None:
 def _run(arguments: list[str]) -> int:
     """Run a command or one of the internal programs. Return the exit code.
 
-    Each branch imports only its own modules. Importing the whole command line would take CPU time from a job that has
-    just started.
+    Each branch imports only its own modules. Importing the whole command line would take CPU time
+    from a job that has just started.
     """
     if arguments[:1] == ["sidecar"] and "--lock-descriptor" in arguments:
         from torchlens_perf.sidecar.start import wait
@@ -42,7 +45,8 @@ def _run(arguments: list[str]) -> int:
 def _main() -> None:
     code = _run(sys.argv[1:])
     if "_TORCHLENS_PERF_CHILD" in os.environ:
-        # Threads of C++ libraries (pyarrow, grpc) may abort the process while the interpreter shuts down.
+        # Threads of C++ libraries (pyarrow, grpc) may abort the process while the interpreter shuts
+        # down.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

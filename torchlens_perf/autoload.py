@@ -2,12 +2,13 @@
 
 ::
 
-    torchrun --logs-specs torchlens_perf train.py      torchrun.py sets TORCHLENS_PERF=1 for the workers
-    TORCHLENS_PERF=1 python train.py                   autoload(): entry point torch.backends, at `import torch`
-    python -m torchlens_perf run train.py ARGS         commands/run.py: the same, also where torch loads no entry points
+    torchrun --logs-specs torchlens_perf train.py      torchrun.py sets TORCHLENS_PERF=1 for the
+    workers TORCHLENS_PERF=1 python train.py                   autoload(): entry point
+    torch.backends, at `import torch` python -m torchlens_perf run train.py ARGS
+    commands/run.py: the same, also where torch loads no entry points
 
-Recording starts after the first training step (hooks/loop/first_step.py), because data loader workers, compile workers,
-launchers and tools import torch too and are not ranks.
+Recording starts after the first training step (hooks/loop/first_step.py), because data loader
+workers, compile workers, launchers and tools import torch too and are not ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard, printable
 from torchlens_perf.output import say
-from torchlens_perf.watch import Watch, already_printed, forked_while_recording, start_after_first_step
+from torchlens_perf.watch import (
+    Watch,
+    already_printed,
+    forked_while_recording,
+    start_after_first_step,
+)
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -30,7 +36,9 @@ _started: Watch | None = None
 
 
 def is_autoload_off(environ: Mapping[str, str]) -> bool:
-    """Return True if torch does not load entry points: for any value of the switch but "1" (torch.__init__)."""
+    """Return True if torch does not load entry points: for any value of the switch but "1"
+    (torch.__init__).
+    """
     return environ.get(AUTOLOAD_SWITCH, "1") != "1"
 
 
@@ -61,7 +69,10 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Stop waiting for a step, and end the watch that was started here. Further calls do nothing."""
+    """Stop waiting for a step, and end the watch that was started here.
+
+    Further calls do nothing.
+    """
     global _started
     waiting = sys.modules.get("torchlens_perf.hooks.loop.first_step")
     if waiting is not None:

@@ -16,9 +16,13 @@ from torchlens_perf.errors import RAISE, ConfigError
 ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
 SWITCH = "TORCHLENS_PERF"
 CHILD = "_TORCHLENS_PERF_CHILD"
-"""Set in the environment of each process that this package starts. Such a process records nothing."""
+"""Set in the environment of each process that this package starts. Such a process records
+nothing.
+"""
 EXCHANGE_TOKEN = "TORCHLENS_PERF_EXCHANGE_TOKEN"
-"""The token for nodes that join an exchange. The sidecar receives it in this variable, never in a file."""
+"""The token for nodes that join an exchange. The sidecar receives it in this variable, never
+in a file.
+"""
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of this package that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
@@ -48,7 +52,9 @@ _MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
 """Secret parts of a URL, which messages hide."""
 _HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 # Host names are refused, because looking them up may take long.
-_LISTENING_ADDRESS = re.compile(r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})")
+_LISTENING_ADDRESS = re.compile(
+    r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})"
+)
 
 _T = TypeVar("_T")
 
@@ -92,7 +98,9 @@ class Secret(str):
 
 
 class ExchangeUrl(NamedTuple):
-    """The parts of grpc://HOST:PORT?token_file=FILE and grpcs://HOST:PORT?certs=FOLDER&name=NAME."""
+    """The parts of grpc://HOST:PORT?token_file=FILE and
+    grpcs://HOST:PORT?certs=FOLDER&name=NAME.
+    """
 
     address: str
     """HOST:PORT; "" where node 0 takes a free port and publishes it."""
@@ -112,7 +120,9 @@ class ExchangeUrl(NamedTuple):
             # Without a cause: its message could contain the token.
             raise ValueError("a URL with host:port or [address]:port") from None
         if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
-            raise ValueError('"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER')
+            raise ValueError(
+                '"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER'
+            )
         if _HOST_AND_PORT.fullmatch(url.netloc) is None and (url.netloc or url.scheme == "grpc"):
             raise ValueError("a URL with host:port or [address]:port")
         query = parse_qsl(url.query, keep_blank_values=True)
@@ -121,7 +131,11 @@ class ExchangeUrl(NamedTuple):
         found = cls(url.netloc, **dict(query))
         if bool(found.certs) != (url.scheme == "grpcs"):
             raise ValueError("a URL with certs=FOLDER if it begins with grpcs://, and only then")
-        if not all(os.path.isabs(path) and _is_path(path) for path in (found.token_file, found.certs) if path):
+        if not all(
+            os.path.isabs(path) and _is_path(path)
+            for path in (found.token_file, found.certs)
+            if path
+        ):
             # The sidecar runs in another working directory.
             raise ValueError("a URL in which token_file and certs are full paths")
         return found
@@ -130,14 +144,19 @@ class ExchangeUrl(NamedTuple):
         """Return the URL, without the token itself."""
         from urllib.parse import urlencode
 
-        given = {name: value for name, value in self._asdict().items() if value and name not in ("address", "token")}
+        given = {
+            name: value
+            for name, value in self._asdict().items()
+            if value and name not in ("address", "token")
+        }
         query = urlencode(given, safe="/")
         return f"grpc{'s' * bool(self.certs)}://{self.address}{'?' * bool(query)}{query}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of watch(). Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
+    """Settings of watch(). Each field is also an environment variable: TORCHLENS_PERF_DIR,
+    _MODULES, ...
 
     Raise ConfigError, which names the field, for an invalid value.
     """
@@ -185,7 +204,9 @@ class Config:
     out-of-memory error then names modules and lines, and each allocation takes some microseconds longer."""
 
     nvtx: bool = True
-    """Push NVTX ranges while a tool such as Nsight Systems is attached. Without one they cost nothing."""
+    """Push NVTX ranges while a tool such as Nsight Systems is attached. Without one
+    they cost nothing.
+    """
 
     telemetry: bool = True
     """Read CPU time, memory, disk and network of the ranks' processes, clocks, power, temperatures and errors of the
@@ -228,7 +249,8 @@ class Config:
     Beyond the limit, series of the whole job and of slow ranks are exported, and the others are counted. 0: no
     limit."""
 
-    # For callbacks of frameworks, tests and the environment. Variables have these names without the underscore.
+    # For callbacks of frameworks, tests and the environment. Variables have these names without the
+    # underscore.
     _exchange_token: str = ""
     _build_tap: bool = True
     """Let the sidecar compile a missing native tap on collectives for the next run."""
@@ -243,7 +265,11 @@ class Config:
     """Total steps of the run, for the time left in `torchlens-perf top`. 0: unknown."""
 
     def __post_init__(self) -> None:
-        self._check("dir", isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir), "a folder's name")
+        self._check(
+            "dir",
+            isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir),
+            "a folder's name",
+        )
         object.__setattr__(self, "dir", os.fspath(self.dir))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -251,9 +277,17 @@ class Config:
                 self._check(field.name, isinstance(value, bool), "True or False")
             elif str(field.type).endswith("]") and field.name not in ("dir", "modules"):
                 choices = _choices(field)
-                self._check(field.name, isinstance(value, str) and value in choices, _one_of(choices))
-        good = isinstance(self.prometheus, str) and (not self.prometheus or _is_listening_address(self.prometheus))
-        self._check("prometheus", good, 'a port, "address:port" or "[address]:port", with the address in digits')
+                self._check(
+                    field.name, isinstance(value, str) and value in choices, _one_of(choices)
+                )
+        good = isinstance(self.prometheus, str) and (
+            not self.prometheus or _is_listening_address(self.prometheus)
+        )
+        self._check(
+            "prometheus",
+            good,
+            'a port, "address:port" or "[address]:port", with the address in digits',
+        )
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
         self._check_number("export_limit", int, least=0)
@@ -271,7 +305,9 @@ class Config:
             value = _MASKED.sub("***", repr(getattr(self, field)))
             raise ConfigError(f"{field.lstrip('_')}={value}: must be {wanted}")
 
-    def _check_number(self, field: str, kind: type, *, least: float, most: float | None = None) -> None:
+    def _check_number(
+        self, field: str, kind: type, *, least: float, most: float | None = None
+    ) -> None:
         value = getattr(self, field)
         whole = kind is int
         good = isinstance(value, (int,) if whole else (int, float)) and not isinstance(value, bool)
@@ -282,16 +318,24 @@ class Config:
 
     def _check_modules(self) -> None:
         value = self.modules
-        wanted = '"auto", "all", "none", a number of levels (at least 1), or a tuple of name patterns'
+        wanted = (
+            '"auto", "all", "none", a number of levels (at least 1), or a tuple of name patterns'
+        )
         if isinstance(value, list):
             object.__setattr__(self, "modules", tuple(value))
             value = self.modules
         if isinstance(value, tuple):
-            self._check("modules", bool(value) and all(isinstance(p, str) and p for p in value), wanted)
+            self._check(
+                "modules", bool(value) and all(isinstance(p, str) and p for p in value), wanted
+            )
         elif isinstance(value, str):
             self._check("modules", value in ("auto", "all", "none"), wanted)
         else:
-            self._check("modules", isinstance(value, int) and not isinstance(value, bool) and value >= 1, wanted)
+            self._check(
+                "modules",
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                wanted,
+            )
 
     def _check_exchange(self) -> None:
         """Move the token out of the URL, so that it is never written or shown."""
@@ -306,7 +350,9 @@ class Config:
         object.__setattr__(self, "_exchange_token", Secret(token))
         good = not token.startswith("/") and token.isprintable()
         self._check(
-            "_exchange_token", good, "the token itself; name a file by token_file=FILE in the URL of `exchange`"
+            "_exchange_token",
+            good,
+            "the token itself; name a file by token_file=FILE in the URL of `exchange`",
         )
 
     @property
@@ -330,8 +376,13 @@ class Config:
         return 1 << (self.ring_records - 1).bit_length()
 
     def wants_module(self, name: str) -> bool:
-        """Return True if a name pattern matches this module. Other forms of `modules` match none."""
-        return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
+        """Return True if a name pattern matches this module.
+
+        Other forms of `modules` match none.
+        """
+        return isinstance(self.modules, tuple) and any(
+            fnmatch.fnmatchcase(name, p) for p in self.modules
+        )
 
 
 def _is_listening_address(text: str) -> bool:
@@ -379,7 +430,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, 
 
 
 def is_on(environ: Mapping[str, str]) -> bool | None:
-    """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raise ConfigError for an invalid value.
+    """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raise ConfigError for an
+    invalid value.
 
     In processes that this package starts, it is off.
     """
@@ -406,7 +458,10 @@ def variables() -> dict[str, dataclasses.Field[Any]]:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings in TORCHLENS_PERF_* variables. Raise ConfigError for an unknown or invalid one."""
+    """Return the settings in TORCHLENS_PERF_* variables.
+
+    Raise ConfigError for an unknown or invalid one.
+    """
     fields = variables()
     settings: dict[str, Any] = {}
     for variable, text in environ.items():
@@ -419,12 +474,18 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
                 hint = _NEW_NAME.sub(lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
             raise ConfigError(f"{variable} is {_no_setting('', hint, variable, fields)}")
         try:
-            value: Any = _modules(text) if field.name == "modules" else _PARSERS.get(str(field.type), str)(text)
+            value: Any = (
+                _modules(text)
+                if field.name == "modules"
+                else _PARSERS.get(str(field.type), str)(text)
+            )
             checked = Config(**{field.name: value})
         except ConfigError as error:
             raise ConfigError(f"{variable}: {error}") from None
         except ValueError:
-            raise ConfigError(f"{variable}={text!r}: cannot be read as {field.name.lstrip('_')}") from None
+            raise ConfigError(
+                f"{variable}={text!r}: cannot be read as {field.name.lstrip('_')}"
+            ) from None
         settings[field.name] = getattr(checked, field.name)
         if checked._exchange_token:
             settings["_exchange_token"] = checked._exchange_token
@@ -434,15 +495,20 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Config:
     """Return the configuration of a watch().
 
-    A keyword overrides a value of `config` that is not the default, which overrides the environment. Raise ConfigError
-    for an unknown keyword or a value that cannot be used.
+    A keyword overrides a value of `config` that is not the default, which overrides the
+    environment. Raise ConfigError for an unknown keyword or a value that cannot be used.
     """
     fields = {field.name: field for field in dataclasses.fields(Config)}
-    given, keywords = settings.get("config"), {name: each for name, each in settings.items() if name != "config"}
+    given, keywords = (
+        settings.get("config"),
+        {name: each for name, each in settings.items() if name != "config"},
+    )
     known = {field.name for field in public_fields()}
     for name in keywords:
         if name not in known:
-            raise ConfigError(f"{name} is {_no_setting(' of watch()', _OLD_NAMES.get(name), name, known)}")
+            raise ConfigError(
+                f"{name} is {_no_setting(' of watch()', _OLD_NAMES.get(name), name, known)}"
+            )
     if given is not None and not isinstance(given, Config):
         raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
     chosen = {name: getattr(given, name) for name in fields} if given is not None else {}
@@ -450,7 +516,9 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     return Config(**{**environment, **chosen, **keywords})
 
 
-def _no_setting(whose: str, hint: str | None, name: str, known: Mapping[str, Any] | set[str]) -> str:
+def _no_setting(
+    whose: str, hint: str | None, name: str, known: Mapping[str, Any] | set[str]
+) -> str:
     if hint is not None:
         return f"no longer a setting{whose}: {hint}"
     matches = difflib.get_close_matches(name, list(known), n=1)

@@ -1,4 +1,6 @@
-"""Exceptions of this package, the guards that keep them out of the training loop, and safe text for terminals."""
+"""Exceptions of this package, the guards that keep them out of the training loop, and safe text for
+terminals.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,18 @@ RAISE = "TORCHLENS_PERF_RAISE"
 """With this variable set to 1, internal errors are raised instead of logged. For tests only."""
 
 
-DAMAGED_DATA = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions that damaged data can cause while it is decoded. They concern only the file that was read."""
+DAMAGED_DATA = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that damaged data can cause while it is decoded. They concern only the file
+that was read.
+"""
 
 
 class TorchlensPerfError(Exception):
@@ -42,7 +54,10 @@ class RunStoreError(TorchlensPerfError):
 
 
 class HookUnavailable(TorchlensPerfError):
-    """This version of torch lacks an API that a hook needs. The hook is skipped and the report notes it."""
+    """This version of torch lacks an API that a hook needs.
+
+    The hook is skipped and the report notes it.
+    """
 
 
 class DeviceError(TorchlensPerfError):
@@ -50,17 +65,24 @@ class DeviceError(TorchlensPerfError):
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
-    """Return "unknown WHAT WORD" with the nearest known word as a suggestion. what: for example "command"."""
+    """Return "unknown WHAT WORD" with the nearest known word as a suggestion. what: for example
+    "command".
+    """
     import difflib
 
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"unknown {what} {word!r}: did you mean {close[0]!r}?" if close else f"unknown {what} {word!r}."
+    return (
+        f"unknown {what} {word!r}: did you mean {close[0]!r}?"
+        if close
+        else f"unknown {what} {word!r}."
+    )
 
 
 def printable(text: str) -> str:
     """Return text as one line without control characters, which become "?".
 
-    Names of modules, hosts and exceptions may contain terminal escape sequences, lone surrogates or line breaks.
+    Names of modules, hosts and exceptions may contain terminal escape sequences, lone surrogates or
+    line breaks.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -93,7 +115,10 @@ class Swallowed:
         return os.environ.get(RAISE) == "1"
 
     def add(self, place: str, error: Exception) -> None:
-        """Count an error and log the first few of each place. A broken hook must not flood the job's log."""
+        """Count an error and log the first few of each place.
+
+        A broken hook must not flood the job's log.
+        """
         self.by_place[place] += 1
         if self.on_error is not None:
             self.on_error()
@@ -111,10 +136,11 @@ swallowed = Swallowed()
 
 
 class switches_off:
-    """Context manager around the start of a watch: an exception switches recording off and becomes one log line.
+    """Context manager around the start of a watch: an exception switches recording off and becomes
+    one log line.
 
-    Failures of the environment, such as a full disk, are never raised. Internal errors are raised only in tests.
-    KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, pass.
+    Failures of the environment, such as a full disk, are never raised. Internal errors are raised
+    only in tests. KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, pass.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -125,7 +151,10 @@ class switches_off:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return False
@@ -145,12 +174,15 @@ class switches_off:
 class guard:
     """Context manager and decorator around this package's code in the user's process.
 
-    Exceptions are caught, counted and logged by `place`. KeyboardInterrupt, SystemExit and exceptions of the kinds
-    `passes` are not caught. ConfigError is the user's mistake and must reach the user.
+    Exceptions are caught, counted and logged by `place`. KeyboardInterrupt, SystemExit and
+    exceptions of the kinds `passes` are not caught. ConfigError is the user's mistake and must
+    reach the user.
     """
 
     def __init__(
-        self, place: str, passes: type[TorchlensPerfError] | tuple[type[TorchlensPerfError], ...] = ConfigError
+        self,
+        place: str,
+        passes: type[TorchlensPerfError] | tuple[type[TorchlensPerfError], ...] = ConfigError,
     ) -> None:
         self._place = place
         self._passes = passes
@@ -159,7 +191,10 @@ class guard:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool:
         return isinstance(error, Exception) and self._swallow(error)
 
@@ -182,7 +217,9 @@ class guard:
         return failed
 
     def calling(self, owner: object, name: str) -> Callable[..., Any]:
-        """Return a guarded function that calls the current value of `owner.name`, unless that is None."""
+        """Return a guarded function that calls the current value of `owner.name`, unless that is
+        None.
+        """
 
         def call(*args: object, **kwargs: object) -> Any:
             function = getattr(owner, name)
@@ -205,7 +242,10 @@ class guard:
 
 
 class users_code(guard):
-    """A guard around a function that the user has passed in. Its first exception is logged with the traceback."""
+    """A guard around a function that the user has passed in.
+
+    Its first exception is logged with the traceback.
+    """
 
     def __init__(self, name: str, role: str) -> None:
         """role: description for the log, such as "a callback of on_verdict()"."""

@@ -1,7 +1,9 @@
-"""All output of this package in the training process: printing to stderr and logging. Nothing here raises.
+"""All output of this package in the training process: printing to stderr and logging. Nothing here
+raises.
 
-stderr may be closed, None, an object of the user's, a pipe without a reader, or use another encoding. None of this may
-stop a job. Text that cannot be written is lost on stderr, but the run directory has it.
+stderr may be closed, None, an object of the user's, a pipe without a reader, or use another
+encoding. None of this may stop a job. Text that cannot be written is lost on stderr, but the run
+directory has it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 _WRITE_TIMEOUT_S = 1.0
 """Longest wait, for one text, until a reader of stderr reads."""
-# A pipe or terminal that is ready accepts this much at once: the smallest PIPE_BUF that POSIX permits.
+# A pipe or terminal that is ready accepts this much at once: the smallest PIPE_BUF that POSIX
+# permits.
 _CHUNK_BYTES = 512
 
 
@@ -34,7 +37,10 @@ def is_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Write to stderr, if the program has one. Only exceptions such as KeyboardInterrupt can leave this function."""
+    """Write to stderr, if the program has one.
+
+    Only exceptions such as KeyboardInterrupt can leave this function.
+    """
     stream = sys.stderr
     # With stderr=None print() would write to stdout, which belongs to the job.
     if stream is None:
@@ -51,9 +57,11 @@ def say(text: str) -> None:
 
 
 def _descriptor(stream: Any) -> int | None:
-    """Return the file descriptor of a plain text stream; None for other objects, or if write() was replaced.
+    """Return the file descriptor of a plain text stream; None for other objects, or if write() was
+    replaced.
 
-    Writing to the descriptor leaves nothing in the stream's buffer. Python exits with code 120 if it cannot flush that.
+    Writing to the descriptor leaves nothing in the stream's buffer. Python exits with code 120 if
+    it cannot flush that.
     """
     if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
         return None
@@ -66,7 +74,10 @@ def _descriptor(stream: Any) -> int | None:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Write as much as is accepted in time. Stop if the reader is gone: writing then may raise SIGPIPE."""
+    """Write as much as is accepted in time.
+
+    Stop if the reader is gone: writing then may raise SIGPIPE.
+    """
     ready = select.poll()
     ready.register(descriptor, select.POLLOUT)
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
@@ -80,7 +91,11 @@ def _write(descriptor: int, content: bytes) -> None:
 
 def _encodable(stream: Any, text: str) -> str:
     encoding = getattr(stream, "encoding", None)
-    return text.encode(encoding, "backslashreplace").decode(encoding) if isinstance(encoding, str) else text
+    return (
+        text.encode(encoding, "backslashreplace").decode(encoding)
+        if isinstance(encoding, str)
+        else text
+    )
 
 
 if TYPE_CHECKING:
@@ -104,7 +119,9 @@ class _GuardedLogger(_Adapter):
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.logger.log(level, msg, *args, **kwargs)
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs
 
 
@@ -114,7 +131,8 @@ logger = _GuardedLogger(logging.getLogger("torchlens_perf"), {})
 
 @contextlib.contextmanager
 def above_standard_streams() -> Iterator[None]:
-    """Keep files that are opened in this context off descriptors 0, 1 and 2, in jobs that start with one closed.
+    """Keep files that are opened in this context off descriptors 0, 1 and 2, in jobs that start
+    with one closed.
 
     Otherwise text that native code or a child process writes to stderr could end up in a ring file.
     """

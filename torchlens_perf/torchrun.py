@@ -1,4 +1,7 @@
-"""`torchrun --logs-specs torchlens_perf`: switch recording on in the workers. Runs in torchrun's own process."""
+"""`torchrun --logs-specs torchlens_perf`: switch recording on in the workers.
+
+Runs in torchrun's own process.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from torchlens_perf.output import say
 
 
 class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
-    """torchrun's default log handling. It is created before the workers, which inherit the variable set here."""
+    """torchrun's default log handling.
+
+    It is created before the workers, which inherit the variable set here.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if is_autoload_off(os.environ):
             say(
-                f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it out of the workers; "
-                "unset it, or use `torchrun -m torchlens_perf run SCRIPT`\n"
+                f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it"
+                " out of the workers; unset it, or use `torchrun -m torchlens_perf run SCRIPT`\n"
             )
         elif SWITCH not in os.environ:
             os.environ[SWITCH] = "1"

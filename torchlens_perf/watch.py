@@ -1,10 +1,11 @@
-"""watch() and Watch: attach the hooks, record, and detach everything again. Start reading the code here.
+"""watch() and Watch: attach the hooks, record, and detach everything again. Start reading the code
+here.
 
 ::
 
-    watch(model) ─▶ Session (recorder + hooks) ──marks──▶ ring file ──▶ sidecar process ─▶ run directory, OTLP
-         │                                                                    │
-         └── on leaving: detaches, ends the ring, and on rank 0 prints ◀── report.txt
+    watch(model) ─▶ Session (recorder + hooks) ──marks──▶ ring file ──▶ sidecar process ─▶ run
+         directory, OTLP │                                                                    │ └──
+         on leaving: detaches, ends the ring, and on rank 0 prints ◀── report.txt
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# A watch delays the start of a job by at most 2 s, which include starting child processes, and its end by 1.5 s by
-# default (tests/jobs/test_bounded_waits.py).
+# A watch delays the start of a job by at most 2 s, which include starting child processes, and its
+# end by 1.5 s by default (tests/jobs/test_bounded_waits.py).
 _FOLDERS_TIMEOUT_S = 1.8
-# After the report, a sidecar gets at least this long to take over a ring that lies in this process's memory.
+# After the report, a sidecar gets at least this long to take over a ring that lies in this
+# process's memory.
 _MIN_HANDOVER_S = 0.3
 
 TAGS = {"evaluation": Flag.EVALUATION | Flag.EVALUATED, "checkpoint": Flag.CHECKPOINT}
@@ -92,19 +94,24 @@ def watch(
                 loss.backward()
                 optimizer.step()
 
-    The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a decorator,
-    `@perf.watch()` records each call of a function as a run.
+    The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a
+    decorator, `@perf.watch()` records each call of a function as a run.
 
-    model: the model to time per module, a list of models, or a dictionary of models by name. By default, all models are
-    timed whose parameters an optimizer updates. With several models, module names begin with the model's name.
-    optimizer: the optimizer, or several, whose calls of step() end a step; wrappers of frameworks are accepted. By
-    default, all optimizers count.
+    model: the model to time per module, a list of models, or a dictionary of models by name. By
+    default, all models are timed whose parameters an optimizer updates. With several models, module
+    names begin with the model's name.
+    optimizer: the optimizer, or several, whose calls of step() end a step; wrappers of frameworks
+    are accepted. By default, all optimizers count.
     settings: fields of Config as keywords, or config=Config(...).
 
-    The training thread only writes marks into a memory-mapped file. One sidecar process per node does the rest. With
-    TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid argument.
+    The training thread only writes marks into a memory-mapped file. One sidecar process per node
+    does the rest. With TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid
+    argument.
     """
-    models, optimizers = arguments.models(model, sys._getframe(1), watch.__name__), arguments.optimizers(optimizer)
+    models, optimizers = (
+        arguments.models(model, sys._getframe(1), watch.__name__),
+        arguments.optimizers(optimizer),
+    )
     try:
         enabled = configuration.is_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)
@@ -129,9 +136,11 @@ def watch(
 
 
 def start_after_first_step(optimizer: Optimizer | None) -> Watch | None:
-    """Start recording in a loop whose first step has just ended (autoload.py). Return None if nothing is recorded.
+    """Start recording in a loop whose first step has just ended (autoload.py). Return None if
+    nothing is recorded.
 
-    optimizer: the optimizer that made the step; None in a loop without one. Raise ConfigError for an invalid setting.
+    optimizer: the optimizer that made the step; None in a loop without one. Raise ConfigError for
+    an invalid setting.
     """
     started = watch()
     if not started._record(in_the_middle=True, after_step_of=optimizer):
@@ -145,10 +154,14 @@ def _signature() -> inspect.Signature:
     shown = inspect.signature(watch)
     *parameters, _ = shown.parameters.values()
     parameters += [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+        )
         for each in configuration.public_fields()
     ]
-    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Config | None")
+    config = inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Config | None"
+    )
     return shown.replace(parameters=[*parameters, config])
 
 
@@ -158,10 +171,17 @@ _OLD_METHODS = {"steps": "step_table()", "close": "stop()"}
 
 
 class Watch(ShowsResults):
-    """Recording of one run: a context manager to enter once, a pair of start() and stop(), or a decorator."""
+    """Recording of one run: a context manager to enter once, a pair of start() and stop(), or a
+    decorator.
+    """
 
     def __init__(
-        self, config: Config, models: list[NamedModel] | None, optimizers: list[Optimizer], *, enabled: bool
+        self,
+        config: Config,
+        models: list[NamedModel] | None,
+        optimizers: list[Optimizer],
+        *,
+        enabled: bool,
     ) -> None:
         self._config = config
         self._models = models
@@ -174,7 +194,9 @@ class Watch(ShowsResults):
         self._joined: Watch | None = None
         self._entered = False
         self._finalizer: Finalize | None = None
-        names = [type(each.module).__name__ for each in models or ()] + [type(each).__name__ for each in optimizers]
+        names = [type(each.module).__name__ for each in models or ()] + [
+            type(each).__name__ for each in optimizers
+        ]
         self._what = ", ".join(names) or "what is trained"
         self.run_dir: Path | None = None
         """The run directory; None before the watch is entered and if nothing is recorded."""
@@ -194,17 +216,32 @@ class Watch(ShowsResults):
 
         def __getattr__(self, name: str) -> Any:
             new = _OLD_METHODS.get(name)
-            raise AttributeError(f"Watch.{name} is now {new}" if new else f"a Watch has no attribute {name!r}")
+            raise AttributeError(
+                f"Watch.{name} is now {new}" if new else f"a Watch has no attribute {name!r}"
+            )
 
     def __call__(self, function: Callable[P, _T]) -> Callable[P, _T]:
         """Return a wrapper of a function that records each call as a separate run.
 
-        Raise ConfigError for a coroutine or a generator function, whose body runs after the call has returned.
+        Raise ConfigError for a coroutine or a generator function, whose body runs after the call
+        has returned.
         """
-        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        kinds = (
+            inspect.iscoroutinefunction,
+            inspect.isgeneratorfunction,
+            inspect.isasyncgenfunction,
+        )
         if not callable(function) or any(kind(function) for kind in kinds):
-            raise ConfigError(f"@watch() on {function!r}: must be a plain function; use `with watch():` inside of it")
-        config, models, optimizers, enabled = self._config, self._models, self._optimizers, self._enabled
+            raise ConfigError(
+                f"@watch() on {function!r}: must be a plain function; use `with watch():` inside"
+                " of it"
+            )
+        config, models, optimizers, enabled = (
+            self._config,
+            self._models,
+            self._optimizers,
+            self._enabled,
+        )
 
         @functools.wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> _T:
@@ -223,7 +260,10 @@ class Watch(ShowsResults):
         return self
 
     def stop(self) -> None:
-        """Detach everything and, on rank 0, show the report, as leaving the context does. Further calls do nothing."""
+        """Detach everything and, on rank 0, show the report, as leaving the context does.
+
+        Further calls do nothing.
+        """
         atexit.unregister(self.stop)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -233,13 +273,17 @@ class Watch(ShowsResults):
         from multiprocessing.util import Finalize
 
         atexit.register(self.stop)
-        # A process that multiprocessing forked ends without atexit handlers, but runs its own finalizers.
+        # A process that multiprocessing forked ends without atexit handlers, but runs its own
+        # finalizers.
         self._finalizer = Finalize(None, self.stop, exitpriority=100)
 
     def __enter__(self) -> Watch:
         with _changing:
             if self._entered:
-                raise ConfigError("this watch was entered before; a watch is entered once: make a new one with watch()")
+                raise ConfigError(
+                    "this watch was entered before; a watch is entered once: make a new one with"
+                    " watch()"
+                )
             self._entered = True
             if not self._enabled:
                 self._models, self._optimizers = None, []
@@ -262,7 +306,10 @@ class Watch(ShowsResults):
         self.run_dir = running.run_dir
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._joined is not None:
             self._joined = None
@@ -272,9 +319,9 @@ class Watch(ShowsResults):
     def step(self, tokens: int | None = None) -> None:
         """End a step. After the first call, only step() ends steps.
 
-        tokens: amount of work in this step on this rank, in tokens or any unit that its duration grows with. By
-        default, elements of the first tensor of each batch are counted. A rank with more work is not reported as slow
-        for it. Raise ConfigError for a negative number.
+        tokens: amount of work in this step on this rank, in tokens or any unit that its duration
+        grows with. By default, elements of the first tensor of each batch are counted. A rank with
+        more work is not reported as slow for it. Raise ConfigError for a negative number.
         """
         if tokens is not None and (
             isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 40
@@ -287,7 +334,10 @@ class Watch(ShowsResults):
             _warn_not_started()
 
     def steps_by_hand(self) -> None:
-        """Let only step() end steps. For callers, such as callbacks of frameworks, that call it in every step."""
+        """Let only step() end steps.
+
+        For callers, such as callbacks of frameworks, that call it in every step.
+        """
         watch = self._joined or self
         if watch._loop is not None:
             watch._loop.manual_step()
@@ -295,8 +345,8 @@ class Watch(ShowsResults):
     def tag(self, what: str) -> None:
         """Mark the current step as more than training. It is not compared with other ranks' steps.
 
-        what: "evaluation" or "checkpoint". Forward passes without gradients and calls of torch.save() are detected
-        without this. Raise ConfigError for another word.
+        what: "evaluation" or "checkpoint". Forward passes without gradients and calls of
+        torch.save() are detected without this. Raise ConfigError for another word.
         """
         if what not in TAGS:
             raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
@@ -310,19 +360,29 @@ class Watch(ShowsResults):
     def _recorded(self) -> RunHandle:
         from torchlens_perf.results.ask import RunHandle
 
-        watch, why = self._recording(), "nothing is recorded: it has not begun, or the log says why not"
+        watch, why = (
+            self._recording(),
+            "nothing is recorded: it has not begun, or the log says why not",
+        )
         if not self._enabled:
             why = "nothing is recorded: it is switched off"
-        run = None if self.run_dir is None else RunDirectory(self.run_dir, shared=watch._config.is_shared)
+        run = (
+            None
+            if self.run_dir is None
+            else RunDirectory(self.run_dir, shared=watch._config.is_shared)
+        )
         return RunHandle(run, watch._session, watch._config.sidecar, why)
 
     @above_standard_streams()
-    def _record(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
+    def _record(
+        self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None
+    ) -> bool:
         """Create ring, sidecar, run directory and hooks. Return True if recording has started.
 
-        in_the_middle: True in a loop that has already made its first step (autoload.py). after_step_of: the optimizer
-        whose step has just returned; None in a loop without one.
-        Raise ConfigError for an invalid argument before anything is created. Any other failure, also one of the system,
+        in_the_middle: True in a loop that has already made its first step (autoload.py).
+        after_step_of: the optimizer whose step has just returned; None in a loop without one. Raise
+        ConfigError for an invalid argument before anything is created. Any other failure, also one
+        of the system,
         is logged as one line: nothing stays attached, and the job continues unrecorded.
         """
         global _session
@@ -339,7 +399,10 @@ class Watch(ShowsResults):
         # Keep no reference: the user may delete models inside the watch to free their memory.
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
-        with switches_off(lambda reason: _log_not_recording(reason, self._identity)), ExitStack() as cleanup:
+        with (
+            switches_off(lambda reason: _log_not_recording(reason, self._identity)),
+            ExitStack() as cleanup,
+        ):
             refused = refusal()
             if refused is not None:
                 raise RunStoreError(refused)
@@ -351,7 +414,11 @@ class Watch(ShowsResults):
             run, session = self._begin(cleanup, first_step=int(in_the_middle))
             _session = session
             self._loop = attach.start(
-                session, optimizers, models, in_the_middle=in_the_middle, after_step_of=after_step_of
+                session,
+                optimizers,
+                models,
+                in_the_middle=in_the_middle,
+                after_step_of=after_step_of,
             )
             del optimizers
             if not self._config.sidecar:
@@ -362,7 +429,10 @@ class Watch(ShowsResults):
                 self._live_views.begin(session, has_sidecar=self._config.sidecar)
 
     def _begin(self, cleanup: ExitStack, first_step: int) -> tuple[RunDirectory, Session]:
-        """Create ring, folders and sidecar, each of which may fail. Register their removal in `cleanup`."""
+        """Create ring, folders and sidecar, each of which may fail.
+
+        Register their removal in `cleanup`.
+        """
         global _watches_so_far
         from torchlens_perf.recorder.session import Session
 
@@ -386,7 +456,8 @@ class Watch(ShowsResults):
             cleanup.callback(run.remove_ring, ring.path)
             cleanup.callback(ring.release)
             if not config.sidecar and not ring.path.is_relative_to(run.path):
-                # At the end, a child process copies the ring into the run directory. Look for its interpreter now.
+                # At the end, a child process copies the ring into the run directory. Look for its
+                # interpreter now.
                 children.interpreter()
             session = Session(config, identity, ring)
             cleanup.callback(session.close, {})
@@ -394,11 +465,14 @@ class Watch(ShowsResults):
             if folders is not None:
                 answer = folders.answer(_FOLDERS_TIMEOUT_S)
                 self._disk_answers = bool(answer)
-                # An empty answer means that the disk has not responded yet. The sidecar keeps trying.
+                # An empty answer means that the disk has not responded yet. The sidecar keeps
+                # trying.
                 if answer not in (MADE, ""):
-                    raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
-                # The sidecar starts before the hooks are attached: attaching imports for seconds, in which the job may
-                # be killed.
+                    raise RunStoreError(
+                        f"cannot write to {run.path}: {answer}. Choose another folder by dir="
+                    )
+                # The sidecar starts before the hooks are attached: attaching imports for seconds,
+                # in which the job may be killed.
                 run.register_ring(identity.node, ring.path)
                 sidecar.ensure(run, identity, config._exchange_token)
                 folders.keep()
@@ -413,7 +487,8 @@ class Watch(ShowsResults):
     def _end(self, ended_by: type[BaseException] | None) -> None:
         """Detach and show the report. ended_by: type of the exception that leaves the context.
 
-        Nothing here touches the run directory's disk, which may hang. The only wait is the bounded one for the report.
+        Nothing here touches the run directory's disk, which may hang. The only wait is the bounded
+        one for the report.
         """
         global _running
         with ExitStack() as changing:
@@ -423,15 +498,24 @@ class Watch(ShowsResults):
                 return
             if _running is self:
                 _running = None
-            self._close(session, RunDirectory(self.run_dir, shared=self._config.is_shared), changing, ended_by)
+            self._close(
+                session,
+                RunDirectory(self.run_dir, shared=self._config.is_shared),
+                changing,
+                ended_by,
+            )
 
     def _close(
-        self, session: Session, run: RunDirectory, changing: ExitStack, ended_by: type[BaseException] | None
+        self,
+        session: Session,
+        run: RunDirectory,
+        changing: ExitStack,
+        ended_by: type[BaseException] | None,
     ) -> None:
         """Close the session and show the report.
 
-        changing: the lock on starting watches. It is released once everything is detached, before waiting for the
-        report.
+        changing: the lock on starting watches. It is released once everything is detached, before
+        waiting for the report.
         """
         global _session
         identity, mailbox, began_s = session.identity, None, time.monotonic()
@@ -445,7 +529,8 @@ class Watch(ShowsResults):
             try:
                 if reports:
                     look = last_report.wanted(mailbox, in_cell=cell is not None)
-            # The session is closed even if the user's own stderr raises KeyboardInterrupt: no record is lost.
+            # The session is closed even if the user's own stderr raises KeyboardInterrupt: no
+            # record is lost.
             finally:
                 session.close(look)
                 _session = None
@@ -476,7 +561,9 @@ class Watch(ShowsResults):
                 self._leave_ring(run, session, left_s)
 
     def _leave_ring(self, run: RunDirectory, session: Session, timeout_s: float) -> None:
-        """Wait, at most this long, until another process has taken over a ring in this process's memory."""
+        """Wait, at most this long, until another process has taken over a ring in this process's
+        memory.
+        """
         ring, identity, problem = session.ring, session.identity, ""
         if not self._config.sidecar:
             problem = keep_ring.keep(run, identity.host, ring, timeout_s)
@@ -504,7 +591,10 @@ def running() -> Watch | None:
 
 
 def _end_early(session: Session) -> None:
-    """Close a session whose hooks could not be attached. The sidecar, already running, removes the ring."""
+    """Close a session whose hooks could not be attached.
+
+    The sidecar, already running, removes the ring.
+    """
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
     session.close({})
@@ -516,13 +606,20 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
         return Path(folder).absolute()
     # The working directory may have been removed.
     except OSError as error:
-        raise RunStoreError(f"dir={folder!r}: the working directory cannot be found: {error.strerror}") from None
+        raise RunStoreError(
+            f"dir={folder!r}: the working directory cannot be found: {error.strerror}"
+        ) from None
 
 
 def _decline(
-    config: Config, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    config: Config,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
 ) -> None:
-    """Withdraw from merging over ranks if the block fails, so that other ranks do not wait for this one."""
+    """Withdraw from merging over ranks if the block fails, so that other ranks do not wait for this
+    one.
+    """
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
             on_device.decline(config)
@@ -531,21 +628,25 @@ def _decline(
 @functools.cache
 def _warn_not_started() -> None:
     logger.warning(
-        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...) as w:`, or w.start()"
+        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...)"
+        " as w:`, or w.start()"
     )
 
 
 def _log_not_recording(reason: str, identity: Identity | None) -> None:
     """Log the reason once per node: as a warning on the first rank that fails, as info on others.
 
-    identity: this rank's identity, if it is known. Ranks that cannot agree on the first one all warn.
+    identity: this rank's identity, if it is known. Ranks that cannot agree on the first one all
+    warn.
     """
     first = True
     if identity is not None:
         origin = identity.launcher_pid if identity.world_size > 1 else identity.pid
         with contextlib.suppress(OSError, RunStoreError):
             first = directory.is_first(f"{identity.run_id}.{identity.attempt}", origin)
-    logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason))
+    logger.log(
+        logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason)
+    )
 
 
 def forked_while_recording() -> bool:

@@ -26,10 +26,16 @@ SECONDS = 540
 
 def main() -> int:
     """Run the parts. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS)
+    )
     parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu-check.md")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="then no further part begins")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="then no further part begins"
+    )
     parser.add_argument("--device", choices=(CUDA, ASYNC, MODULES), default=CUDA)
     asked = parser.parse_args()
     there = {part.name: part for part in PARTS if asked.device in part.devices}
@@ -43,7 +49,10 @@ def main() -> int:
         return 2
     begin_s = time.monotonic()
     told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check.facts", asked.device], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.gpu_check.facts", asked.device],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     if told.returncode:
         return 2
@@ -51,8 +60,12 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
     # End the running part too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    runner = Runner(asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s))
-    return runner.run([there[name] for name in asked.parts] if asked.parts else list(there.values()))
+    runner = Runner(
+        asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s)
+    )
+    return runner.run(
+        [there[name] for name in asked.parts] if asked.parts else list(there.values())
+    )
 
 
 if __name__ == "__main__":

@@ -29,13 +29,25 @@ def clock(checks: Checks) -> None:
     times = torch.zeros(_READINGS, dtype=torch.int64, device="cuda")
     launch("read_clock", np.uint64(times.data_ptr()), np.int32(_READINGS))
     steps = np.diff(times.cpu().numpy())
-    checks.bar("clock", "globaltimer never steps back", f"{int(steps.min())} ns", ">= 0", bool(steps.min() >= 0))
+    checks.bar(
+        "clock",
+        "globaltimer never steps back",
+        f"{int(steps.min())} ns",
+        ">= 0",
+        bool(steps.min() >= 0),
+    )
     checks.value("clock", "globaltimer's smallest step", f"{int(steps[steps > 0].min())} ns")
     errors = [EventClock(CudaEvents(torch.cuda.current_device())).error_ns for _ in range(20)]
     known = [error for error in errors if error is not None]
     median = float(np.median(known)) if known else float("nan")
     met = len(known) == len(errors) and median <= 50_000
-    checks.bar("clock", "anchor of device times on the host's line", f"+- {median / 1e3:.1f} us", "<= 50 us", met)
+    checks.bar(
+        "clock",
+        "anchor of device times on the host's line",
+        f"+- {median / 1e3:.1f} us",
+        "<= 50 us",
+        met,
+    )
     marked = EventClock(CudaEvents(torch.cuda.current_device()))
     times_ns = []
     for _ in range(REPEATS):

@@ -103,10 +103,22 @@ def _readings(checks: Checks) -> None:
                 time.sleep(0.002)
         statistics, records = _recorded(folder)
     last, theirs = statistics.readings[-1], torch.cuda.memory_stats()
-    ours = (last.allocated_bytes, last.reserved_bytes, last.inactive_bytes, last.peak_bytes, last.alloc_retries)
+    ours = (
+        last.allocated_bytes,
+        last.reserved_bytes,
+        last.inactive_bytes,
+        last.peak_bytes,
+        last.alloc_retries,
+    )
     fields = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
-    wanted = (*(theirs[f"{field}.all.current"] for field in fields), theirs["allocated_bytes.all.peak"], 0)
-    checks.bar("allocator", "values", str(ours), "those of torch.cuda.memory_stats()", ours == wanted)
+    wanted = (
+        *(theirs[f"{field}.all.current"] for field in fields),
+        theirs["allocated_bytes.all.peak"],
+        0,
+    )
+    checks.bar(
+        "allocator", "values", str(ours), "those of torch.cuda.memory_stats()", ours == wanted
+    )
     took_us = float(np.median(records["duration_ns"])) / 1e3
     seconds = (int(records["start_ns"][-1]) - int(records["start_ns"][0])) / 1e9
     share = statistics.count * took_us / 1e6 / seconds
@@ -130,9 +142,21 @@ def _retries(checks: Checks) -> None:
         statistics, _ = _recorded(folder)
     signals = memory_signals(statistics.readings, 0, 64)
     rate = signals.get("alloc_retries_per_step", 0.0)
-    checks.bar("allocator", "retries of a job that provokes one a step", f"{rate:.2f} a step", ">= 0.5", rate >= 0.5)
+    checks.bar(
+        "allocator",
+        "retries of a job that provokes one a step",
+        f"{rate:.2f} a step",
+        ">= 0.5",
+        rate >= 0.5,
+    )
     used = signals.get("memory_used_share", 0.0)
-    checks.bar("allocator", "used, of what the process may take", f"{used:.0%}", "30 to 100 %", 0.3 <= used <= 1)
+    checks.bar(
+        "allocator",
+        "used, of what the process may take",
+        f"{used:.0%}",
+        "30 to 100 %",
+        0.3 <= used <= 1,
+    )
 
 
 def _runs_out(checks: Checks, history: int) -> None:
@@ -162,10 +186,14 @@ def _runs_out(checks: Checks, history: int) -> None:
         named = top["module"] == "Net > Keeper" and "allocator.py" in top["stack"][0]
         value = f"{top['module']}, {top['blocks']} blocks, {top['new_blocks']} of them new"
         checks.bar("allocator", "the planted module", value, "Net > Keeper, all new", named)
-        checks.bar("allocator", "the history after the watch", "on" if after else "off", "off", not after)
+        checks.bar(
+            "allocator", "the history after the watch", "on" if after else "off", "off", not after
+        )
     else:
         value = f"{top['blocks']} blocks of {top['largest_bytes'] / MB:.0f} MB"
-        checks.bar("allocator", "the planted blocks", value, "of 16 MB", top["largest_bytes"] == 16 * MB)
+        checks.bar(
+            "allocator", "the planted blocks", value, "of 16 MB", top["largest_bytes"] == 16 * MB
+        )
         asked = table["module"]
         checks.bar("allocator", "who asked", asked, "Net > Keeper", asked == "Net > Keeper")
 
@@ -181,7 +209,9 @@ def _many_blocks(checks: Checks) -> None:
             table = json.loads(path.read_text())
         del blocks
     took = table["took_s"]
-    checks.bar("allocator", f"the table of {BLOCKS} blocks", f"{took * 1e3:.0f} ms", "< 1 s", took < 1)
+    checks.bar(
+        "allocator", f"the table of {BLOCKS} blocks", f"{took * 1e3:.0f} ms", "< 1 s", took < 1
+    )
 
 
 def _cost_of_history(checks: Checks) -> None:
@@ -199,4 +229,6 @@ def _cost_of_history(checks: Checks) -> None:
     without = pair_us()
     with tempfile.TemporaryDirectory() as folder, _watched(folder, memory="history"):
         recorded = pair_us()
-    checks.value("allocator", "an allocation and its free", f"{without:.2f} us, recorded {recorded:.2f} us")
+    checks.value(
+        "allocator", "an allocation and its free", f"{without:.2f} us, recorded {recorded:.2f} us"
+    )

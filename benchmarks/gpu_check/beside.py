@@ -89,13 +89,20 @@ def beside(checks: Checks) -> None:
                 thread.join(20)
                 if not raised:
                     torch.cuda.synchronize()
-        value = f"{thread.captured} captured, {len(thread.lost)} lost, {thread.wrong} wrong, {steps} steps"
+        value = (
+            f"{thread.captured} captured, {len(thread.lost)} lost, {thread.wrong} wrong, {steps}"
+            " steps"
+        )
         value += "".join(f"; {words[:100]}" for words in [*thread.lost[:1], raised] if words)
         if not watched:
             lost_without = len(thread.lost) + bool(raised)
             checks.value("beside", "captures on another thread, without a watch", value)
         elif lost_without:
-            checks.missing("beside", "captures on another thread, with a watch", f"lost without one, too; {value}")
+            checks.missing(
+                "beside",
+                "captures on another thread, with a watch",
+                f"lost without one, too; {value}",
+            )
         else:
             met = not thread.lost and not raised and not thread.wrong and thread.captured >= LEAST
             wanted = f"at least {LEAST}, none lost or wrong"

@@ -39,20 +39,34 @@ def capture(checks: Checks) -> None:
                 after_ms = [_timed_ms(step) for _ in range(AROUND)]
                 outcome = asking.outcome()
                 pauses = f"{during_ms[0] - usual_ms:.0f} ms, {during_ms[-1] - during_ms[-2]:.0f} ms"
-                checks.value("capture", f"pause at the begin and at the end, capture {number}", pauses)
+                checks.value(
+                    "capture", f"pause at the begin and at the end, capture {number}", pauses
+                )
                 captured = 100 * (statistics.median(during_ms[1:-1]) / usual_ms - 1)
                 checks.value("capture", f"a captured step, capture {number}", f"{captured:+.1f} %")
                 later = 100 * (statistics.median(after_ms) / usual_ms - 1)
-                checks.bar("capture", f"a step after capture {number}", f"{later:+.2f} %", "at most 1 %", later <= 1)
                 checks.bar(
-                    "capture", f"steps in capture {number}", str(outcome.steps), str(STEPS), outcome.steps == STEPS
+                    "capture",
+                    f"a step after capture {number}",
+                    f"{later:+.2f} %",
+                    "at most 1 %",
+                    later <= 1,
+                )
+                checks.bar(
+                    "capture",
+                    f"steps in capture {number}",
+                    str(outcome.steps),
+                    str(STEPS),
+                    outcome.steps == STEPS,
                 )
         trace = json.loads(asking.trace)
         kernels = sum(each.get("cat") == "kernel" for each in trace["traceEvents"])
         checks.bar("capture", "kernels in the trace", str(kernels), "at least 300", kernels >= 300)
         with open(Path(folder) / "files" / SNAPSHOT, "rb") as file:
             segments = len(pickle.load(file)["segments"])
-        checks.bar("capture", "segments in the memory snapshot", str(segments), "at least 1", segments >= 1)
+        checks.bar(
+            "capture", "segments in the memory snapshot", str(segments), "at least 1", segments >= 1
+        )
 
 
 def _timed_ms(step: Callable[[], None]) -> float:

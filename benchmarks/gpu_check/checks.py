@@ -94,7 +94,9 @@ def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
 
 
 def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:
-    """Return the device time of one call in us: the median of replays of a graph of `calls` calls."""
+    """Return the device time of one call in us: the median of replays of a graph of `calls`
+    calls.
+    """
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         function()

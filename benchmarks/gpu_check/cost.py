@@ -61,7 +61,13 @@ def overhead(checks: Checks) -> None:
     """
     for size in SIZES:
         model, step = trainer(**size.size)
-        _measure(checks, "overhead", size, step, {"default watch": lambda folder, m=model: _watch(m, folder, "auto")})
+        _measure(
+            checks,
+            "overhead",
+            size,
+            step,
+            {"default watch": lambda folder, m=model: _watch(m, folder, "auto")},
+        )
         del model, step
         gc.collect()
         torch.cuda.empty_cache()
@@ -78,12 +84,18 @@ def every_module(checks: Checks) -> None:
     _measure(checks, "every_module", size, step, arms, bars=False)
 
 
-def _measure(checks: Checks, part: str, size: Size, step: Callable[[], None], arms: Arms, bars: bool = True) -> None:
+def _measure(
+    checks: Checks, part: str, size: Size, step: Callable[[], None], arms: Arms, bars: bool = True
+) -> None:
     """Run blocks of steps in shuffled rounds, and compare each arm with blocks without hooks.
 
     Blocks without hooks run twice per round, so the table also shows differences due to noise.
     """
-    arms = {"nothing": lambda folder: nullcontext(), "nothing again": lambda folder: nullcontext(), **arms}
+    arms = {
+        "nothing": lambda folder: nullcontext(),
+        "nothing again": lambda folder: nullcontext(),
+        **arms,
+    }
     for _ in range(10):
         step()
     draw = random.Random(1)
@@ -109,7 +121,9 @@ def _measure(checks: Checks, part: str, size: Size, step: Callable[[], None], ar
         what, value = f"{arm}, {size.name}", f"{median:+.3f} % [{low:+.3f}, {high:+.3f}]"
         if bars and arm != "nothing again":
             met = median <= size.bars[0] and high <= size.bars[1]
-            checks.bar(part, what, value, f"<= {size.bars[0]} %, upper end <= {size.bars[1]} %", met)
+            checks.bar(
+                part, what, value, f"<= {size.bars[0]} %, upper end <= {size.bars[1]} %", met
+            )
         else:
             checks.value(part, what, value)
 
@@ -145,7 +159,13 @@ def synchronizations(checks: Checks) -> None:
         return
     more = with_watch - without
     value = ", ".join(f"{name} {count}" for name, count in sorted(more.items())) or "none"
-    checks.bar("synchronizations", "calls that wait, added by every hook in 300 steps", value, "none", not more)
+    checks.bar(
+        "synchronizations",
+        "calls that wait, added by every hook in 300 steps",
+        value,
+        "none",
+        not more,
+    )
 
 
 def _waits(step: Callable[[], None], steps: int = 300) -> Counter[str]:
@@ -175,7 +195,9 @@ def memory(checks: Checks) -> None:
                     step()
             torch.cuda.synchronize()
             added = before - torch.cuda.mem_get_info()[0]
-    checks.bar("memory", "device memory added", f"{added / 2**20:.1f} MiB", "<= 32 MiB", added <= 32 << 20)
+    checks.bar(
+        "memory", "device memory added", f"{added / 2**20:.1f} MiB", "<= 32 MiB", added <= 32 << 20
+    )
 
 
 def gaps(checks: Checks) -> None:
@@ -198,7 +220,11 @@ def gaps(checks: Checks) -> None:
     within = f"within {CAUGHT_UP_NS // 1000} us"
     for name, wanted, met in (
         ("launch-bound", ">= 80 %", (shares["launch-bound"] or 0.0) >= 0.8),
-        ("GPT-2 small", "<= 20 %", (shares["GPT-2 small"] if shares["GPT-2 small"] is not None else 1.0) <= 0.2),
+        (
+            "GPT-2 small",
+            "<= 20 %",
+            (shares["GPT-2 small"] if shares["GPT-2 small"] is not None else 1.0) <= 0.2,
+        ),
     ):
         share = shares[name]
         value = "not measured" if share is None else f"{share:.0%} of passes"

@@ -23,12 +23,20 @@ _MOST_FUNCTIONS = 2000
 # Kind to the functions' names without version and "Async".
 KINDS = {
     "synchronize": r"cu(da)?(Ctx|Stream|Event|Device|Thread)Synchronize",
-    "device memory": r"cuMem(Alloc(Pitch|Managed)?|Free|Create|Map|Unmap|Release)"
-    r"|cuda(Malloc(Pitch|Array|3D|3DArray|Managed)?|Free(Array)?)",
-    "host memory": r"cuMem(AllocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
-    r"|cuda(MallocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)",
-    "module": r"cu(Module(Load\w*|Unload)|Library(Load\w*|Unload)|LinkComplete)|cudaLibrary(Load\w*|Unload)",
-    "blocking copy": r"cu(da)?Memcpy(?!Batch|\w*Async)\w*|cuMemset(?!\w*Async)\w*|cudaMemset(?!\w*Async)\w*",
+    "device memory": (
+        r"cuMem(Alloc(Pitch|Managed)?|Free|Create|Map|Unmap|Release)"
+        r"|cuda(Malloc(Pitch|Array|3D|3DArray|Managed)?|Free(Array)?)"
+    ),
+    "host memory": (
+        r"cuMem(AllocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
+        r"|cuda(MallocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
+    ),
+    "module": (
+        r"cu(Module(Load\w*|Unload)|Library(Load\w*|Unload)|LinkComplete)|cudaLibrary(Load\w*|Unload)"
+    ),
+    "blocking copy": (
+        r"cu(da)?Memcpy(?!Batch|\w*Async)\w*|cuMemset(?!\w*Async)\w*|cudaMemset(?!\w*Async)\w*"
+    ),
 }
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 
@@ -56,7 +64,10 @@ def library() -> str | None:
             return path
     found = importlib.util.find_spec("nvidia")
     folders = [] if found is None else list(found.submodule_search_locations or ())
-    return next((str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))), None)
+    return next(
+        (str(path) for folder in folders for path in sorted(Path(folder).rglob("libcupti.so*"))),
+        None,
+    )
 
 
 class Calls:
@@ -107,11 +118,15 @@ class Calls:
 
     def _name(self, domain: int, number: int) -> str:
         name = ctypes.c_char_p()
-        status = self._cupti.cuptiGetCallbackName(domain, ctypes.c_uint32(number), ctypes.byref(name))
+        status = self._cupti.cuptiGetCallbackName(
+            domain, ctypes.c_uint32(number), ctypes.byref(name)
+        )
         return name.value.decode() if status == 0 and name.value else ""
 
     def _enable(self, subscriber: ctypes.c_void_p, domain: int, number: int) -> None:
-        self._ask("cuptiEnableCallback", ctypes.c_uint32(1), subscriber, domain, ctypes.c_uint32(number))
+        self._ask(
+            "cuptiEnableCallback", ctypes.c_uint32(1), subscriber, domain, ctypes.c_uint32(number)
+        )
 
     def _ask(self, name: str, *arguments: object) -> None:
         status = getattr(self._cupti, name)(*arguments)

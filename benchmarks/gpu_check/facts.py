@@ -29,7 +29,9 @@ def _cuda() -> dict[str, str] | str:
 
     device = torch.cuda.get_device_properties(0)
     return {
-        "device": f"{device.name}, {device.total_memory >> 30} GiB, one of {torch.cuda.device_count()}",
+        "device": (
+            f"{device.name}, {device.total_memory >> 30} GiB, one of {torch.cuda.device_count()}"
+        ),
         "driver": _driver(),
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
@@ -45,7 +47,11 @@ def _driver() -> str:
     found = next((word for word in words if word[0].isdigit()), "")
     if not found and shutil.which("nvidia-smi") is not None:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().split("\n")[0]
+        found = (
+            subprocess.run(command, capture_output=True, text=True, timeout=30)
+            .stdout.strip()
+            .split("\n")[0]
+        )
     return found or "not told"
 
 

@@ -18,7 +18,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.qkv(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -28,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -36,9 +42,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, words: int = 50304):
+    def __init__(
+        self,
+        layers: int = 12,
+        width: int = 768,
+        heads: int = 12,
+        context: int = 1024,
+        words: int = 50304,
+    ):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(words, width), nn.Parameter(torch.zeros(context, width))
+        self.tokens, self.positions = (
+            nn.Embedding(words, width),
+            nn.Parameter(torch.zeros(context, width)),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.head.weight = self.tokens.weight

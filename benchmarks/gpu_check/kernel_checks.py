@@ -34,13 +34,19 @@ def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
     """Copy the array's bytes to the device. torch has no arithmetic for unsigned types, but none is
     needed.
     """
-    signed = values.view(np.dtype(f"i{values.dtype.itemsize}")) if values.dtype.kind == "u" else values
+    signed = (
+        values.view(np.dtype(f"i{values.dtype.itemsize}")) if values.dtype.kind == "u" else values
+    )
     return torch.from_numpy(signed.copy()).cuda()
 
 
-def launch_ours(name: str, grid: int, threads: int, arguments: list[Any], shared_bytes: int = 0) -> None:
+def launch_ours(
+    name: str, grid: int, threads: int, arguments: list[Any], shared_bytes: int = 0
+) -> None:
     """Launch one of the project's kernels on the current stream. Tensors are passed by address."""
-    values = [np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments]
+    values = [
+        np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments
+    ]
     function = kernels.load(torch.cuda.current_device())[name]
     driver().launch(function, grid, threads, shared_bytes, stream(), Arguments(values))
 
@@ -61,7 +67,9 @@ class Window:
         self.tails, self.tails_before = on_device(self.tail), on_device(self.tail)
         self.bounds = on_device(reduction.mantissa_bounds())
         widths = (SUM_ROW, len(Largest), len(Exact))
-        self.rows = [torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths]
+        self.rows = [
+            torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths
+        ]
 
     def reduce(self) -> None:
         """Reduce by the kernel."""
@@ -90,28 +98,59 @@ def equality(checks: Checks) -> None:
     reduced = ring.collect()
     counts = None if reduced is None else reduced.sums[:, Sum.COUNT].tolist()
     checks.bar(
-        "kernels", "stamp, a chain of three sections, ten times", str(counts), "10 each", counts == [10] * 3 + [0]
+        "kernels",
+        "stamp, a chain of three sections, ten times",
+        str(counts),
+        "10 each",
+        counts == [10] * 3 + [0],
     )
     for shape in WINDOWS:
         window = Window(*shape, seed=shape[0])
         window.reduce()
         equal = all(
-            np.array_equal(rows.cpu().numpy(), twin) for rows, twin in zip(window.rows, window.twin(), strict=True)
+            np.array_equal(rows.cpu().numpy(), twin)
+            for rows, twin in zip(window.rows, window.twin(), strict=True)
         )
-        checks.bar("kernels", f"reduce_window {shape}", "bit-equal to NumPy" if equal else "differs", "equal", equal)
+        checks.bar(
+            "kernels",
+            f"reduce_window {shape}",
+            "bit-equal to NumPy" if equal else "differs",
+            "equal",
+            equal,
+        )
         sums = window.rows[0].cpu().numpy()
         buckets = torch.full((shape[0], len(_QUANTILES)), -9, dtype=torch.int32, device="cuda")
-        arguments = [window.rows[0], np.int32(shape[0]), on_device(_QUANTILES), np.int32(len(_QUANTILES)), buckets]
+        arguments = [
+            window.rows[0],
+            np.int32(shape[0]),
+            on_device(_QUANTILES),
+            np.int32(len(_QUANTILES)),
+            buckets,
+        ]
         launch_ours("merged_quantiles", -(-shape[0] // 4), 128, arguments)
         equal = np.array_equal(buckets.cpu().numpy(), twins.merged_quantiles(sums, _QUANTILES))
-        checks.bar("kernels", f"merged_quantiles {shape}", "bit-equal" if equal else "differs", "equal", equal)
+        checks.bar(
+            "kernels",
+            f"merged_quantiles {shape}",
+            "bit-equal" if equal else "differs",
+            "equal",
+            equal,
+        )
     for ranks, slots in RANKS:
         times_ns = _times(ranks, slots)
         middle, worst = _scores(on_device(times_ns))
         twin = twins.rank_scores(times_ns, MIN_SPREAD)
         same = (middle.cpu().numpy().view(np.uint32), worst.cpu().numpy().view(np.uint64))
-        equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(same[1], twin.worst)
-        checks.bar("kernels", f"rank_scores ({ranks}, {slots})", "bit-equal" if equal else "differs", "equal", equal)
+        equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(
+            same[1], twin.worst
+        )
+        checks.bar(
+            "kernels",
+            f"rank_scores ({ranks}, {slots})",
+            "bit-equal" if equal else "differs",
+            "equal",
+            equal,
+        )
 
 
 def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
@@ -141,18 +180,29 @@ def floors(checks: Checks) -> None:
     gigabytes = _bandwidth()
     launch_us = graph_us(lambda: launch("nothing"))
     checks.value("floors", "memory, read and written", f"{gigabytes:.0f} GB/s")
-    checks.value("floors", "a kernel of one thread that does nothing, in a graph", f"{launch_us:.2f} us")
+    checks.value(
+        "floors", "a kernel of one thread that does nothing, in a graph", f"{launch_us:.2f} us"
+    )
     for slots, places, stamps in WINDOWS:
         window = Window(slots, places, stamps, seed=1)
         copy_us = graph_us(lambda window=window: window.tails.copy_(window.tails_before))
         took_us = graph_us(window.again) - copy_us
         moved = slots * (stamps * 8 + SUM_ROW * 8)
-        _against_floor(checks, f"reduce_window ({slots}, {places}, {stamps})", took_us, moved, gigabytes, launch_us)
+        _against_floor(
+            checks,
+            f"reduce_window ({slots}, {places}, {stamps})",
+            took_us,
+            moved,
+            gigabytes,
+            launch_us,
+        )
         buckets = torch.zeros((slots, len(_QUANTILES)), dtype=torch.int32, device="cuda")
         parts = on_device(_QUANTILES)
         arguments = [window.rows[0], np.int32(slots), parts, np.int32(len(_QUANTILES)), buckets]
         took_us = graph_us(
-            lambda slots=slots, arguments=arguments: launch_ours("merged_quantiles", -(-slots // 4), 128, arguments)
+            lambda slots=slots, arguments=arguments: launch_ours(
+                "merged_quantiles", -(-slots // 4), 128, arguments
+            )
         )
         moved = slots * SUM_ROW * 8
         _against_floor(checks, f"merged_quantiles ({slots})", took_us, moved, gigabytes, launch_us)
@@ -167,13 +217,28 @@ def floors(checks: Checks) -> None:
                 "rank_scores", slots, 1024, arguments, 4 * ranks
             )
         )
-        _against_floor(checks, f"rank_scores ({ranks}, {slots})", took_us, 8 * ranks * slots, gigabytes, launch_us)
+        _against_floor(
+            checks,
+            f"rank_scores ({ranks}, {slots})",
+            took_us,
+            8 * ranks * slots,
+            gigabytes,
+            launch_us,
+        )
 
 
-def _against_floor(checks: Checks, what: str, took_us: float, moved: int, gigabytes: float, launch_us: float) -> None:
+def _against_floor(
+    checks: Checks, what: str, took_us: float, moved: int, gigabytes: float, launch_us: float
+) -> None:
     floor_us = max(moved / gigabytes / 1e3, launch_us)
     times = took_us / floor_us
-    checks.bar("floors", what, f"{took_us:.2f} us, {times:.1f} times the floor", f"<= {MOST_US} us", took_us <= MOST_US)
+    checks.bar(
+        "floors",
+        what,
+        f"{took_us:.2f} us, {times:.1f} times the floor",
+        f"<= {MOST_US} us",
+        took_us <= MOST_US,
+    )
 
 
 def _bandwidth() -> float:
@@ -192,10 +257,14 @@ def crossover(checks: Checks) -> None:
         window = Window(slots, places, stamps, seed=2)
         durations = window.inputs[1]
         pinned = torch.empty(durations.shape, dtype=durations.dtype, pin_memory=True)
-        results = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True) for rows in window.rows]
+        results = [
+            torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True) for rows in window.rows
+        ]
 
         def by_host(
-            window: Window = window, pinned: torch.Tensor = pinned, durations: torch.Tensor = durations
+            window: Window = window,
+            pinned: torch.Tensor = pinned,
+            durations: torch.Tensor = durations,
         ) -> None:
             pinned.copy_(durations)
             values = pinned.numpy().view(np.uint64)
@@ -222,7 +291,11 @@ def crossover(checks: Checks) -> None:
             middle.cpu(), worst.cpu()
 
         host_us, device_us = _median_us(scores_by_host), _median_us(scores_by_device)
-        checks.value("crossover", f"scores of {ranks} ranks", f"host {host_us:.0f} us, device {device_us:.0f} us")
+        checks.value(
+            "crossover",
+            f"scores of {ranks} ranks",
+            f"host {host_us:.0f} us, device {device_us:.0f} us",
+        )
 
 
 def _median_us(function: Any, rounds: int = 30) -> float:

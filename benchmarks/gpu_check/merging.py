@@ -22,14 +22,23 @@ WINDOWS, SPIN_NS = 3, 50_000
 
 
 def merging(checks: Checks) -> None:
-    """Compare three merged windows with the rank's own, and measure the additional device memory."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29653", "RANK": "0", "WORLD_SIZE": "1"}
+    """Compare three merged windows with the rank's own, and measure the additional device
+    memory.
+    """
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29653",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     os.environ.update(environment)
     dist.init_process_group("nccl")
     try:
         with tempfile.TemporaryDirectory() as folder:
             spin, model = Spin(), torch.nn.Linear(64, 64, device="cuda")
-            with perf.watch(dir=folder, sidecar=False, report="off", modules="none", aggregate="device") as watch:
+            with perf.watch(
+                dir=folder, sidecar=False, report="off", modules="none", aggregate="device"
+            ) as watch:
                 for _ in range(WINDOWS * MERGE_STEPS):
                     with perf.device_section("planted"):
                         spin(SPIN_NS)
@@ -45,14 +54,20 @@ def merging(checks: Checks) -> None:
     count = own.count if own is not None else 0
     value = f"{window.get('count', 0):.0f} in the last window, {count} of its own in all"
     met = window.get("count") == MERGE_STEPS and count == WINDOWS * MERGE_STEPS
-    checks.bar("merging", "times merged by NCCL", value, f"{MERGE_STEPS}, {WINDOWS * MERGE_STEPS}", met)
+    checks.bar(
+        "merging", "times merged by NCCL", value, f"{MERGE_STEPS}, {WINDOWS * MERGE_STEPS}", met
+    )
     times = work[-1].times if work else 0
     met = len(work) == WINDOWS and times > MERGE_STEPS // 2
     value = f"{len(work)} windows, {times} steps in the last one"
-    checks.bar("merging", "the device's steps by part", value, f"{WINDOWS}, most of {MERGE_STEPS}", met)
+    checks.bar(
+        "merging", "the device's steps by part", value, f"{WINDOWS}, most of {MERGE_STEPS}", met
+    )
     p50_ns = window.get("p50_ns", 0.0)
     met = 0 <= p50_ns - SPIN_NS <= 10_000
-    checks.bar("merging", "their p50, of spins of 50 us", f"{p50_ns / 1e3:.1f} us", "50 to 60 us", met)
+    checks.bar(
+        "merging", "their p50, of spins of 50 us", f"{p50_ns / 1e3:.1f} us", "50 to 60 us", met
+    )
 
 
 def _merged_work(ring: Path) -> list[MergedRow]:

@@ -59,7 +59,9 @@ def nccl1(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", _RANKS, "lone", folder, wish]
             environ = {**os.environ, **_ALONE}
-            subprocess.run(command, env=environ, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                command, env=environ, check=True, timeout=_TIMEOUT_S, stdout=subprocess.DEVNULL
+            )
             told[wish] = _told(Path(folder))
     found = told["on"]
     made = found["communicators"]
@@ -110,7 +112,9 @@ def nccl2(checks: Checks) -> None:
             row = _joined(Path(folder))
     _costs(checks, "nccl2", "two hosts", told)
     cause = Cause(told["on"]["given_up"])
-    checks.bar("nccl2", "timing given up for", cause.name, "NOT_GIVEN_UP", cause is Cause.NOT_GIVEN_UP)
+    checks.bar(
+        "nccl2", "timing given up for", cause.name, "NOT_GIVEN_UP", cause is Cause.NOT_GIVEN_UP
+    )
     if row is None or not row["joined"]:
         checks.bar("nccl2", what, "no joined all-reduce", "rank 1", False)
         return
@@ -119,8 +123,16 @@ def nccl2(checks: Checks) -> None:
     met = row["slowest_rank"] == 1 and lag_ns >= MIN_LAG_NS
     checks.bar("nccl2", what, value, f"rank 1, by at least {MIN_LAG_NS / 1e6:.0f} ms", met)
     by_device = f"{row['by_device']} of {row['count']}"
-    checks.bar("nccl2", "with a kernel's time by the device", by_device, "all", row["by_device"] == row["count"])
-    checks.value("nccl2", "the transfer, once both were there", f"{1e3 * row['transfer_s']['p50_s']:.2f} ms")
+    checks.bar(
+        "nccl2",
+        "with a kernel's time by the device",
+        by_device,
+        "all",
+        row["by_device"] == row["count"],
+    )
+    checks.value(
+        "nccl2", "the transfer, once both were there", f"{1e3 * row['transfer_s']['p50_s']:.2f} ms"
+    )
 
 
 def nccl_room(checks: Checks) -> None:
@@ -160,7 +172,9 @@ def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) ->
     if wish == "off":
         checks.missing(part, what, problem)
     else:
-        checks.bar(part, what, f"with the plugin, and not without: {problem}", "the ranks end", False)
+        checks.bar(
+            part, what, f"with the plugin, and not without: {problem}", "the ranks end", False
+        )
 
 
 def _told(folder: Path) -> dict[str, Any]:
@@ -170,7 +184,9 @@ def _told(folder: Path) -> dict[str, Any]:
     return {**json.loads((folder / "told-0.json").read_text()), "destroy_s": destroy_s}
 
 
-def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host: bool = False, groups: int = 1) -> str:
+def _two_ranks(
+    folder: str, wish: str, *, prefix: Sequence[str] = (), same_host: bool = False, groups: int = 1
+) -> str:
     """Run both ranks with `prefix` before each command. Return an error message, or ""."""
     ranks = []
     for rank in range(2):
@@ -181,7 +197,9 @@ def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host:
         command = [*prefix, sys.executable, "-m", _RANKS, "pair", folder, wish, str(groups)]
         environ = {**os.environ, **_TWO, **settings, **local, "RANK": str(rank)}
         ranks.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
         )
     try:
         errors = "\n".join(rank.communicate(timeout=_TIMEOUT_S)[1] for rank in ranks)
@@ -193,7 +211,11 @@ def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host:
     codes = [rank.returncode for rank in ranks]
     if any(codes):
         refused = refusal(errors)
-        return f"NCCL refused: {refused}" if refused else f"exit codes {codes}: {errors.strip()[-120:]}"
+        return (
+            f"NCCL refused: {refused}"
+            if refused
+            else f"exit codes {codes}: {errors.strip()[-120:]}"
+        )
     return ""
 
 

@@ -65,7 +65,14 @@ def _lone(folder: str, wish: str) -> None:
     reader.close()
     collectives = records[records["kind"] == Kind.COLLECTIVE]
     ended = int((collectives["flags"] & Flag.COMPLETED != 0).sum())
-    _tell(folder, before, named=named, left=VARIABLE in os.environ, recorded=len(collectives), ended=ended)
+    _tell(
+        folder,
+        before,
+        named=named,
+        left=VARIABLE in os.environ,
+        recorded=len(collectives),
+        ended=ended,
+    )
 
 
 def _one_of_two(folder: str, wish: str, groups: str = "1") -> None:

@@ -26,14 +26,21 @@ def one_host() -> dict[str, str]:
 
     NCCL may refuse it.
     """
-    return {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return {
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MAX_CTAS": "2",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    }
 
 
 def refusal(words: str) -> str:
     """Return the line with NCCL's reason for its failure, or "" if NCCL did not fail."""
     if "nccl" not in words.lower():
         return ""
-    lines = [line.strip() for line in words.splitlines() if "rror" in line or "uplicate GPU" in line]
+    lines = [
+        line.strip() for line in words.splitlines() if "rror" in line or "uplicate GPU" in line
+    ]
     return lines[-1][:160] if lines else "no word"
 
 
@@ -50,5 +57,9 @@ def small_shared_memory(mib: int = 64) -> list[str] | str:
         tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=10)
         if tried.returncode == 0:
             return prefix
-        reason = tried.stderr.strip().splitlines()[-1] if tried.stderr.strip() else f"exit code {tried.returncode}"
+        reason = (
+            tried.stderr.strip().splitlines()[-1]
+            if tried.stderr.strip()
+            else f"exit code {tried.returncode}"
+        )
     return f"a mount of its own is not permitted here: {reason}"

@@ -49,7 +49,9 @@ def main() -> int:
     # Lines reported so far stay valid.
     except Exception as error:
         traceback.print_exc()
-        checks.bar(asked.name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False)
+        checks.bar(
+            asked.name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False
+        )
     return 0
 
 

@@ -49,7 +49,9 @@ def planted(checks: Checks) -> None:
     check(checks, os.environ["GPU_CHECK_DEVICE"])
 
 
-def check(checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), steps: int = STEPS) -> None:
+def check(
+    checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), steps: int = STEPS
+) -> None:
     """Report a line for each run as it ends."""
     on = DEVICES[device]()
     truths = [plant(kind, SEED, RANKS, steps, on.slowness, HOST_MS) for kind in kinds]
@@ -59,7 +61,9 @@ def check(checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), ste
             for truth in truths:
                 problem = _wait_for(out / truth.name / "truth.json", ranks)
                 if problem:
-                    logs = "".join(path.read_text(errors="replace") for path in out.glob("rank*.log"))
+                    logs = "".join(
+                        path.read_text(errors="replace") for path in out.glob("rank*.log")
+                    )
                     _not_ended(checks, truths[truths.index(truth) :], problem, logs, device)
                     return
                 _judge(checks, truth, out / truth.name)
@@ -106,4 +110,6 @@ def _not_ended(checks: Checks, truths: list[Truth], problem: str, logs: str, dev
             checks.missing("planted", _what(truth), f"NCCL, with two ranks on one GPU: {refused}")
         else:
             words = logs.strip().splitlines()[-1:] or ["no word"]
-            checks.bar("planted", _what(truth), f"{problem}: {words[0][:120]}", "the run ends", False)
+            checks.bar(
+                "planted", _what(truth), f"{problem}: {words[0][:120]}", "the run ends", False
+            )

@@ -77,7 +77,14 @@ class Runner:
 
     def _run_part(self, part: Part, left_s: float) -> None:
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.gpu_check.part", part.name, "--target", part.target]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_check.part",
+            part.name,
+            "--target",
+            part.target,
+        ]
         command += ["--device", self._device, "--lines", str(writing)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
@@ -126,7 +133,9 @@ class Runner:
 
     def _out_of_time(self, part: Part, how: str) -> None:
         self.left.append(part.name)
-        self._add(Line(part.name, "the part itself", f"{how}: {self._seconds:g} s were over", "", NOT_RUN))
+        self._add(
+            Line(part.name, "the part itself", f"{how}: {self._seconds:g} s were over", "", NOT_RUN)
+        )
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
@@ -139,11 +148,15 @@ class Runner:
         partial.rename(self._file)
 
     def _text(self) -> str:
-        found = [f"- {name}: {value}" for name, value in {"date": self._date, **self._facts}.items()]
+        found = [
+            f"- {name}: {value}" for name, value in {"date": self._date, **self._facts}.items()
+        ]
         took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self._took)
         rows = [line.markdown() for line in self.lines]
         head = ["# What `make gpu-check` found", "", *found, "", self._summary(), ""]
-        return "\n".join([*head, *_HEAD, *rows, "", f"Seconds of each part: {took or 'none has ended'}.", ""])
+        return "\n".join(
+            [*head, *_HEAD, *rows, "", f"Seconds of each part: {took or 'none has ended'}.", ""]
+        )
 
     def _summary(self) -> str:
         bars = sum(bool(line.bar) for line in self.lines)

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu_check.lines import Checks
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample, GpuTotals
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    GPU_GAUGES,
+    GpuSample,
+    GpuTotals,
+)
 from torchlens_perf.hooks.on_device.choice import gpu_identity
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 
@@ -38,7 +43,9 @@ def nvml(checks: Checks) -> None:
     telemetry.close()
 
     found = bool(idle) and idle[-1].temperature_c is not None
-    checks.bar("nvml", "the UUID that torch tells, with our prefix, is NVML's", uuid, "found", found)
+    checks.bar(
+        "nvml", "the UUID that torch tells, with our prefix, is NVML's", uuid, "found", found
+    )
     if not found:
         checks.missing("nvml", "everything else", "; ".join(notes) or "no temperature")
         return
@@ -52,7 +59,11 @@ def nvml(checks: Checks) -> None:
 
 
 def _samples(
-    telemetry: GpuTelemetry, uuid: str, count: int, took_ms: list[float], period_s: float = _PERIOD_S
+    telemetry: GpuTelemetry,
+    uuid: str,
+    count: int,
+    took_ms: list[float],
+    period_s: float = _PERIOD_S,
 ) -> list[GpuSample]:
     made = []
     for _ in range(count):
@@ -66,7 +77,9 @@ def _samples(
 def _supported(checks: Checks, sample: GpuSample, notes: Sequence[str]) -> None:
     names = (*GPU_GAUGES, *GPU_COUNTERS)
     absent = [name for name in names if getattr(sample, name) is None]
-    checks.value("nvml", "quantities that this GPU tells", f"{len(names) - len(absent)} of {len(names)}")
+    checks.value(
+        "nvml", "quantities that this GPU tells", f"{len(names) - len(absent)} of {len(names)}"
+    )
     checks.value("nvml", "those that it does not", ", ".join(absent) or "none")
     checks.value("nvml", "notes", "; ".join(notes) or "none")
 
@@ -88,26 +101,58 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
                 "more",
                 high > 1.05 * low,
             )
-    power_w, energy_j, over_ns = under.mean("power_w"), under.grown.get("energy_j"), under.grown_ns.get("energy_j")
+    power_w, energy_j, over_ns = (
+        under.mean("power_w"),
+        under.grown.get("energy_j"),
+        under.grown_ns.get("energy_j"),
+    )
     if power_w and energy_j is not None and over_ns:
         ratio = energy_j / (over_ns / 1e9) / power_w
         checks.bar(
-            "nvml", "mean power by energy, to that by power", f"{ratio:.2f}", "0.8 to 1.25", 0.8 <= ratio <= 1.25
+            "nvml",
+            "mean power by energy, to that by power",
+            f"{ratio:.2f}",
+            "0.8 to 1.25",
+            0.8 <= ratio <= 1.25,
         )
-    shares = {name: under.grown[name] / ns for name, ns in under.grown_ns.items() if name.startswith("throttle")}
+    shares = {
+        name: under.grown[name] / ns
+        for name, ns in under.grown_ns.items()
+        if name.startswith("throttle")
+    }
     most = max(shares.values(), default=0.0)
     checks.bar(
-        "nvml", "longest throttled time of all reasons, to the time", f"{most:.3f}", "at most 1.05", most <= 1.05
+        "nvml",
+        "longest throttled time of all reasons, to the time",
+        f"{most:.3f}",
+        "at most 1.05",
+        most <= 1.05,
     )
     # Compare the samples with the counter, which would differ by a factor of 1000 in another unit.
     asked, counted = under.counts.get("clock_reasons", 0), under.throttled().get("power")
     by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
     if by_samples < 0.5 or counted is None:
-        checks.missing("nvml", "the unit of throttled times", f"power held clocks down in {by_samples:.0%} of samples")
+        checks.missing(
+            "nvml",
+            "the unit of throttled times",
+            f"power held clocks down in {by_samples:.0%} of samples",
+        )
     else:
         value = f"{counted:.3f}, {by_samples:.3f}"
-        checks.bar("nvml", "held down by power, by counter and by samples", value, "alike", counted > 0.1 * by_samples)
-    checks.value("nvml", "throttled under load", ", ".join(f"{k} {v:.3f}" for k, v in under.throttled().items()) or "-")
+        checks.bar(
+            "nvml",
+            "held down by power, by counter and by samples",
+            value,
+            "alike",
+            counted > 0.1 * by_samples,
+        )
     checks.value(
-        "nvml", "clock under load, to its highest", f"{under.signals().get('sm_clock_share', float('nan')):.3f}"
+        "nvml",
+        "throttled under load",
+        ", ".join(f"{k} {v:.3f}" for k, v in under.throttled().items()) or "-",
+    )
+    checks.value(
+        "nvml",
+        "clock under load, to its highest",
+        f"{under.signals().get('sm_clock_share', float('nan')):.3f}",
     )

@@ -35,14 +35,26 @@ def nvtx(checks: Checks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         library, out = Path(folder) / "libcounter.so", Path(folder) / "counts"
         source = ROOT / "tests" / "nvtx_counter.c"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, source], check=True)
-        variables = {"NVTX_INJECTION64_PATH": str(library), "NVTX_COUNTER_OUT": str(out), "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, "-c", _NVTX_PROGRAM], cwd=folder, env={**os.environ, **variables}, check=True, timeout=120
+            [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, source], check=True
+        )
+        variables = {
+            "NVTX_INJECTION64_PATH": str(library),
+            "NVTX_COUNTER_OUT": str(out),
+            "PYTHONPATH": str(ROOT),
+        }
+        subprocess.run(
+            [sys.executable, "-c", _NVTX_PROGRAM],
+            cwd=folder,
+            env={**os.environ, **variables},
+            check=True,
+            timeout=120,
         )
         rows = [line.split("\t") for line in out.read_text().splitlines()]
     ours = {row[1]: (int(row[2]), int(row[3])) for row in rows if row[0] == "torchlens_perf"}
-    wanted = dict.fromkeys(("mine", "forward Linear", "backward", "optimizer SGD"), (NVTX_STEPS, NVTX_STEPS))
+    wanted = dict.fromkeys(
+        ("mine", "forward Linear", "backward", "optimizer SGD"), (NVTX_STEPS, NVTX_STEPS)
+    )
     found = {name: ours.get(name, (0, 0)) for name in wanted}
     value = ", ".join(f"{name} {begun}" for name, (begun, _) in found.items())
     checks.bar("nvtx", "ranges begun and ended", value, f"{NVTX_STEPS} each", found == wanted)
@@ -57,9 +69,25 @@ def sanitizer(checks: Checks) -> None:
     for check in ("memcheck", "racecheck"):
         # torch causes some API errors on purpose.
         errors = ["--report-api-errors", "no"] if check == "memcheck" else []
-        command = [tool, "--tool", check, "--error-exitcode", "9", *errors, "--kernel-regex", "kns=reduce_window"]
+        command = [
+            tool,
+            "--tool",
+            check,
+            "--error-exitcode",
+            "9",
+            *errors,
+            "--kernel-regex",
+            "kns=reduce_window",
+        ]
         command += ["--kernel-regex", "kns=merged_quantiles", "--kernel-regex", "kns=rank_scores"]
-        command += ["--kernel-regex", "kns=stamp", sys.executable, "-m", "benchmarks.gpu_check.part", "kernels"]
+        command += [
+            "--kernel-regex",
+            "kns=stamp",
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_check.part",
+            "kernels",
+        ]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         summary = [line for line in run.stdout.splitlines() if "SUMMARY" in line]
         if not summary:

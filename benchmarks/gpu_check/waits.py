@@ -50,7 +50,11 @@ def waits(checks: Checks) -> None:
         with_watch = _steps(calls, watched_step)
         with calls.counted() as ended:
             watch.__exit__(None, None, None)
-    for what, found in (("in steps without a watch", without), ("when it begins", begun), ("when it ends", ended)):
+    for what, found in (
+        ("in steps without a watch", without),
+        ("when it begins", begun),
+        ("when it ends", ended),
+    ):
         checks.value("waits", f"calls that wait, {what}", _words(found))
     added = with_watch - without
     for kind in KINDS:
@@ -72,7 +76,9 @@ def _blind(checks: Checks, calls: Calls) -> set[str]:
         "synchronize": torch.cuda.synchronize,
         "device memory": _allocate,
         "host memory": lambda: torch.empty(77 << 20, dtype=torch.uint8).pin_memory(),
-        "module": lambda: cupy.RawModule(code=_MODULE.format(number=1)).get_function("of_the_check_1"),
+        "module": lambda: cupy.RawModule(code=_MODULE.format(number=1)).get_function(
+            "of_the_check_1"
+        ),
         "blocking copy": lambda: cupy.cuda.runtime.memcpy(device.ptr, host.data_ptr(), 1 << 20, 1),
     }
     blind = set()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from chdb import session
 
-# The tables of the OpenTelemetry Collector's exporter for ClickHouse, with names and types of columns. Indices and
-# codecs are left out, because they do not change the stored values.
+# The tables of the OpenTelemetry Collector's exporter for ClickHouse, with names and types of
+# columns. Indices and codecs are left out, because they do not change the stored values.
 _MAP = "Map(LowCardinality(String), String)"
 _EXEMPLARS = f"""Exemplars Nested (
     FilteredAttributes {_MAP}, TimeUnix DateTime64(9), Value Float64, SpanId String, TraceId String)"""
@@ -45,7 +45,10 @@ _TABLES = {
         "ServiceName, MetricName, Attributes, TimeUnix",
     ),
     "otel_metrics_sum": (
-        f"{_OF_POINT}, Value Float64, AggregationTemporality Int32, IsMonotonic Boolean, {_EXEMPLARS}",
+        (
+            f"{_OF_POINT}, Value Float64, AggregationTemporality Int32, IsMonotonic Boolean,"
+            f" {_EXEMPLARS}"
+        ),
         "ServiceName, MetricName, Attributes, TimeUnix",
     ),
     "otel_metrics_exponential_histogram": (

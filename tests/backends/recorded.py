@@ -47,10 +47,14 @@ class Recorded:
 
     def rows(self, folder: str) -> list[Row]:
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
-        return [row for row in rows if row.get("kind") != "thread_time"]  # These rows are counters, not spans.
+        return [
+            row for row in rows if row.get("kind") != "thread_time"
+        ]  # These rows are counters, not spans.
 
     def spans(self) -> list[ReceivedSpan]:
-        """Return the spans of the sampled steps, with ids and parents as in docs/guides/opentelemetry.md."""
+        """Return the spans of the sampled steps, with ids and parents as in
+        docs/guides/opentelemetry.md.
+        """
         steps = {(row["rank"], row["step"]): row for row in self.rows("steps")}
         sampled = traced_steps([step for _, step in steps], TRACE_EVERY)
         inside: dict[tuple[int, int], list[Row]] = defaultdict(list)
@@ -97,16 +101,23 @@ class Recorded:
 
     def memory_bytes(self) -> dict[int, int]:
         """Return the memory after the last step by rank."""
-        return {row["rank"]: row["memory_bytes"] for row in sorted(self.rows("steps"), key=lambda row: row["step"])}
+        return {
+            row["rank"]: row["memory_bytes"]
+            for row in sorted(self.rows("steps"), key=lambda row: row["step"])
+        }
 
 
-def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]) -> list[ReceivedSpan]:
+def _of_step(
+    run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]
+) -> list[ReceivedSpan]:
     """Yield the root (if the rank is 0), the rank's step, and the records in it."""
     rank, step, in_trace = row["rank"], row["step"], trace_id(run_id, row["attempt"], row["step"])
     root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
     common = {semantics.RUN_ID: run_id, semantics.STEP: step, semantics.RANK: rank}
 
-    def span(number: int, parent: int | None, name: str, of: Row, more: dict[str, Any], **others: Any) -> ReceivedSpan:
+    def span(
+        number: int, parent: int | None, name: str, of: Row, more: dict[str, Any], **others: Any
+    ) -> ReceivedSpan:
         start_ns = of["time"].value
         return ReceivedSpan(
             in_trace, number, parent, name, start_ns, start_ns + of["duration_ns"], {**common, **more},
@@ -121,15 +132,22 @@ def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any])
     found = [span(rank_id, root_id, f"{semantics.SPAN_RANK} {rank}", row, of_rank)]
     if rank == 0:
         found.append(span(root_id, None, semantics.SPAN_STEP, row, {}, links=(CALLER,)))
-    ordered = sorted(inside, key=lambda each: (each["start_ns"], -each["duration_ns"], each["depth"]))
+    ordered = sorted(
+        inside, key=lambda each: (each["start_ns"], -each["duration_ns"], each["depth"])
+    )
     for index, each in enumerate(ordered):
         more = {semantics.SPAN_KIND: each["kind"]}
         if each["kind"] == "collective":
-            more |= {semantics.BYTES: each["value0"], semantics.SEQUENCE: each["value1"] & 0xFFFFFFFF}
+            more |= {
+                semantics.BYTES: each["value0"],
+                semantics.SEQUENCE: each["value1"] & 0xFFFFFFFF,
+            }
         around = _around(each, ordered[:index])
         parent = rank_id if around is None else span_id(in_trace, rank, around)
         status = "STATUS_CODE_ERROR" if each["flags"] & Flag.EXCEPTION else ""
-        found.append(span(span_id(in_trace, rank, index), parent, each["name"], each, more, status=status))
+        found.append(
+            span(span_id(in_trace, rank, index), parent, each["name"], each, more, status=status)
+        )
     return found
 
 
@@ -150,7 +168,10 @@ def _around(row: Row, before: list[Row]) -> int | None:
 
 
 def by_id(spans: Iterable[Span]) -> dict[tuple[int, int], Span]:
-    """Return spans as tuples that begin with trace id and span id. Check that each is there once."""
+    """Return spans as tuples that begin with trace id and span id.
+
+    Check that each is there once.
+    """
     listed = list(spans)
     found: dict[tuple[int, int], Span] = {(each[0], each[1]): each for each in listed}
     assert len(found) == len(listed), f"{len(listed) - len(found)} spans are there twice"
@@ -170,7 +191,15 @@ def as_tuple(span: ReceivedSpan, time: Callable[[int], Any] = exactly) -> Span:
     """Return a span without resource and links. time: converts times as the backend does."""
     times = time(span.start_ns), time(span.end_ns)
     attributes = tuple(sorted(span.attributes.items()))
-    return span.trace_id, span.span_id, span.parent_id, span.name, *times, bool(span.status), attributes
+    return (
+        span.trace_id,
+        span.span_id,
+        span.parent_id,
+        span.name,
+        *times,
+        bool(span.status),
+        attributes,
+    )
 
 
 def subset(expected: Mapping[str, Any], of: Mapping[str, Any]) -> bool:

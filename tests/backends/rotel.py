@@ -28,7 +28,10 @@ class Rotel:
     def told(self, protocol: str) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         port = self._grpc if protocol == "grpc" else self._http
-        return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        }
 
     def _is_up(self) -> bool:
         for port in (self._http, self._grpc):

@@ -1,4 +1,6 @@
-"""Real backends, each in an environment of its own, started on loopback and stopped with the test."""
+"""Real backends, each in an environment of its own, started on loopback and stopped with the
+test.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def get(address: str, body: Mapping[str, Any] | None = None) -> Any:
 
 def status_of(address: str, body: bytes = b"", **headers: str) -> int:
     """Return the status of the response to an OTLP request."""
-    request = urllib.request.Request(address, body, {"Content-Type": "application/x-protobuf", **headers})
+    request = urllib.request.Request(
+        address, body, {"Content-Type": "application/x-protobuf", **headers}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             found: int = answer.status

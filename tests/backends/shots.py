@@ -14,10 +14,18 @@ import pytest
 
 from tests.support.processes import ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1",
+]
 _MOST_BYTES = 300_000
-shots = pytest.mark.skipif(os.environ.get("SHOTS") != "1", reason="draws docs/images anew: SHOTS=1 make test-backends")
+shots = pytest.mark.skipif(
+    os.environ.get("SHOTS") != "1", reason="draws docs/images anew: SHOTS=1 make test-backends"
+)
 
 
 @contextlib.contextmanager

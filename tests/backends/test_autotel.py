@@ -49,7 +49,9 @@ class Autotel:
 
     def ask(self) -> list[dict[str, Any]]:
         """Return all stored spans."""
-        return [span for trace in get(f"{self.address}/v1/traces")["traces"] for span in trace["spans"]]
+        return [
+            span for trace in get(f"{self.address}/v1/traces")["traces"] for span in trace["spans"]
+        ]
 
     def select(self, what: str) -> list[dict[str, Any]]:
         """Query the SQLite store, which the page reads too.
@@ -63,8 +65,14 @@ class Autotel:
 
 def span_of(found: dict[str, Any]) -> ReceivedSpan:
     """Convert a span of GET /v1/traces, which merges the resource's attributes into the span's."""
-    own = {key: value for key, value in found["attributes"].items() if not key.startswith(_OF_RESOURCE)}
-    own = {key: value for key, value in own.items() if key not in (semantics.WORLD_SIZE, semantics.LOCAL_RANK)}
+    own = {
+        key: value for key, value in found["attributes"].items() if not key.startswith(_OF_RESOURCE)
+    }
+    own = {
+        key: value
+        for key, value in own.items()
+        if key not in (semantics.WORLD_SIZE, semantics.LOCAL_RANK)
+    }
     parent = found.get("parentSpanId")
     return ReceivedSpan(
         trace_id=int(found["traceId"], 16),
@@ -113,7 +121,9 @@ def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
             assert abs(mine / 1e6 - theirs) <= 0.00025
 
 
-def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(
+    found: list[dict[str, Any]], recorded: Recorded
+) -> None:
     """All spans are there once, although the run was sent twice."""
     assert_same(found, recorded)
 
@@ -124,7 +134,12 @@ def test_lines_of_an_otlp_json_file_can_be_posted(tmp_path: Path, recorded: Reco
     later = Autotel(tmp_path)
     try:
         for line in (recorded.run.path / "otlp" / "replay-traces.jsonl").read_bytes().splitlines():
-            assert status_of(f"{later.address}/v1/traces", line, **{"Content-Type": "application/json"}) == 200
+            assert (
+                status_of(
+                    f"{later.address}/v1/traces", line, **{"Content-Type": "application/json"}
+                )
+                == 200
+            )
         assert_same(later.ask(), recorded)
     finally:
         later.server.close()
@@ -133,7 +148,12 @@ def test_lines_of_an_otlp_json_file_can_be_posted(tmp_path: Path, recorded: Reco
 def test_gzip_over_http_is_rejected(autotel: Autotel) -> None:
     """Over HTTP, gzip is rejected, and the same request without it is accepted."""
     assert status_of(f"{autotel.address}/v1/traces") == 200
-    assert status_of(f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}) == 400
+    assert (
+        status_of(
+            f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}
+        )
+        == 400
+    )
 
 
 def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
@@ -142,7 +162,9 @@ def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> Non
     assert {span.links for span in spans if span.parent_id is not None} == {()}
 
 
-def test_spans_of_each_rank_have_their_own_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_spans_of_each_rank_have_their_own_resource(
+    found: list[dict[str, Any]], recorded: Recorded
+) -> None:
     """The spans of each rank have their own resource, so a trace has two."""
     resources = recorded.resources()
     for each in found:
@@ -154,15 +176,27 @@ def test_each_alert_is_one_log_record(autotel: Autotel, recorded: Recorded) -> N
 
     That of the slow rank has the report's sentence, the rank and its span's ids.
     """
-    alerts = [(alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")]
+    alerts = [
+        (alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")
+    ]
     assert len({attributes[semantics.ALERT_UID] for _, attributes in alerts}) == len(alerts)
     (alert, attributes), *_ = [each for each in alerts if each[1][semantics.RANK] == SLOW_RANK]
     assert alert["severity_text"] == "WARN"
     assert alert["body_text"].startswith(f"Rank {SLOW_RANK} (")
-    assert alert["body_text"].partition(" Next: ")[0] in " ".join(recorded.run.report.read_text().split())
+    assert alert["body_text"].partition(" Next: ")[0] in " ".join(
+        recorded.run.report.read_text().split()
+    )
     assert (attributes[semantics.RANK], attributes[semantics.PHASE]) == (SLOW_RANK, "forward")
-    of_slow = [span for span in recorded.spans() if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND]
-    ids = {(f"{s.trace_id:032x}", f"{s.span_id:016x}") for s in of_slow if s.attributes[semantics.RANK] == SLOW_RANK}
+    of_slow = [
+        span
+        for span in recorded.spans()
+        if span.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND
+    ]
+    ids = {
+        (f"{s.trace_id:032x}", f"{s.span_id:016x}")
+        for s in of_slow
+        if s.attributes[semantics.RANK] == SLOW_RANK
+    }
     assert (alert["trace_id"], alert["span_id"]) in ids
 
 
@@ -175,7 +209,9 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
     )
     for row in rows:
         attributes = json.loads(row["attributes"])
-        found.setdefault((attributes[semantics.RANK], attributes.get(semantics.PHASE, "")), []).append(row)
+        found.setdefault(
+            (attributes[semantics.RANK], attributes.get(semantics.PHASE, "")), []
+        ).append(row)
     return found
 
 
@@ -193,7 +229,11 @@ def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Rec
             values = expected[metric, rank, phase]
             assert len(of_series) == 2
             for point in of_series:
-                assert (point["unit"], point["kind"], point["count"]) == ("s", "exponentialHistogram", None)
+                assert (point["unit"], point["kind"], point["count"]) == (
+                    "s",
+                    "exponentialHistogram",
+                    None,
+                )
                 assert sum(json.loads(point["positive_buckets"])["bucketCounts"]) == len(values)
                 assert point["sum"] == pytest.approx(sum(values), rel=1e-9)
                 assert (point["min"], point["max"]) == (min(values), max(values))
@@ -201,7 +241,9 @@ def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Rec
 
 def test_exemplars_have_the_ids_of_a_sampled_span(autotel: Autotel, recorded: Recorded) -> None:
     """Exemplars of histograms have the ids of the rank's span in a sampled step."""
-    spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
+    spans = {
+        (f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()
+    }
     for of_series in points(autotel, semantics.STEP_DURATION).values():
         exemplars = json.loads(of_series[-1]["exemplars"])
         assert exemplars

@@ -39,9 +39,16 @@ class ClickHouse:
         python = environment("chdb") / "bin" / "python"
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self.server = Server([str(python), str(_DOOR), str(port), str(folder)], folder, lambda: is_up(self.address))
-        exporter = {"ROTEL_EXPORTER": "clickhouse", "ROTEL_CLICKHOUSE_EXPORTER_ENDPOINT": self.address}
-        self.rotel = Rotel(rotel_folder, {**exporter, "ROTEL_CLICKHOUSE_EXPORTER_COMPRESSION": "none"})
+        self.server = Server(
+            [str(python), str(_DOOR), str(port), str(folder)], folder, lambda: is_up(self.address)
+        )
+        exporter = {
+            "ROTEL_EXPORTER": "clickhouse",
+            "ROTEL_CLICKHOUSE_EXPORTER_ENDPOINT": self.address,
+        }
+        self.rotel = Rotel(
+            rotel_folder, {**exporter, "ROTEL_CLICKHOUSE_EXPORTER_COMPRESSION": "none"}
+        )
 
     def ask(self, query: str) -> list[dict[str, Any]]:
         """Return the rows of an SQL query."""
@@ -55,7 +62,9 @@ class ClickHouse:
 
 
 @pytest.fixture(scope="module")
-def clickhouse(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[ClickHouse]:
+def clickhouse(
+    tmp_path_factory: pytest.TempPathFactory, recorded: Recorded
+) -> Iterator[ClickHouse]:
     """Return an engine that got the run twice."""
     started = ClickHouse(tmp_path_factory.mktemp("clickhouse"), tmp_path_factory.mktemp("rotel"))
     expected = {"otel_traces": len(recorded.spans()), "otel_logs": 1, "otel_metrics_sum": 2, "otel_metrics_gauge": 1,
@@ -64,9 +73,15 @@ def clickhouse(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> 
         recorded.send(**started.rotel.told("grpc"))
         for table, rows in expected.items():
             assert wait_for(
-                lambda: started.ask(f"SELECT count() AS n FROM otel.{table}")[0]["n"] >= times * rows,  # noqa: B023
+                lambda table=table, times=times, rows=rows: (
+                    started.ask(f"SELECT count() AS n FROM otel.{table}")[0]["n"] >= times * rows
+                ),
                 30,
-            ), (table, started.server.log.read_text()[-2000:], started.rotel.server.log.read_text()[-2000:])
+            ), (
+                table,
+                started.server.log.read_text()[-2000:],
+                started.rotel.server.log.read_text()[-2000:],
+            )
     yield started
     started.close()
 
@@ -74,13 +89,17 @@ def clickhouse(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> 
 @pytest.fixture(scope="module")
 def found(clickhouse: ClickHouse) -> list[ReceivedSpan]:
     """Return all rows of the table of spans."""
-    rows = clickhouse.ask("SELECT *, toUnixTimestamp64Nano(Timestamp) AS start_ns FROM otel.otel_traces")
+    rows = clickhouse.ask(
+        "SELECT *, toUnixTimestamp64Nano(Timestamp) AS start_ns FROM otel.otel_traces"
+    )
     return [span_of(row) for row in rows]
 
 
 def span_of(row: dict[str, Any]) -> ReceivedSpan:
     """Convert a row to a span. Attributes in these tables are text."""
-    attributes = {key: _NUMBERS.get(key, str)(value) for key, value in row["SpanAttributes"].items()}
+    attributes = {
+        key: _NUMBERS.get(key, str)(value) for key, value in row["SpanAttributes"].items()
+    }
     return ReceivedSpan(
         trace_id=int(row["TraceId"], 16),
         span_id=int(row["SpanId"], 16),
@@ -99,7 +118,9 @@ def span_of(row: dict[str, Any]) -> ReceivedSpan:
     )
 
 
-def test_all_spans_are_stored_with_their_parents(found: list[ReceivedSpan], recorded: Recorded) -> None:
+def test_all_spans_are_stored_with_their_parents(
+    found: list[ReceivedSpan], recorded: Recorded
+) -> None:
     """All fields of each span of both ranks are right, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
@@ -126,7 +147,9 @@ def test_only_roots_link_to_the_callers_span(found: list[ReceivedSpan]) -> None:
     assert {span.links for span in found if span.parent_id is not None} == {()}
 
 
-def test_spans_of_each_rank_have_their_own_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
+def test_spans_of_each_rank_have_their_own_resource(
+    found: list[ReceivedSpan], recorded: Recorded
+) -> None:
     """The spans of each rank have their own resource, as text."""
     resources = recorded.resources()
     for span in found:
@@ -134,8 +157,12 @@ def test_spans_of_each_rank_have_their_own_resource(found: list[ReceivedSpan], r
         assert subset({key: str(value) for key, value in of_rank.items()}, span.resource)
 
 
-def test_documented_query_returns_the_own_time_of_each_rank(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """The query in docs/guides/backends.md returns the median own time by rank, computed from spans."""
+def test_documented_query_returns_the_own_time_of_each_rank(
+    clickhouse: ClickHouse, recorded: Recorded
+) -> None:
+    """The query in docs/guides/backends.md returns the median own time by rank, computed from
+    spans.
+    """
     query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
     assert [int(row["rank"]) for row in rows] == [SLOW_RANK, 1 - SLOW_RANK]
@@ -149,7 +176,9 @@ def test_documented_query_returns_the_own_time_of_each_rank(clickhouse: ClickHou
         assert row["own_ms"] == pytest.approx(1e3 * statistics.median(own_s), rel=1e-9)
 
 
-def test_histograms_have_the_values_of_all_steps(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_histograms_have_the_values_of_all_steps(
+    clickhouse: ClickHouse, recorded: Recorded
+) -> None:
     """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
 
     Each replay is a point.
@@ -157,7 +186,14 @@ def test_histograms_have_the_values_of_all_steps(clickhouse: ClickHouse, recorde
     rows = clickhouse.ask("SELECT * FROM otel.otel_metrics_exponential_histogram")
     expected = recorded.durations_s()
     points = [
-        ((row["MetricName"], int(row["Attributes"][semantics.RANK]), row["Attributes"].get(semantics.PHASE, "")), row)
+        (
+            (
+                row["MetricName"],
+                int(row["Attributes"][semantics.RANK]),
+                row["Attributes"].get(semantics.PHASE, ""),
+            ),
+            row,
+        )
         for row in rows
     ]
     assert {key for key, _ in points} == set(expected)
@@ -170,26 +206,41 @@ def test_histograms_have_the_values_of_all_steps(clickhouse: ClickHouse, recorde
         assert (row["Min"], row["Max"]) == (min(values), max(values))
     newest = "ORDER BY TimeUnix DESC LIMIT 1 BY MetricName, Attributes"
     assert newest in PAGE
-    assert len(clickhouse.ask(f"SELECT 1 FROM otel.otel_metrics_exponential_histogram {newest}")) == len(expected)
+    assert len(
+        clickhouse.ask(f"SELECT 1 FROM otel.otel_metrics_exponential_histogram {newest}")
+    ) == len(expected)
 
 
-def test_counter_and_gauge_have_their_values_and_units(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """The steps of each rank, and its memory after the last step, have the right values and units."""
+def test_counter_and_gauge_have_their_values_and_units(
+    clickhouse: ClickHouse, recorded: Recorded
+) -> None:
+    """The steps of each rank, and its memory after the last step, have the right values and
+    units.
+    """
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
-        (steps, *_) = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")
+        steps, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")
         memory = f"MetricName = '{semantics.MEMORY}' AND {of_rank}"
-        (usage, *_) = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_gauge WHERE {memory}")
+        usage, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_gauge WHERE {memory}")
         expected = len(recorded.durations_s()[semantics.STEP_DURATION, rank, ""])
-        assert (steps["MetricName"], steps["MetricUnit"], steps["Value"]) == (semantics.STEPS, "{step}", expected)
+        assert (steps["MetricName"], steps["MetricUnit"], steps["Value"]) == (
+            semantics.STEPS,
+            "{step}",
+            expected,
+        )
         assert (usage["MetricUnit"], usage["Value"]) == ("By", memory_bytes)
 
 
-def test_exemplars_have_the_ids_of_a_sampled_span(clickhouse: ClickHouse, recorded: Recorded) -> None:
+def test_exemplars_have_the_ids_of_a_sampled_span(
+    clickhouse: ClickHouse, recorded: Recorded
+) -> None:
     """Exemplars of histograms have the ids of the rank's span in a sampled step."""
-    spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
+    spans = {
+        (f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()
+    }
     rows = clickhouse.ask(
-        f"SELECT * FROM otel.otel_metrics_exponential_histogram WHERE MetricName = '{semantics.STEP_DURATION}'"
+        "SELECT * FROM otel.otel_metrics_exponential_histogram WHERE MetricName ="
+        f" '{semantics.STEP_DURATION}'"
     )
     for row in rows:
         columns = (row[f"Exemplars.{name}"] for name in ("TraceId", "SpanId", "Value"))
@@ -212,7 +263,10 @@ def test_alert_is_stored_with_its_sentence_severity_and_ids(clickhouse: ClickHou
         assert row["SeverityText"] == "WARN"
         assert row["Body"].startswith(f"Rank {SLOW_RANK} (")
         attributes = row["LogAttributes"]
-        assert (int(attributes[semantics.RANK]), attributes[semantics.PHASE]) == (SLOW_RANK, "forward")
+        assert (int(attributes[semantics.RANK]), attributes[semantics.PHASE]) == (
+            SLOW_RANK,
+            "forward",
+        )
         of_span = f"TraceId = '{row['TraceId']}' AND SpanId = '{row['SpanId']}'"
-        (span, *_) = clickhouse.ask(f"SELECT * FROM otel.otel_traces WHERE {of_span}")
+        span, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_traces WHERE {of_span}")
         assert span["SpanName"] == f"{semantics.SPAN_RANK} {SLOW_RANK}"

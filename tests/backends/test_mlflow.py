@@ -47,8 +47,14 @@ class Mlflow:
     def ask(self) -> list[dict[str, Any]]:
         """Return all spans that the client finds."""
         command = [str(self._bin / "python"), str(READER), self.address]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "PYTHON"))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**inherited, **QUIET})
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OTEL_", "PYTHON"))
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**inherited, **QUIET}
+        )
         assert done.returncode == 0, done.stderr
         answer: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
         return answer
@@ -63,10 +69,16 @@ def span_of(found: dict[str, Any]) -> ReceivedSpan:
         name=found["name"],
         start_ns=found["start_ns"],
         end_ns=found["end_ns"],
-        attributes={key: value for key, value in found["attributes"].items() if not key.startswith("mlflow.")},
+        attributes={
+            key: value
+            for key, value in found["attributes"].items()
+            if not key.startswith("mlflow.")
+        },
         resource=found["tags"],
         scope="",
-        status={"STATUS_CODE_UNSET": "", "STATUS_CODE_OK": "ok"}.get(found["status"], found["status"]),
+        status={"STATUS_CODE_UNSET": "", "STATUS_CODE_OK": "ok"}.get(
+            found["status"], found["status"]
+        ),
         links=tuple((int(trace, 16), int(span, 16)) for trace, span in found["links"]),
     )
 
@@ -86,7 +98,9 @@ def found(mlflow: Mlflow) -> list[dict[str, Any]]:
     return mlflow.ask()
 
 
-def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(
+    found: list[dict[str, Any]], recorded: Recorded
+) -> None:
     """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
     name, attributes, error, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
@@ -105,7 +119,9 @@ def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
     assert {each["state"] for each in found} == {"OK"}
 
 
-def test_trace_tags_have_the_resource_of_a_rank(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_trace_tags_have_the_resource_of_a_rank(
+    found: list[dict[str, Any]], recorded: Recorded
+) -> None:
     """A trace's tags have the resource of one of its ranks.
 
     Attributes that all ranks share are right on all traces.
@@ -114,8 +130,12 @@ def test_trace_tags_have_the_resource_of_a_rank(found: list[dict[str, Any]], rec
     resources = recorded.resources()
     for each in found:
         tags = {key: each["tags"].get(key) for key in resources[0]}
-        assert tags in [{key: str(value) for key, value in resource.items()} for resource in resources.values()]
-        shared = {key: str(value) for key, value in resources[0].items() if key not in one_rank_only}
+        assert tags in [
+            {key: str(value) for key, value in resource.items()} for resource in resources.values()
+        ]
+        shared = {
+            key: str(value) for key, value in resources[0].items() if key not in one_rank_only
+        }
         assert shared.items() <= tags.items()
 
 
@@ -125,7 +145,10 @@ def test_request_without_an_experiment_header_is_rejected(mlflow: Mlflow) -> Non
 
 def test_metrics_and_alerts_are_not_accepted(mlflow: Mlflow) -> None:
     """MLflow does not accept metrics and alerts, as docs/guides/backends.md states."""
-    assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
+    assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
+        404,
+        404,
+    ]
 
 
 @shots.shots

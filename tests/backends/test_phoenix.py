@@ -32,12 +32,17 @@ class Phoenix:
             "PHOENIX_WORKING_DIR": str(folder), "PHOENIX_HOST": "127.0.0.1", "PHOENIX_PORT": str(port),
             "PHOENIX_GRPC_PORT": str(grpc_port), "PHOENIX_TELEMETRY_ENABLED": "false",
         }  # fmt: skip
-        self.server = Server([str(program), "serve"], folder, lambda: is_up(f"{self.address}/healthz"), told)
+        self.server = Server(
+            [str(program), "serve"], folder, lambda: is_up(f"{self.address}/healthz"), told
+        )
 
     def told(self, protocol: str) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         if protocol == "grpc":
-            return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.grpc, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
+            return {
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.grpc,
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+            }
         return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces"}
 
     def ask(self) -> list[dict[str, Any]]:
@@ -90,7 +95,9 @@ def found(phoenix: Phoenix) -> list[dict[str, Any]]:
     return phoenix.ask()
 
 
-def test_all_spans_arrive_once_with_their_parents(found: list[dict[str, Any]], recorded: Recorded) -> None:
+def test_all_spans_arrive_once_with_their_parents(
+    found: list[dict[str, Any]], recorded: Recorded
+) -> None:
     """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
     name, attributes, error, and times to the microsecond."""
     expected = by_id(as_tuple(span, in_microseconds) for span in recorded.spans())
@@ -112,7 +119,10 @@ def test_links_and_resources_are_dropped(phoenix: Phoenix, found: list[dict[str,
 
 def test_metrics_and_alerts_are_not_accepted(phoenix: Phoenix) -> None:
     """Phoenix does not accept metrics and alerts, as docs/guides/backends.md states."""
-    assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [405, 405]
+    assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
+        405,
+        405,
+    ]
 
 
 @shots.shots
@@ -125,5 +135,7 @@ def test_screenshot_of_a_trace_is_taken(phoenix: Phoenix, recorded: Recorded) ->
         shown.goto(f"{phoenix.address}/projects/{project['id']}/traces/{trace:032x}")
         shown.get_by_text(f"rank {SLOW_RANK}", exact=True).first.click()
         border = shown.locator("[aria-controls=trace-tree]").bounding_box()
-        shots.drag(shown, border["x"], border["y"] + 300, border["x"] + 260)  # A narrow pane shows no tree.
+        shots.drag(
+            shown, border["x"], border["y"] + 300, border["x"] + 260
+        )  # A narrow pane shows no tree.
         shots.save(shown, "phoenix")

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600
 
 _HISTOGRAMS = (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION)
 _MOST_NS = 1_000_000
-"""Largest difference between a live span's start and the run directory, as clocks are compared again later."""
+"""Largest difference between a live span's start and the run directory, as clocks are
+compared again later.
+"""
 
 
 class Hop:
@@ -27,8 +29,15 @@ class Hop:
     def __init__(self, recorded: Recorded, receiver: Receiver) -> None:
         self.recorded = recorded
         expected = len(recorded.spans())
-        wait_for(lambda: len(receiver.spans()) >= expected and receiver.events() and receiver.points(), 30)
-        self.spans, self.events, self.points = receiver.spans(), receiver.events(), receiver.points()
+        wait_for(
+            lambda: len(receiver.spans()) >= expected and receiver.events() and receiver.points(),
+            30,
+        )
+        self.spans, self.events, self.points = (
+            receiver.spans(),
+            receiver.events(),
+            receiver.points(),
+        )
 
     def last(self, metric: str) -> dict[tuple[int, str], ReceivedPoint]:
         """Return a metric's last points by rank and phase.
@@ -36,7 +45,10 @@ class Hop:
         They are cumulative and cover the whole run.
         """
         found = [point for point in self.points if point.metric == metric]
-        return {(each.attributes[semantics.RANK], each.attributes.get(semantics.PHASE, "")): each for each in found}
+        return {
+            (each.attributes[semantics.RANK], each.attributes.get(semantics.PHASE, "")): each
+            for each in found
+        }
 
 
 @pytest.fixture(scope="module", params=["http/protobuf", "grpc"])
@@ -66,7 +78,7 @@ def test_all_spans_arrive_once_with_their_parents(hop: Hop) -> None:
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert set(found) == set(expected)
     for key, (*head, start_ns, end_ns, error, attributes) in expected.items():
-        (*head_found, start_found_ns, end_found_ns, error_found, attributes_found) = found[key]
+        *head_found, start_found_ns, end_found_ns, error_found, attributes_found = found[key]
         assert (head_found, error_found, attributes_found) == (head, error, attributes)
         assert end_found_ns - start_found_ns == end_ns - start_ns
         assert abs(start_found_ns - start_ns) < _MOST_NS
@@ -94,7 +106,11 @@ def test_histograms_counter_and_gauge_have_their_values_and_units(hop: Hop) -> N
         assert set(found) == {(rank, phase) for name, rank, phase in expected if name == metric}
         for (rank, phase), point in found.items():
             values = expected[metric, rank, phase]
-            assert (point.unit, point.form, point.temporality) == ("s", "exponential_histogram", "cumulative")
+            assert (point.unit, point.form, point.temporality) == (
+                "s",
+                "exponential_histogram",
+                "cumulative",
+            )
             assert (point.count, sum(point.buckets)) == (len(values), len(values))
             assert point.value == pytest.approx(sum(values), rel=1e-9)
     for rank, memory_bytes in hop.recorded.memory_bytes().items():
@@ -121,7 +137,10 @@ def test_slow_rank_alert_arrives_once_with_its_sentence_and_ids(hop: Hop) -> Non
     node's resource. Other programs may make another rank slow for a while."""
     assert len({event.attributes[semantics.ALERT_UID] for event in hop.events}) == len(hop.events)
     alert, *_ = [event for event in hop.events if event.attributes[semantics.RANK] == SLOW_RANK]
-    assert (alert.name, alert.severity) == ("torch.train.straggler.started", "WARN SEVERITY_NUMBER_WARN")
+    assert (alert.name, alert.severity) == (
+        "torch.train.straggler.started",
+        "WARN SEVERITY_NUMBER_WARN",
+    )
     assert alert.body.startswith(f"Rank {SLOW_RANK} (")
     assert alert.attributes[semantics.PHASE] == "forward"
     assert alert.resource[semantics.RUN_ID] == hop.recorded.run.run_id

@@ -52,13 +52,20 @@ class VictoriaMetrics:
 
 
 @pytest.fixture(scope="module")
-def victoria(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[VictoriaMetrics]:
+def victoria(
+    tmp_path_factory: pytest.TempPathFactory, recorded: Recorded
+) -> Iterator[VictoriaMetrics]:
     """Return a server that got the run twice."""
     started = VictoriaMetrics(tmp_path_factory.mktemp("victoria-metrics"))
     for times in (1, 2):
         recorded.send(**started.told())
         # Queries find samples some time after they were accepted.
-        wait_for(lambda: [of for of in _samples(started, "torch_train_steps_total") if len(of) == times], 60)  # noqa: B023
+        wait_for(
+            lambda times=times: [
+                of for of in _samples(started, "torch_train_steps_total") if len(of) == times
+            ],
+            60,
+        )
     yield started
     started.server.close()
 
@@ -78,7 +85,9 @@ def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded
         assert victoria.value(f"torch_train_memory_usage_bytes{of_rank}") == memory_bytes[rank]
 
 
-def test_histograms_have_exact_sums_and_close_quantiles(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+def test_histograms_have_exact_sums_and_close_quantiles(
+    victoria: VictoriaMetrics, recorded: Recorded
+) -> None:
     """Count and sum are exact, and quantiles are right within the width of a bucket."""
     names = {
         semantics.STEP_DURATION: "torch_train_step_duration_seconds",
@@ -88,20 +97,32 @@ def test_histograms_have_exact_sums_and_close_quantiles(victoria: VictoriaMetric
     for (metric, rank, phase), values in recorded.durations_s().items():
         of = f'{_RANK}="{rank}"' + (f',torch_train_phase="{phase}"' if phase else "")
         assert victoria.value(f"{names[metric]}_count{{{of}}}") == len(values)
-        assert victoria.value(f"{names[metric]}_sum{{{of}}}") == pytest.approx(sum(values), rel=1e-9)
+        assert victoria.value(f"{names[metric]}_sum{{{of}}}") == pytest.approx(
+            sum(values), rel=1e-9
+        )
         for share in (0.5, 0.95):
-            quantile = victoria.value(f"histogram_quantile({share}, {names[metric]}_bucket{{{of}}})")
-            below, above = np.quantile(values, share, method="lower"), np.quantile(values, share, method="higher")
+            quantile = victoria.value(
+                f"histogram_quantile({share}, {names[metric]}_bucket{{{of}}})"
+            )
+            below, above = (
+                np.quantile(values, share, method="lower"),
+                np.quantile(values, share, method="higher"),
+            )
             assert below / _BUCKET <= quantile <= above * _BUCKET
 
 
-def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(victoria: VictoriaMetrics, recorded: Recorded) -> None:
+def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(
+    victoria: VictoriaMetrics, recorded: Recorded
+) -> None:
     """The gauge used by the alert rule has the slow rank and its phase.
 
     The own times also show the rank.
     """
     (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
-    assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (str(SLOW_RANK), "forward")
+    assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (
+        str(SLOW_RANK),
+        "forward",
+    )
     assert victoria.value('torch_train_stragglers{torch_train_straggler_class="slow_compute"}') >= 1
     own = "torch_train_step_own_time_seconds"
     (most,) = victoria.ask(f"topk(1, {own}_sum / {own}_count)")
@@ -119,11 +140,14 @@ def test_replay_does_not_increase_counters(victoria: VictoriaMetrics) -> None:
 
 
 def test_resource_of_the_node_becomes_labels(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    (resource, *_) = recorded.resources().values()
+    resource, *_ = recorded.resources().values()
     for found in victoria.ask("torch_train_steps_total"):
         labels = found["metric"]
         assert labels["torch_run_id"] == recorded.run.run_id
-        assert (labels["service_name"], labels["host_name"]) == (resource["service.name"], resource["host.name"])
+        assert (labels["service_name"], labels["host_name"]) == (
+            resource["service.name"],
+            resource["host.name"],
+        )
         assert labels["service_instance_id"].endswith("/node")
 
 
@@ -135,5 +159,7 @@ def test_spans_and_alerts_are_not_accepted(victoria: VictoriaMetrics) -> None:
 
 def test_exemplars_are_dropped(victoria: VictoriaMetrics) -> None:
     """VictoriaMetrics drops exemplars, as docs/guides/backends.md states."""
-    query = urllib.parse.urlencode({"query": "torch_train_step_duration_seconds_bucket", "start": 0})
+    query = urllib.parse.urlencode(
+        {"query": "torch_train_step_duration_seconds_bucket", "start": 0}
+    )
     assert get(f"{victoria.address}/api/v1/query_exemplars?{query}")["data"] == []

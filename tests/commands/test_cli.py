@@ -48,7 +48,11 @@ def test_report_json_prints_one_value_with_its_schema_number(
     assert main(["report", str(finished.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
 
-    assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (2, finished.run_id, 50)
+    assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (
+        2,
+        finished.run_id,
+        50,
+    )
 
 
 def test_report_uses_the_newest_run_without_an_argument(
@@ -69,14 +73,29 @@ def test_report_uses_the_newest_run_without_an_argument(
         (["top", "/nowhere", "--once"], "there is no directory /nowhere"),
         (["report", "/etc"], "/etc is not a run directory"),
         (["report", "/etc/passwd"], "/etc/passwd is not a directory"),
-        (["reprot"], "unknown command 'reprot': did you mean 'report'? Commands: run, capture, report, top, "),
+        (
+            ["reprot"],
+            (
+                "unknown command 'reprot': did you mean 'report'? Commands: run, capture, report,"
+                " top, "
+            ),
+        ),
         (["qqq"], "unknown command 'qqq'. Commands: run, "),
         (["train.py"], "unknown command 'train.py': did you mean `torchlens-perf run train.py`?"),
-        (["report", "--jsno"], "unknown option '--jsno': did you mean '--json'? See `torchlens-perf report --help`"),
+        (
+            ["report", "--jsno"],
+            "unknown option '--jsno': did you mean '--json'? See `torchlens-perf report --help`",
+        ),
         (["report", "--zz=3"], "unknown option '--zz'. See `torchlens-perf report --help`"),
         (["report", "one", "two"], "unexpected argument 'two'. See "),
         (["--quiet", "report"], "unknown option '--quiet'"),
-        (["capture"], "the following arguments are required: run_dir, --rank. See `torchlens-perf capture --help`"),
+        (
+            ["capture"],
+            (
+                "the following arguments are required: run_dir, --rank. See `torchlens-perf capture"
+                " --help`"
+            ),
+        ),
         (["simulate", "--ranks", "0", "--out", "x"], "--ranks must be 1 or more, got 0"),
         (["simulate", "--node-size", "0", "--out", "x"], "--node-size must be 1 or more, got 0"),
         (["run"], "a script is needed"),
@@ -100,7 +119,10 @@ def test_report_explains_that_a_folder_has_no_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
-    assert "no run in torchlens-perf: record one with `torchlens-perf run train.py`" in capsys.readouterr().err
+    assert (
+        "no run in torchlens-perf: record one with `torchlens-perf run train.py`"
+        in capsys.readouterr().err
+    )
 
 
 def test_run_without_data_and_other_folders_have_different_messages(
@@ -115,10 +137,14 @@ def test_run_without_data_and_other_folders_have_different_messages(
         assert err.startswith(f"torchlens-perf: {run} has no data yet: try again in some seconds")
         assert f"torchlens-perf sidecar {run}" in err
     assert main(["report", str(run.parent)]) == 2
-    assert capsys.readouterr().err.endswith(f"{run.parent} is a folder of runs: name one of them, as in {run}\n")
+    assert capsys.readouterr().err.endswith(
+        f"{run.parent} is a folder of runs: name one of them, as in {run}\n"
+    )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 99}', '{"schema": 1, "host": 3}', "\x00\x01"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"schema": 99}', '{"schema": 1, "host": 3}', "\x00\x01"]
+)
 def test_damaged_state_file_gives_one_line_and_exit_code_2(
     finished: RunDirectory, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,11 +165,22 @@ def test_report_ends_without_an_error_when_its_pipe_is_closed(finished: RunDirec
 
 def test_sidecar_command_replays_a_finished_run(finished: RunDirectory) -> None:
     """`sidecar` replays a finished run and prints what it did and what it did not send."""
-    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(finished.path), "--host", HOST]
+    command = [
+        sys.executable,
+        "-m",
+        "torchlens_perf",
+        "sidecar",
+        str(finished.path),
+        "--host",
+        HOST,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "replayed 50 steps, 200 records; no OTLP endpoint is configured, so nothing was sent\n"
+    assert (
+        done.stdout
+        == "replayed 50 steps, 200 records; no OTLP endpoint is configured, so nothing was sent\n"
+    )
 
 
 def test_help_does_not_import_torch() -> None:
@@ -159,13 +196,17 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_version_option_prints_versions_without_importing_torch() -> None:
-    """`--version` prints the versions of this package, torch and Python, without importing torch."""
+    """`--version` prints the versions of this package, torch and Python, without importing
+    torch.
+    """
     program = (
         "import sys; from torchlens_perf.commands.cli import main\n"
         "assert main(['--version']) == 0\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     torch = importlib.metadata.version("torch")
     python = ".".join(map(str, sys.version_info[:3]))
@@ -184,7 +225,9 @@ def test_version_option_works_if_torch_is_not_installed(
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
-def test_help_lists_each_public_command_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_each_public_command_once(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The help begins with three commands for new users, and lists each public command once."""
     assert main(arguments) == 0
     first, *lines = capsys.readouterr().out.splitlines()

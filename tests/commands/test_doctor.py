@@ -18,7 +18,9 @@ def by_subject() -> dict[str, Check]:
     return {check.subject: check for check in examine()}
 
 
-def test_all_checks_pass_in_the_test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checks_pass_in_the_test_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the test environment all checks pass, and torch has all private names."""
     monkeypatch.chdir(tmp_path)
     checks = by_subject()
@@ -29,7 +31,9 @@ def test_all_checks_pass_in_the_test_environment(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == [], "the doctor must leave no files behind"
 
 
-def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A private name that torch lacks is one line with the lost feature.
 
     All working names share a line.
@@ -44,7 +48,9 @@ def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(monkeyp
     torch_private.works.cache_clear()
 
     assert {entry.name for entry in torch_private.PRIVATE_NAMES} & set(checks) == {check.subject}
-    assert checks["torch's internals"].finding.startswith(f"{len(torch_private.PRIVATE_NAMES) - 1} of ")
+    assert checks["torch's internals"].finding.startswith(
+        f"{len(torch_private.PRIVATE_NAMES) - 1} of "
+    )
     assert check.severity == LIMITED
     assert "missing: the backward pass is not timed" in str(check)
 
@@ -52,21 +58,74 @@ def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(monkeyp
 @pytest.mark.parametrize(
     ("variable", "value", "subject", "severity", "text"),
     [
-        ("TORCHLENS_PERF_MODULES", "", "TORCHLENS_PERF* variables", BROKEN, "recording is off: TORCHLENS_PERF_MODULES"),
+        (
+            "TORCHLENS_PERF_MODULES",
+            "",
+            "TORCHLENS_PERF* variables",
+            BROKEN,
+            "recording is off: TORCHLENS_PERF_MODULES",
+        ),
         ("TORCHLENS_PERF", "1", "TORCHLENS_PERF* variables", OK, "TORCHLENS_PERF on"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "TORCHLENS_PERF=1 and the torchrun flag", LIMITED, "unset"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "yes", "TORCHLENS_PERF=1 and the torchrun flag", LIMITED, "=yes switches"),
-        ("TORCHLENS_PERF_DIR", "/proc/nothing", "run directories", BROKEN, "set TORCHLENS_PERF_DIR"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://u:secret@h:4318", "OpenTelemetry", OK, "to http://h:4318"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://h/x?token=secret#secret", "OpenTelemetry", OK, "to https://h/x"),
+        (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD",
+            "0",
+            "TORCHLENS_PERF=1 and the torchrun flag",
+            LIMITED,
+            "unset",
+        ),
+        (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD",
+            "yes",
+            "TORCHLENS_PERF=1 and the torchrun flag",
+            LIMITED,
+            "=yes switches",
+        ),
+        (
+            "TORCHLENS_PERF_DIR",
+            "/proc/nothing",
+            "run directories",
+            BROKEN,
+            "set TORCHLENS_PERF_DIR",
+        ),
+        (
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "http://u:secret@h:4318",
+            "OpenTelemetry",
+            OK,
+            "to http://h:4318",
+        ),
+        (
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "https://h/x?token=secret#secret",
+            "OpenTelemetry",
+            OK,
+            "to https://h/x",
+        ),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "u:secret@h:4317", "OpenTelemetry", LIMITED, "to h:4317"),
-        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://u:secret@t/v1", "OpenTelemetry", OK, "to https://t/v1"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317", "OpenTelemetry", LIMITED, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"),
+        (
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            "https://u:secret@t/v1",
+            "OpenTelemetry",
+            OK,
+            "to https://t/v1",
+        ),
+        (
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "http://h:4317",
+            "OpenTelemetry",
+            LIMITED,
+            "OTEL_EXPORTER_OTLP_PROTOCOL=grpc",
+        ),
         ("OTEL_SDK_DISABLED", "true", "OpenTelemetry", OK, "off"),
     ],
 )
 def test_effect_of_environment_variables_is_shown_without_secrets(
-    variable: str, value: str, subject: str, severity: int, text: str, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    value: str,
+    subject: str,
+    severity: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The effect of the environment is shown with the remedy and without secrets."""
     monkeypatch.setenv(variable, value)
@@ -85,10 +144,14 @@ def test_unusable_shared_memory_is_reported() -> None:
         "from torchlens_perf.commands.doctor import examine\n"
         "print(next(str(c) for c in examine() if c.subject == 'ring files'))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     place = f"{tempfile.gettempdir()}/torchlens-perf-{os.getuid()}"
-    assert done.stdout.startswith(f"limited ring files: in memory without a name, linked from {place}")
+    assert done.stdout.startswith(
+        f"limited ring files: in memory without a name, linked from {place}"
+    )
     assert "--shm-size" in done.stdout
 
 
@@ -111,14 +174,23 @@ def test_doctor_command_prints_all_groups_and_nothing_to_do(tmp_path: Path) -> N
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["system", "recorded", "stored", "export", "details"]
+    assert [line.split()[0] for line in lines] == [
+        "system",
+        "recorded",
+        "stored",
+        "export",
+        "details",
+    ]
     assert "steps, phases, modules, data loading, collectives" in lines[1]
     assert lines[2].endswith(f"in {tmp_path}/torchlens-perf")
     assert lines[-1].endswith("checks passed, nothing to do)")
 
 
 def test_summary_shows_each_problem_with_its_remedy() -> None:
-    """Limited features are not listed as recorded. A broken check means that nothing is recorded."""
+    """Limited features are not listed as recorded.
+
+    A broken check means that nothing is recorded.
+    """
     native = Check(OK, "recorder", "native", records="steps")
     tap = Check(LIMITED, "tap", "from Python", "torchlens-perf build-tap", records="ends")
     lines = list(summary([native, tap]))
@@ -129,6 +201,8 @@ def test_summary_shows_each_problem_with_its_remedy() -> None:
         "          fix: torchlens-perf build-tap",
     ]
     assert lines[-1].endswith("(1 of 2 checks passed)")
-    broken = list(summary([native, Check(BROKEN, "torch", "cannot be imported", "pip install torch")]))
+    broken = list(
+        summary([native, Check(BROKEN, "torch", "cannot be imported", "pip install torch")])
+    )
     assert not any(line.startswith("recorded") for line in broken)
     assert "broken    torch: cannot be imported" in broken

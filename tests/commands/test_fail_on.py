@@ -53,13 +53,20 @@ def test_exit_code_is_0_without_verdicts(clean: Path, capsys: pytest.CaptureFixt
     """Without verdicts the exit code is 0, and the report is printed as usual."""
     assert main(["report", str(clean)]) == 0
     report = capsys.readouterr()
-    assert main(["report", str(clean), "--fail-on", "slow-rank,hang,crash,out-of-memory,imbalance"]) == 0
+    assert (
+        main(["report", str(clean), "--fail-on", "slow-rank,hang,crash,out-of-memory,imbalance"])
+        == 0
+    )
     assert capsys.readouterr() == report
     assert report.err == ""
-    assert main(["report", str(clean), "--fail-on", "slow-link"]) == 3  # Its ranks form only one group.
+    assert (
+        main(["report", str(clean), "--fail-on", "slow-link"]) == 3
+    )  # Its ranks form only one group.
 
 
-def test_slow_rank_fails_only_if_its_verdict_is_requested(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_rank_fails_only_if_its_verdict_is_requested(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(slow)]) == 0
     report = capsys.readouterr()
     assert main(["report", str(slow), "--fail-on", "slow-rank,hang"]) == 1
@@ -70,13 +77,17 @@ def test_slow_rank_fails_only_if_its_verdict_is_requested(slow: Path, capsys: py
     assert main(["report", str(slow), "--fail-on", "hang", "--fail-on", "slow-rank"]) == 1
 
 
-def test_json_and_page_are_written_as_usual(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_page_are_written_as_usual(
+    slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """JSON and pages are written as usual, and --quiet omits the line about the verdicts."""
     assert main(["report", str(slow), "--fail-on", "slow-rank", "--json", "--quiet"]) == 1
     found = capsys.readouterr()
     assert (json.loads(found.out)["verdicts"][0]["kind"], found.err) == ("straggler", "")
     page = tmp_path / "page.html"
-    assert main(["report", str(slow), "--fail-on", "slow-rank", "--html", str(page), "--quiet"]) == 1
+    assert (
+        main(["report", str(slow), "--fail-on", "slow-rank", "--html", str(page), "--quiet"]) == 1
+    )
     assert page.stat().st_size > 1000
     assert capsys.readouterr().out == ""
 
@@ -98,7 +109,9 @@ def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
     assert main(["report", str(live.run.path), "--fail-on", "slow-rank,hang"]) == 1
     assert capsys.readouterr().err == "torchlens-perf: --fail-on: found hang\n"
     assert main(["report", str(live.run.path), "--fail-on", "slow-rank"]) == 3
-    assert capsys.readouterr().err.endswith("not enough data for slow-rank: not judged while the job hangs\n")
+    assert capsys.readouterr().err.endswith(
+        "not enough data for slow-rank: not judged while the job hangs\n"
+    )
 
 
 @pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
@@ -121,14 +134,22 @@ def test_ranks_that_were_not_compared_are_inconclusive(kind: str, code: int) -> 
     """Slow ranks are unknown if a verdict states that ranks were not compared."""
     evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
-    report: Any = {"verdicts": [row], "steps": {"count": 60, "p50_s": 0.1}, "run": {"world_size": 8}}
+    report: Any = {
+        "verdicts": [row],
+        "steps": {"count": 60, "p50_s": 0.1},
+        "run": {"world_size": 8},
+    }
     assert exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
 
 
 def test_slow_rank_is_found_among_ranks_that_all_lack_cpus() -> None:
     """If all ranks lack CPUs and one lacks them more, a single verdict covers both."""
     row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
-    for changed, slow_rank, contention in (({}, 1, 1), ({"rank": None}, 3, 1), ({"is_over": True}, 3, 3)):
+    for changed, slow_rank, contention in (
+        ({}, 1, 1),
+        ({"rank": None}, 3, 1),
+        ({"is_over": True}, 3, 3),
+    ):
         report: Any = {"verdicts": [{**row, **changed}], "steps": {"count": 2, "p50_s": None}}
         assert exit_code(["slow-rank"], report, [NodeState("node")])[0] == slow_rank
         assert exit_code(["cpu-contention"], report, [NodeState("node")])[0] == contention
@@ -141,19 +162,31 @@ def test_slow_rank_is_found_among_ranks_that_all_lack_cpus() -> None:
         (1, 2, "data-bound", "data-bound: all steps are warm-up"),
         (1, 2, "hang", ""),
         (1, 60, "slow-rank", "slow-rank: only one rank"),
-        (1, 60, "slow-rank,slow-link", "slow-rank: only one rank; slow-link: no links were compared"),
+        (
+            1,
+            60,
+            "slow-rank,slow-link",
+            "slow-rank: only one rank; slow-link: no links were compared",
+        ),
         (1, 12, "growing-steps", "growing-steps: too few steps"),
         (1, 60, "cpu-contention", "cpu-contention: waits for a CPU were not measured"),
         (2, 8, "slow-rank", "slow-rank: the ranks were not compared"),
     ],
 )
 def test_exit_code_is_3_if_a_missing_verdict_is_inconclusive(
-    ranks: int, steps: int, asked: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int,
+    steps: int,
+    asked: str,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = recorded(tmp_path, ranks, steps)
     code = main(["report", str(run.path), "--fail-on", asked])
     found = capsys.readouterr()
-    assert (code, found.err) == ((3, f"torchlens-perf: --fail-on: not enough data for {line}\n") if line else (0, ""))
+    assert (code, found.err) == (
+        (3, f"torchlens-perf: --fail-on: not enough data for {line}\n") if line else (0, "")
+    )
     assert found.out
 
 
@@ -169,7 +202,10 @@ def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fail-on", "slow-rnak"], "unknown verdict 'slow-rnak': did you mean 'slow-rank'? Verdicts: slow-rank, "),
+        (
+            ["--fail-on", "slow-rnak"],
+            "unknown verdict 'slow-rnak': did you mean 'slow-rank'? Verdicts: slow-rank, ",
+        ),
         (["--fail-on", "hang,"], "unknown verdict ''. Verdicts: "),
         (["--fail-on"], "argument --fail-on: expected one argument"),
         (["--fail-on", "hang", "--schema"], "--fail-on judges a run"),

@@ -49,7 +49,13 @@ class Terminal:
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._screen, terminal = pty.openpty()
         self.shown, self._text = "", codecs.getincrementaldecoder("utf-8")(errors="replace")
-        environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+        environment = {
+            **os.environ,
+            **environment,
+            "PYTHONPATH": str(ROOT),
+            "TERM": "xterm",
+            "COLUMNS": "80",
+        }
         self.process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal,
             text=True, env=environment,
@@ -91,7 +97,9 @@ class Terminal:
 
 
 def test_progress_line_is_shown_on_a_terminal_and_erased_at_the_end() -> None:
-    """The line has its literal text and the progress, is erased at the end, and is not on stdout."""
+    """The line has its literal text and the progress, is erased at the end, and is not on
+    stdout.
+    """
     terminal = Terminal("-c", WORK)
     terminal.read_until("25%")
     out = terminal.end()
@@ -114,7 +122,12 @@ def test_no_progress_is_shown_without_a_terminal(colors: str) -> None:
     """Colours that are forced, as in a CI's log, make no difference."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
     done = subprocess.run(
-        [sys.executable, "-c", WORK], input="\n", capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", WORK],
+        input="\n",
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
 
     assert (done.stdout, done.stderr) == ("asked for\nat the end\n", "")
@@ -166,7 +179,9 @@ def test_ctrl_c_ends_a_replay_to_a_silent_endpoint_at_once(run_dir: str) -> None
     """A replay to a silent endpoint ends at once and leaves nothing in shared memory."""
     with silent() as address:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
-        terminal = Terminal("-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST, **environment)
+        terminal = Terminal(
+            "-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST, **environment
+        )
         terminal.read_until("replaying the run")
         terminal.process.send_signal(signal.SIGINT)
 
@@ -177,7 +192,9 @@ def test_ctrl_c_ends_a_replay_to_a_silent_endpoint_at_once(run_dir: str) -> None
 
 
 def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
-    """pyarrow would import pandas for its first array, and Ctrl-C during that import would be lost."""
+    """pyarrow would import pandas for its first array, and Ctrl-C during that import
+    would be lost.
+    """
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "pandas.py").write_text("import os; os._exit(7)")
     done = subprocess.run(
@@ -216,7 +233,9 @@ def test_replay_counts_segments_and_report_counts_files_of_nodes(tmp_path: Path)
         assert calls == [(1, 1)]
 
 
-def test_quiet_report_prints_only_the_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_report_prints_only_the_report(
+    run_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", run_dir, "--quiet"]) == 0
     assert "50 steps" in capsys.readouterr().out
 
@@ -246,14 +265,19 @@ logger.warning("what went wrong")
 def test_quiet_sidecar_logs_problems_only(run_dir: str) -> None:
     """A sidecar started by hand logs to stderr, and with --quiet only problems."""
     command = [sys.executable, "-c", _LOGS, run_dir, HOST]
-    usual, quiet = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["quiet"]))
+    usual, quiet = (
+        subprocess.run([*command, *more], capture_output=True, text=True)
+        for more in ([], ["quiet"])
+    )
 
     assert "INFO what goes on" in usual.stderr
     assert "what goes on" not in quiet.stderr
     assert "WARNING what went wrong" in quiet.stderr
 
 
-def test_quiet_doctor_omits_passed_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_doctor_omits_passed_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = [Check(OK, "recorder", "native"), Check(LIMITED, "tap", "missing", "build it")]
     monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
     assert main(["doctor", "--quiet"]) == 0
@@ -272,7 +296,9 @@ def test_quiet_build_prints_nothing_on_success(
 
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> None:
-    """`run --quiet` prints no report unless the user asks for one, and no note if recording is off."""
+    """`run --quiet` prints no report unless the user asks for one, and no note if
+    recording is off.
+    """
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}
@@ -285,6 +311,10 @@ def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> 
 
 
 def test_every_command_accepts_quiet() -> None:
-    (commands,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    (commands,) = [
+        action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     assert len(commands.choices) >= 7
-    assert [name for name, each in commands.choices.items() if "--quiet" not in each.format_help()] == []
+    assert [
+        name for name, each in commands.choices.items() if "--quiet" not in each.format_help()
+    ] == []

@@ -30,7 +30,11 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
         (["-cpass\n1"], [], ["-cpass\n1"]),
         (["-"], [], ["-"]),
         (["-O", "--", "-m"], ["-O"], ["--", "-m"]),
-        (["--check-hash-based-pycs", "always", "x.py"], ["--check-hash-based-pycs", "always"], ["x.py"]),
+        (
+            ["--check-hash-based-pycs", "always", "x.py"],
+            ["--check-hash-based-pycs", "always"],
+            ["x.py"],
+        ),
         (["--version", "x.py"], ["--version"], ["x.py"]),
         (["-X"], ["-X"], []),
     ],
@@ -54,7 +58,9 @@ def test_interpreter_options_are_split_from_the_script_as_in_python(
         (["python", "-O"], []),
     ],
 )
-def test_options_before_the_module_apply_to_the_script(command_line: list[str], options: list[str]) -> None:
+def test_options_before_the_module_apply_to_the_script(
+    command_line: list[str], options: list[str]
+) -> None:
     """Options before `-m torchlens_perf` apply to the script.
 
     Options in a console script's first line do not.
@@ -62,7 +68,9 @@ def test_options_before_the_module_apply_to_the_script(command_line: list[str], 
     assert typed_options(command_line) == options
 
 
-def test_script_imports_its_neighbours_despite_options_of_the_console_script(tmp_path: Path) -> None:
+def test_script_imports_its_neighbours_despite_options_of_the_console_script(
+    tmp_path: Path,
+) -> None:
     """Distributions install console scripts with `-I` or `-sP`.
 
     The user's script can still import its neighbours.
@@ -84,7 +92,10 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text("import dataclasses; print('trained')")
-    done = run([str(Path(sysconfig.get_path("scripts")) / "torchlens-perf"), "run", "src/train.py"], tmp_path)
+    done = run(
+        [str(Path(sysconfig.get_path("scripts")) / "torchlens-perf"), "run", "src/train.py"],
+        tmp_path,
+    )
 
     assert (done.stdout, done.stderr) == ("trained\n", "")
 
@@ -129,8 +140,10 @@ def test_deleted_interpreter_is_one_line_with_exit_code_2(tmp_path: Path) -> Non
     done = run([sys.executable, "-c", program], tmp_path)
 
     assert done.returncode == 2
-    assert done.stderr == (
-        "torchlens-perf: no other process can be started: /nowhere/python (sys.executable) cannot be run\n"
+    assert (
+        done.stderr
+        == "torchlens-perf: no other process can be started: /nowhere/python (sys.executable)"
+        " cannot be run\n"
     )
 
 
@@ -167,7 +180,9 @@ def test_script_runs_with_one_line_if_the_package_cannot_be_imported(tmp_path: P
     """If this package cannot be imported, one line explains it and the script continues."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("value = 7")
-    (tmp_path / "x.py").write_text("import sys; sys.modules['torchlens_perf'] = None\nimport torch; print(torch.value)")
+    (tmp_path / "x.py").write_text(
+        "import sys; sys.modules['torchlens_perf'] = None\nimport torch; print(torch.value)"
+    )
     done = run([*RUN, "x.py"], tmp_path)
 
     assert (done.stdout, done.returncode) == ("7\n", 0)
@@ -178,14 +193,11 @@ def test_script_runs_with_one_line_if_the_package_cannot_be_imported(tmp_path: P
 def test_script_starts_if_proc_self_environ_is_unreadable(tmp_path: Path) -> None:
     """Without /proc/self/environ, os.environ is used."""
     program = (
-        "import builtins, os, sys\n"
-        "opened = builtins.open\n"
-        "def no_proc(path, *more):\n"
-        "    if str(path).startswith('/proc/'): raise PermissionError(13, 'no')\n"
-        "    return opened(path, *more)\n"
-        "builtins.open = no_proc\n"
-        "from torchlens_perf.commands.cli import main\n"
-        "main(['run', '-c', 'import os; print(os.environ[\"KEPT\"], os.environ[\"TORCHLENS_PERF\"])'])\n"
+        "import builtins, os, sys\nopened = builtins.open\ndef no_proc(path, *more):\n    if"
+        " str(path).startswith('/proc/'): raise PermissionError(13, 'no')\n    return opened(path,"
+        " *more)\nbuiltins.open = no_proc\nfrom torchlens_perf.commands.cli import"
+        " main\nmain(['run', '-c', 'import os; print(os.environ[\"KEPT\"],"
+        ' os.environ["TORCHLENS_PERF"])\'])\n'
     )
     done = run([sys.executable, "-c", program], tmp_path, KEPT="as it was")
 

@@ -28,7 +28,11 @@ ZOO = Path(__file__).parents[1] / "zoo"
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchlens-perf"
 
 # The environment is copied once, because pytest changes it while the cases run on threads.
-ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("PYT", "TORCHLENS", "OTEL_"))}
+ENVIRON = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("PYT", "TORCHLENS", "OTEL_"))
+}
 # Text that is removed from both outputs, because it may differ, with the reason.
 DIFFERENCES = (
     (
@@ -205,7 +209,8 @@ BY_CONSOLE_SCRIPT = (
 )  # fmt: skip
 CONSOLE = "console script: "
 ALL = (*CASES, *(CONSOLE + name for name in BY_CONSOLE_SCRIPT))
-# Other cases run only in `make test-long`, as most of them take the same path: `run` replaces itself by Python.
+# Other cases run only in `make test-long`, as most of them take the same path: `run` replaces
+# itself by Python.
 USUAL = (
     "sees: script", "sees: zip", "sees: module", "sees: package", "sees: code", "sees: stdin", "sees: spaces, accents",
     "sees: name that is no text", "sees: options before", "sees: options after", "sees: -I", "sees: -S",
@@ -237,7 +242,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "site_prints/sitecustomize.py": "import sys\nprint(__name__, __file__, sys.path[:2])\nextra = 1\n",
         "site_fails/sitecustomize.py": "undefined\n",
         "site_misses/sitecustomize.py": "import no_such_module\n",
-        # Like those of ddtrace and OpenTelemetry, it removes itself and imports the next sitecustomize.
+        # Like those of ddtrace and OpenTelemetry, it removes itself and imports the next
+        # sitecustomize.
         "site_sends_on/sitecustomize.py": "import os, sys\nsys.path.remove(os.path.dirname(__file__))\n"
         "del sys.modules['sitecustomize']\nimport sitecustomize\n",
         "syntax.py": "def train():\n    return (1,\n\nprint('never')\n",
@@ -281,9 +287,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Return the contents of a folder: the bytes of files, and only the names of compiled modules."""
+    """Return the contents of a folder: the bytes of files, and only the names of compiled
+    modules.
+    """
     return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() and path.suffix != ".pyc" else None
+        str(path.relative_to(folder)): (
+            path.read_bytes() if path.is_file() and path.suffix != ".pyc" else None
+        )
         for path in sorted(folder.rglob("*"))
     }
 
@@ -303,26 +313,44 @@ def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
     for name, stream in (("stdout", done.stdout), ("stderr", done.stderr)):
         for pattern, _ in DIFFERENCES:
             stream = re.sub(pattern, b"", stream)
-        lines += [f"{name}: {line}" for line in stream.decode("utf-8", "backslashreplace").splitlines()]
+        lines += [
+            f"{name}: {line}" for line in stream.decode("utf-8", "backslashreplace").splitlines()
+        ]
     before = contents(zoo)
-    lines += [f"file {name}: {text!r}" for name, text in contents(folder).items() if before.get(name, "none") != text]
+    lines += [
+        f"file {name}: {text!r}"
+        for name, text in contents(folder).items()
+        if before.get(name, "none") != text
+    ]
     shutil.rmtree(folder)
     return lines
 
 
 def different_lines(name: str, zoo: Path) -> str:
     """Return the differences between `run` and Python, or "". Both run in the same folder."""
-    python, run = (CONSOLE_SCRIPT, "run") if name.startswith(CONSOLE) else (sys.executable, "-m torchlens_perf run")
+    python, run = (
+        (CONSOLE_SCRIPT, "run")
+        if name.startswith(CONSOLE)
+        else (sys.executable, "-m torchlens_perf run")
+    )
     line = CASES[name.removeprefix(CONSOLE)]
     lines = [line.format(python=sys.executable, run=""), line.format(python=python, run=run)]
     folder = zoo.parent / str(list(ALL).index(name))
-    return "\n".join(difflib.unified_diff(*(outcome(each, zoo, folder) for each in lines), *lines, n=0, lineterm=""))
+    return "\n".join(
+        difflib.unified_diff(
+            *(outcome(each, zoo, folder) for each in lines), *lines, n=0, lineterm=""
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, zoo: Path) -> Iterator[dict[str, Future[str]]]:
     """Run all selected cases, two at a time."""
-    names = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.module is request.module
+    ]
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(different_lines, name, zoo) for name in names}
         pool.shutdown(cancel_futures=True)

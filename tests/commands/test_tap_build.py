@@ -38,7 +38,9 @@ from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.tap_requirements import BuildError
 
 __all__ = ["cache", "load_anew", "tap"]  # fixtures
-pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
+)
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 def made_in(place: Path) -> set[str]:
     """Return the names of the files that a build left in a folder, without its lock."""
-    return {path.name for path in place.iterdir() if path.suffix not in (".lock", ".c", ".h", ".cpp")}
+    return {
+        path.name for path in place.iterdir() if path.suffix not in (".lock", ".c", ".h", ".cpp")
+    }
 
 
 def in_background() -> Path:
@@ -82,7 +86,9 @@ def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["package writable by its group", "package in a writable folder"])
-def test_tap_goes_to_the_cache_if_others_can_write_to_the_package(wrong: str, cache: Path, cxx: Path) -> None:
+def test_tap_goes_to_the_cache_if_others_can_write_to_the_package(
+    wrong: str, cache: Path, cxx: Path
+) -> None:
     """In an environment shared by a group, each user builds in the own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
@@ -99,7 +105,13 @@ def test_background_build_writes_the_tap_to_the_cache(cache: Path, cxx: Path) ->
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
 @pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
 def test_built_files_are_private_for_any_umask(
-    variable: str, umask: int, cache: Path, cxx: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    umask: int,
+    cache: Path,
+    cxx: Path,
+    tap: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For any umask, folders, the tap and the compiler's temporary files are private."""
     shutil.rmtree(cache.parent)
@@ -116,7 +128,10 @@ def test_built_files_are_private_for_any_umask(
     made = [path for path in (tmp_path / "home").rglob("*") if not path.is_symlink()]
     assert built in made
     assert [path for path in made if path.stat().st_mode & 0o022] == []
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (built.parent, built.parent.parent)] == [0o700, 0o700]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (built.parent, built.parent.parent)] == [
+        0o700,
+        0o700,
+    ]
     assert seen.read_text().split() == ["700", "700", "600"]
 
 
@@ -134,10 +149,16 @@ def test_loadable_tap_is_not_built_again(cache: Path, cxx: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x7fELF, and no more", b"text"])
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
 def test_damaged_tap_is_replaced_by_a_new_build(
-    build: Callable[[], Path], content: bytes, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], Path],
+    content: bytes,
+    cache: Path,
+    cxx: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tap that cannot be loaded is replaced, as the doctor suggests a build."""
-    damaged = (tap_requirements.SOURCES if build is tap_build.build else cache) / native_tap.file_name()
+    damaged = (
+        tap_requirements.SOURCES if build is tap_build.build else cache
+    ) / native_tap.file_name()
     damaged.write_bytes(content)
     damaged.chmod(0o755)
 
@@ -160,7 +181,10 @@ def test_folder_of_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
 def test_missing_compiler_is_one_line_with_the_package_to_install(
-    build: Callable[[], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    build: Callable[[], Path],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The message names the package to install. The command exits with 2 and that line."""
     monkeypatch.setenv("PATH", str(cache))
@@ -176,7 +200,9 @@ def test_missing_compiler_is_one_line_with_the_package_to_install(
 
 
 @pytest.mark.parametrize("command", ["{cxx} -O1", "env -u NOTHING {cxx}", "'{cxx}' -DA='b c'"])
-def test_cxx_may_contain_arguments(command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_may_contain_arguments(
+    command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CXX may have arguments, as in "ccache g++"."""
     monkeypatch.setenv("CXX", command.format(cxx=cxx))
 
@@ -189,7 +215,10 @@ def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.Mo
     """An unbalanced quotation mark gives one line instead of a traceback."""
     monkeypatch.setenv("CXX", "g++ 'a")
 
-    assert tap_requirements.obstacle(native_tap.file_name()) == "CXX cannot be read: No closing quotation"
+    assert (
+        tap_requirements.obstacle(native_tap.file_name())
+        == "CXX cannot be read: No closing quotation"
+    )
 
 
 def test_missing_python_headers_are_reported_before_compiling(
@@ -220,18 +249,27 @@ def test_build_without_sources_is_refused(cache: Path, cxx: Path) -> None:
     name = native_tap.file_name()
     shutil.rmtree(tap_requirements.SOURCES)
 
-    assert tap_requirements.obstacle(name) == "the package came without its native sources: reinstall torchlens_perf"
+    assert (
+        tap_requirements.obstacle(name)
+        == "the package came without its native sources: reinstall torchlens_perf"
+    )
     with pytest.raises(BuildError, match="without its native sources"):
         tap_build.build()
 
 
-def test_tap_is_not_built_without_the_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tap_is_not_built_without_the_native_recorder(
+    cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder, "NATIVE", False)
-    with pytest.raises(BuildError, match="the native recorder is missing: install a C compiler and reinstall"):
+    with pytest.raises(
+        BuildError, match="the native recorder is missing: install a C compiler and reinstall"
+    ):
         tap_build.build()
 
 
-@pytest.mark.parametrize("wrong", ["no home", "file in the way", "home not there", "writable home", "no variables"])
+@pytest.mark.parametrize(
+    "wrong", ["no home", "file in the way", "home not there", "writable home", "no variables"]
+)
 def test_unusable_folders_are_all_listed_with_their_problems(
     wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,25 +329,34 @@ def test_unwritable_folders_are_refused(
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
 
-    assert tap_requirements.obstacle(native_tap.file_name()) == (
-        f"no folder for the tap: {cache} cannot be written; {tap_requirements.SOURCES} cannot be written"
+    assert (
+        tap_requirements.obstacle(native_tap.file_name())
+        == f"no folder for the tap: {cache} cannot be written; {tap_requirements.SOURCES} cannot be"
+        " written"
     )
 
 
 # -- a compiler that fails
 
 
-def test_message_has_the_first_compiler_error_and_no_file_is_left(cache: Path, says: Callable[[str], None]) -> None:
+def test_message_has_the_first_compiler_error_and_no_file_is_left(
+    cache: Path, says: Callable[[str], None]
+) -> None:
     """The message has the first error without warnings and control characters.
 
     No partial file is left.
     """
-    says('echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n" >&2; exit 1')
+    says(
+        'echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n"'
+        " >&2; exit 1"
+    )
     with pytest.raises(BuildError) as caught:
         tap_build.build()
 
     assert str(caught.value) == "the compiler failed: a.cpp:7: error:  [31mno file"
-    assert not list(tap_requirements.SOURCES.glob("*.so")) + list(tap_requirements.SOURCES.glob(".build-*"))
+    assert not list(tap_requirements.SOURCES.glob("*.so")) + list(
+        tap_requirements.SOURCES.glob(".build-*")
+    )
     assert native_tap.load() is None
 
 
@@ -323,7 +370,9 @@ def test_compiler_runs_in_the_c_locale(
         tap_build.build()
 
 
-def test_message_has_the_exit_status_of_a_compiler_without_output(cache: Path, says: Callable[[str], None]) -> None:
+def test_message_has_the_exit_status_of_a_compiler_without_output(
+    cache: Path, says: Callable[[str], None]
+) -> None:
     says("exit 3")
     with pytest.raises(BuildError, match=r"^the compiler failed: status 3$"):
         tap_build.build()
@@ -340,7 +389,9 @@ def test_compiler_that_is_not_a_program_is_reported(
         tap_build.build()
 
 
-def test_built_tap_that_cannot_be_loaded_is_not_installed(cache: Path, says: Callable[[str], None]) -> None:
+def test_built_tap_that_cannot_be_loaded_is_not_installed(
+    cache: Path, says: Callable[[str], None]
+) -> None:
     """The output of a compiler that does not fit Python or torch is not installed."""
     says('echo nothing > "$out"')
     with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
@@ -378,8 +429,13 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
 
     assert len(runs(tmp_path / "cxx")) == 1
     again = "correct that, then run torchlens-perf build-tap"
-    assert tap_requirements.obstacle(name) == f"the compiler failed: tap.cpp:7: error: too old; {again}"
-    assert tap_requirements.obstacle(name.replace("cpython", "pypy")) is None  # another Python has no failure
+    assert (
+        tap_requirements.obstacle(name)
+        == f"the compiler failed: tap.cpp:7: error: too old; {again}"
+    )
+    assert (
+        tap_requirements.obstacle(name.replace("cpython", "pypy")) is None
+    )  # another Python has no failure
     with pytest.raises(BuildError):
         tap_build.build()
     assert len(runs(tmp_path / "cxx")) == 2
@@ -387,13 +443,21 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
 
 @pytest.mark.parametrize("changed", ["the compiler", "its arguments", "another compiler"])
 def test_failed_build_is_repeated_with_another_compiler(
-    changed: str, cache: Path, tap: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str,
+    cache: Path,
+    tap: Path,
+    says: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The build is repeated with an updated or another compiler.
 
     If it succeeds, the failure is forgotten.
     """
-    says(f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2; exit 1')
+    says(
+        f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2;'
+        " exit 1"
+    )
     with pytest.raises(BuildError):
         in_background()
     (tmp_path / "mended").touch()
@@ -442,7 +506,8 @@ def test_unreadable_failure_record_is_ignored(content: str, cache: Path, cxx: Pa
 def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> None:
     """The script may import another torch than its sidecar."""
     with pytest.raises(
-        BuildError, match="the ranks have another torch than their sidecar: run torchlens-perf build-tap"
+        BuildError,
+        match="the ranks have another torch than their sidecar: run torchlens-perf build-tap",
     ):
         tap_build.build_in_background(native_tap.file_name().replace("tap-", "tap-9."))
 
@@ -450,7 +515,9 @@ def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> Non
 
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
-def test_second_process_does_not_wait_for_a_running_build(build: Callable[[], Path], cache: Path, cxx: Path) -> None:
+def test_second_process_does_not_wait_for_a_running_build(
+    build: Callable[[], Path], cache: Path, cxx: Path
+) -> None:
     """The second process does not wait, and reports why there is no tap yet."""
     place = tap_requirements.SOURCES if build is tap_build.build else cache
     with open(place / "tap.lock", "w") as lock:
@@ -489,20 +556,28 @@ def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[s
     """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     started = [
-        subprocess.Popen(command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True
+        )
         for _ in range(count)
     ]
     return [process.communicate(timeout=110)[0].strip() for process in started]
 
 
-def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(cache: Path, tap: Path, tmp_path: Path) -> None:
+def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(
+    cache: Path, tap: Path, tmp_path: Path
+) -> None:
     """One of all sidecars in all environments of a user compiles, and no other waits."""
     site = tiny_torch(tmp_path / "site")
-    cxx = copying(tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done")
+    cxx = copying(
+        tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done"
+    )
     name = tap_name(site)
     # The process with the lock keeps it until the seven others have ended.
     command = [sys.executable, "-c", PROGRAM, name]
-    first = subprocess.Popen(command, env=with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        command, env=with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True
+    )
     deadline_s = time.monotonic() + 60
     while not runs(cxx) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -523,7 +598,9 @@ def test_obstacles_are_found_before_torch_is_imported(cache: Path, tmp_path: Pat
     (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     no_compiler = {"CXX": "nowhere", "PATH": str(tmp_path)}
 
-    assert processes(1, site, "a-tap.so", **no_compiler) == ["none: no C++ compiler: install g++, or name one in CXX"]
+    assert processes(1, site, "a-tap.so", **no_compiler) == [
+        "none: no C++ compiler: install g++, or name one in CXX"
+    ]
     with open(cache / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert processes(1, site, "a-tap.so") == ["none: another process builds it just now"]

@@ -29,7 +29,9 @@ WITHOUT_TEXTUAL = [
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
-    with LiveSimulation(tmp_path / "runs" / "live", 4, "constant:rank=3,share=0.3,since=64") as running:
+    with LiveSimulation(
+        tmp_path / "runs" / "live", 4, "constant:rank=3,share=0.3,since=64"
+    ) as running:
         running.goes_on(3)
         yield running
 
@@ -50,16 +52,20 @@ def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
 def test_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
     """`--once` starts fast and works on a login node: it imports no Textual, torch or pyarrow."""
     program = (
-        "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\n"
-        "print([name for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"
+        "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\nprint([name"
+        " for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program, "top", str(live.run.path), "--once"]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean_environ({"PYTHONPATH": str(ROOT)}))
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environ({"PYTHONPATH": str(ROOT)})
+    )
 
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_once_without_data_is_one_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_without_data_is_one_line_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
     out, err = capsys.readouterr()
 
@@ -71,7 +77,9 @@ def test_folder_without_runs_is_one_line_with_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["top", "--once"]) == 2
-    assert "no run in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
+    assert (
+        "no run in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
+    )
 
 
 def test_live_run_is_shown_without_an_argument(
@@ -93,7 +101,9 @@ def test_live_run_is_shown_without_an_argument(
     assert "ENDED" in capsys.readouterr().out
 
 
-def test_live_run_of_a_given_folder_is_shown(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_run_of_a_given_folder_is_shown(
+    live: LiveSimulation, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The live run of a folder is shown, without a variable that names the folder."""
     assert main(["top", str(live.run.path.parent), "--once"]) == 0
     assert "  live  4 ranks" in capsys.readouterr().out
@@ -103,7 +113,9 @@ def test_top_ends_without_an_error_when_its_pipe_is_closed(live: LiveSimulation)
     live.ends()
     command = f"{' '.join(COMMAND)} {live.run.path} | head -n 1"
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=environ
+    )
 
     assert (done.stdout.count("\n"), done.stderr, done.returncode) == (1, "", 0)
 
@@ -119,7 +131,9 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
         elif state == "ends":
             live.ends()
 
-    with LiveSimulation(live.run.path.with_name("other"), 4, "constant:rank=2,share=0.4,since=64") as live:
+    with LiveSimulation(
+        live.run.path.with_name("other"), 4, "constant:rank=2,share=0.4,since=64"
+    ) as live:
         live.goes_on(2)
         reader = RunReader(live.run, monotonic=lambda: 0.0)
         PlainTop(file, 80, Terminal(color=False)).follow(reader.look, next_state)
@@ -127,9 +141,14 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
 
     assert states == []
     assert lines[0].startswith("simulation  other  4 ranks")
-    assert sum(line.startswith("  SLOW RANK   rank 2 (node-0000)") for line in lines) == 2  # when found, at the end
+    assert (
+        sum(line.startswith("  SLOW RANK   rank 2 (node-0000)") for line in lines) == 2
+    )  # when found, at the end
     frames = [index for index, line in enumerate(lines) if line.startswith("simulation  other")]
-    assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == ["LIVE", "ENDED"]
+    assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == [
+        "LIVE",
+        "ENDED",
+    ]
     assert "\x1b" not in file.getvalue()
     assert max(map(len, lines)) <= 80
 
@@ -192,7 +211,9 @@ def test_missing_textual_is_one_line_and_once_still_works(live: LiveSimulation) 
 def test_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -> None:
     """The output is ASCII, whatever encoding Python chooses for the locale."""
     environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C"})
-    done = subprocess.run([*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ)
+    done = subprocess.run(
+        [*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ
+    )
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()

@@ -22,7 +22,10 @@ from torchlens_perf.recorder import devices as device
 from torchlens_perf.run.device.step_parts import ROW_NAMES
 from torchlens_perf.run.sketch import Sketch
 
-pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
+    pytest.mark.distributed,
+]
 RANK = str(ROOT / "tests" / "support" / "device" / "merging_rank.py")
 RANKS, WINDOWS, SLOW = 4, 3, 2
 OVER_NS = 4000  # Two launches and a stamp on the fake device.
@@ -38,7 +41,9 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
 
 
 @pytest.fixture(scope="module")
-def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def merged(
+    driver_library: Path, shim_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """The results of four ranks."""
     return ranks_of(driver_library, shim_library, tmp_path_factory.mktemp("merged"))
 
@@ -51,7 +56,11 @@ def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.Te
     ],
 )
 def test_rank_0_has_statistics_of_all_ranks_and_the_slow_section(
-    merged: list[dict[str, Any]], driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
+    merged: list[dict[str, Any]],
+    driver_library: Path,
+    shim_library: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
 ) -> None:
     """Rank 0 has statistics of all ranks' times, and the rank that is slow in one section.
 
@@ -77,7 +86,9 @@ def test_rank_0_has_statistics_of_all_ranks_and_the_slow_section(
     assert first["last"]["mlp"]["slowest"] == SLOW
     assert first["last"]["mlp"]["score"] > 20
     assert first["last"]["attention"]["slowest"] != SLOW
-    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, "each rank keeps its own"
+    assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS, (
+        "each rank keeps its own"
+    )
 
 
 def test_merged_parts_equal_the_planted_device_times(merged: list[dict[str, Any]]) -> None:
@@ -108,7 +119,12 @@ def test_merged_parts_equal_the_planted_device_times(merged: list[dict[str, Any]
             ("optimizer work", 0),
         ):
             (row,) = window[name]
-            assert (row["median_ns"], row["mad_ns"], row["slowest"], row["outstanding"]) == (ns, 0, -1, 0), name
+            assert (row["median_ns"], row["mad_ns"], row["slowest"], row["outstanding"]) == (
+                ns,
+                0,
+                -1,
+                0,
+            ), name
     assert all(rank["rows"] == [] for rank in ranks[1:])
 
 
@@ -131,11 +147,16 @@ def test_window_that_falls_due_in_a_capture_is_merged_after_it(
 
 
 @pytest.mark.long
-def test_sections_in_different_orders_are_not_merged(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+def test_sections_in_different_orders_are_not_merged(
+    driver_library: Path, shim_library: Path, tmp_path: Path
+) -> None:
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
     assert ranks[0]["windows"] == {"attention": 0, "mlp": 0}
     assert ranks[0]["last"] == {}
-    assert any("sections that ranks entered in different orders are not merged" in note for note in ranks[0]["notes"])
+    assert any(
+        "sections that ranks entered in different orders are not merged" in note
+        for note in ranks[0]["notes"]
+    )
 
 
 @pytest.mark.parametrize("how", long("--unable", "--off"))
@@ -146,13 +167,19 @@ def test_windows_are_not_merged_unless_all_ranks_record(
     ranks = ranks_of(driver_library, shim_library, tmp_path, how)
     others = [rank for rank in ranks if rank["rank"] != 1]
     if how == "--unable":
-        assert any("aggregate='device' is off: CuPy is missing" in note for note in ranks[1]["notes"])
-    assert all("aggregate='device' is off: another rank cannot merge" in rank["notes"] for rank in others)
+        assert any(
+            "aggregate='device' is off: CuPy is missing" in note for note in ranks[1]["notes"]
+        )
+    assert all(
+        "aggregate='device' is off: another rank cannot merge" in rank["notes"] for rank in others
+    )
     assert all(rank["windows"] == {"attention": 0, "mlp": 0} for rank in ranks)
     assert all(rank["own"]["mlp"] == WINDOWS * MERGE_STEPS for rank in others)
 
 
-def test_watches_reuse_memory_and_events(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watches_reuse_memory_and_events(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each merging watch uses the same stream, events and page-locked memory.
 
     None is freed, as that may wait for the device.
@@ -173,13 +200,21 @@ def test_watches_reuse_memory_and_events(device: FakeDevice, monkeypatch: pytest
             device.advance(100_000_000_000)
             assert merge.collect() == []
             ring.collect()
-        calls = [device.calls(name) for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")]
+        calls = [
+            device.calls(name)
+            for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")
+        ]
         merge.release()
-        assert calls == [device.calls(name) for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")]
+        assert calls == [
+            device.calls(name)
+            for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")
+        ]
         counts.append([device.calls(name) for name in made])
         hosts.append(merge._host)
     assert counts[0] == counts[1] == counts[2]
-    assert hosts[0] == hosts[1] == hosts[2] != hosts[3], "what arrives late would arrive in the next watch's memory"
+    assert hosts[0] == hosts[1] == hosts[2] != hosts[3], (
+        "what arrives late would arrive in the next watch's memory"
+    )
     assert counts[3] == counts[4]
     assert device.calls("cuMemFreeHost") == 0
 
@@ -204,7 +239,9 @@ def test_aggregate_without_a_gpu_raises_in_watch(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_aggregate_without_a_process_group_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aggregate_without_a_process_group_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error is raised before anything is created."""
     import torch
 

@@ -11,7 +11,9 @@ from torchlens_perf.cuda import kernels
 from torchlens_perf.errors import DeviceError
 
 
-@pytest.mark.parametrize("line", ["raise RuntimeError('built for CUDA 11')", "import no_such_library_of_cupy"])
+@pytest.mark.parametrize(
+    "line", ["raise RuntimeError('built for CUDA 11')", "import no_such_library_of_cupy"]
+)
 def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,9 @@ import pytest
 from tests.support.device.shim_kernels import KERNELS
 
 nvcc = shutil.which("nvcc")
-pytestmark = pytest.mark.skipif(nvcc is None, reason="nvcc, which reports registers and spills, is not here")
+pytestmark = pytest.mark.skipif(
+    nvcc is None, reason="nvcc, which reports registers and spills, is not here"
+)
 # Upper limits of registers per thread. A stamp should use few. With more than 64, blocks of 1024
 # threads could not run.
 MAX_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
@@ -21,7 +23,16 @@ MAX_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "
 
 def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
     """Return registers, stack, spills and static shared memory by kernel."""
-    flags = ["-std=c++17", "-O3", "--fmad=false", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-Werror"]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "--fmad=false",
+        f"-arch={architecture}",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-Werror",
+    ]
     command = [str(nvcc), *flags, "all-warnings", "-o", str(target), str(KERNELS)]
     log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     found = {}
@@ -44,7 +55,9 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_spill_no_registers_and_fill_a_multiprocessor(architecture: str, tmp_path: Path) -> None:
+def test_kernels_spill_no_registers_and_fill_a_multiprocessor(
+    architecture: str, tmp_path: Path
+) -> None:
     """Nothing is spilled or in local memory, and registers allow a full multiprocessor."""
     kernels = report(architecture, tmp_path / "kernels.cubin")
     assert kernels.keys() == MAX_REGISTERS.keys()

@@ -54,15 +54,27 @@ def reduce_by_kernel(
         "reduce_window",
         slots,
         256,
-        [start_ns, duration_ns, head, tail, reduction.mantissa_bounds(), *reduced, np.uint32(places - 1)],
+        [
+            start_ns,
+            duration_ns,
+            head,
+            tail,
+            reduction.mantissa_bounds(),
+            *reduced,
+            np.uint32(places - 1),
+        ],
         shared_bytes=8 * places,
     )
     return reduced
 
 
-def check_reduction(kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]) -> Reduced:
+def check_reduction(
+    kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]
+) -> Reduced:
     """Reduce rings by kernel and twin, require equal results, and return them."""
-    start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(duration_ns.shape)
+    start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(
+        duration_ns.shape
+    )
     heads, tails = np.array(head, np.uint32), np.array(tail, np.uint32)
     wanted = twins.reduce_window(start_ns, duration_ns, heads, tails)
     found = reduce_by_kernel(kernels, start_ns, duration_ns, heads, tails)
@@ -78,7 +90,11 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
     durations = np.exp(random.uniform(np.log(30), np.log(1e13), shape)).astype(np.uint64)
     bounds = bucket_bounds()[random.integers(0, BUCKETS, shape)].astype(np.uint64)
     kind = random.integers(0, 5, shape)
-    return np.select([kind == 0, kind == 1, kind == 2], [bounds, bounds + np.uint64(1), durations[:1, :1]], durations)
+    return np.select(
+        [kind == 0, kind == 1, kind == 2],
+        [bounds, bounds + np.uint64(1), durations[:1, :1]],
+        durations,
+    )
 
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
@@ -90,7 +106,9 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
     extremes = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
     counts = sums[len(Sum) :]
     first, *_, last = np.flatnonzero(counts).repeat(2).tolist()
-    return Sketch.from_numbers([int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()])
+    return Sketch.from_numbers(
+        [int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()]
+    )
 
 
 def test_constants_equal_those_of_the_python_twin() -> None:
@@ -101,12 +119,16 @@ def test_constants_equal_those_of_the_python_twin() -> None:
     for prefix, columns in (("SUM", Sum), ("MAX", Largest), ("EXACT", Exact)):
         fields = re.search(rf"enum {{ ((?:{prefix}_\w+, )+){prefix}_FIELDS }};", source)
         assert fields is not None
-        names = [name.removeprefix(f"{prefix}_") for name in fields[1].removesuffix(", ").split(", ")]
+        names = [
+            name.removeprefix(f"{prefix}_") for name in fields[1].removesuffix(", ").split(", ")
+        ]
         assert names == [column.name for column in columns]
 
 
 @pytest.mark.parametrize("places", [2, 64, 512, 2048])
-def test_windows_of_any_length_are_reduced_as_by_the_twin(kernels: ShimKernels, places: int) -> None:
+def test_windows_of_any_length_are_reduced_as_by_the_twin(
+    kernels: ShimKernels, places: int
+) -> None:
     """Lengths: empty, one, odd, full, and more than the ring holds, also where the counter wraps.
 
     The surplus is counted as lost, and one place of a full ring is not read.
@@ -114,7 +136,9 @@ def test_windows_of_any_length_are_reduced_as_by_the_twin(kernels: ShimKernels, 
     counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
     tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
     heads = [(tail + count) % 2**32 for tail, count in zip(tails, counts, strict=True)]
-    found = check_reduction(kernels, some_durations((len(counts), places), seed=places), heads, tails)
+    found = check_reduction(
+        kernels, some_durations((len(counts), places), seed=places), heads, tails
+    )
     assert found.sums[:, Sum.COUNT].tolist() == [min(count, places - 1) for count in counts]
     assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places + 1) for count in counts]
 
@@ -164,7 +188,9 @@ def test_merged_rows_equal_a_sketch_of_all_durations(kernels: ShimKernels) -> No
     """Rows of two ranks and two windows merge by SUM and MAX to the sketch of all durations."""
     rows, whole = [], Sketch()
     for seed in range(4):
-        durations = np.minimum(some_durations((3, 256), seed), np.uint64(bucket_bounds()[BUCKETS - 1]))
+        durations = np.minimum(
+            some_durations((3, 256), seed), np.uint64(bucket_bounds()[BUCKETS - 1])
+        )
         rows.append(check_reduction(kernels, durations, [200 + seed] * 3, [0] * 3))
         whole.add(durations[1, : 200 + seed].astype(np.int64))
     sums = np.sum([row.sums for row in rows], axis=0)
@@ -193,14 +219,18 @@ def test_quantiles_of_merged_rows_equal_those_of_the_twin(kernels: ShimKernels) 
     sums[:, Sum.COUNT] = histograms.sum(axis=1)
     parts = np.array([0, 1, 6554, 32768, 58982, 64881, 65536], np.uint32)
     buckets = np.full((9, len(parts)), -9, np.int32)
-    kernels.launch("merged_quantiles", 3, 128, [sums, np.int32(9), parts, np.int32(len(parts)), buckets])
+    kernels.launch(
+        "merged_quantiles", 3, 128, [sums, np.int32(9), parts, np.int32(len(parts)), buckets]
+    )
     np.testing.assert_array_equal(buckets, twins.merged_quantiles(sums, parts))
     assert (buckets[4] == -1).all()
     assert (buckets[5] == BUCKETS - 1).all()
     assert buckets[7, 3] == BUCKETS // 2  # Place 575.5 of 1152, rounded up.
 
 
-def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int) -> twins.Scores:
+def score_by_kernel(
+    kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int
+) -> twins.Scores:
     """Return the kernel's scores."""
     ranks, slots = times_ns.shape
     scores = twins.Scores(np.full((slots, 2), np.nan, np.float32), np.zeros(ranks, np.uint64))
@@ -234,10 +264,21 @@ def test_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
     """A chain of three sections takes four stamps. A close without an open records nothing."""
     slots, places = 3, 4
     opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
-    start_ns, duration_ns = np.zeros((slots, places), np.uint64), np.zeros((slots, places), np.uint64)
+    start_ns, duration_ns = (
+        np.zeros((slots, places), np.uint64),
+        np.zeros((slots, places), np.uint64),
+    )
 
     def stamp(close: int, open_: int) -> None:
-        arguments = [opened, start_ns, duration_ns, head, np.int32(close), np.int32(open_), np.uint32(places - 1)]
+        arguments = [
+            opened,
+            start_ns,
+            duration_ns,
+            head,
+            np.int32(close),
+            np.int32(open_),
+            np.uint32(places - 1),
+        ]
         kernels.launch("stamp", 1, 32, arguments)
 
     stamp(2, -1)
@@ -261,7 +302,15 @@ def test_span_is_zero_if_the_clock_steps_back(kernels: ShimKernels) -> None:
     times = iter([1000, 900])
     kernels.set_clock(lambda: next(times))
     for close, open_ in ((-1, 0), (0, -1)):
-        arguments = [opened, start_ns, duration_ns, head, np.int32(close), np.int32(open_), np.uint32(3)]
+        arguments = [
+            opened,
+            start_ns,
+            duration_ns,
+            head,
+            np.int32(close),
+            np.int32(open_),
+            np.uint32(3),
+        ]
         kernels.launch("stamp", 1, 32, arguments)
     kernels.set_clock(None)
     assert head[0] == 1

@@ -23,7 +23,9 @@ def new_ring(device: FakeDevice, slots: int = 4, places: int = 64) -> DeviceRing
     return DeviceRing(device.driver, device.functions("stamp", "reduce_window"), slots, places)
 
 
-def section(device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0) -> None:
+def section(
+    device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0
+) -> None:
     """Run a section with work of a given duration."""
     slot = ring.slot(name)
     ring.stamp(NO_SLOT, slot, stream)

@@ -73,13 +73,23 @@ def build() -> Path:
 
 def _compile(torch_folder: Path, folder: Path) -> Path:
     include, libraries = torch_folder / "include", torch_folder / "lib"
-    headers = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    headers = [
+        include,
+        include / "torch" / "csrc" / "api" / "include",
+        Path(sysconfig.get_path("include")),
+    ]
     result = folder / f"{_MODULE}.so"
     waiting, running = list(_SOURCES), []
     while waiting or running:
         while waiting and len(running) < _COMPILERS:
             name = waiting.pop(0)
-            command = ["g++", *_FLAGS, *(f"-I{each}" for each in headers), "-c", f"{_FOLDER / name}.cpp"]
+            command = [
+                "g++",
+                *_FLAGS,
+                *(f"-I{each}" for each in headers),
+                "-c",
+                f"{_FOLDER / name}.cpp",
+            ]
             running.append(subprocess.Popen([*command, "-o", f"{folder / name}.o"]))
         first = running.pop(0)
         if first.wait(_TIMEOUT_S):
@@ -87,8 +97,17 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
                 each.wait(_TIMEOUT_S)
             raise RuntimeError(f"the device does not compile: {first.args}")
     objects = [f"{folder / name}.o" for name in _SOURCES]
-    links = [f"-L{libraries}", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-lc10", f"-Wl,-rpath,{libraries}"]
-    subprocess.run(["g++", "-shared", "-o", str(result), *objects, *links], check=True, timeout=_TIMEOUT_S)
+    links = [
+        f"-L{libraries}",
+        "-ltorch_cpu",
+        "-ltorch",
+        "-ltorch_python",
+        "-lc10",
+        f"-Wl,-rpath,{libraries}",
+    ]
+    subprocess.run(
+        ["g++", "-shared", "-o", str(result), *objects, *links], check=True, timeout=_TIMEOUT_S
+    )
     return result
 
 
@@ -135,7 +154,9 @@ def _device_module() -> types.ModuleType:
     class Event(torch.Event):
         """An event like torch.cuda.Event, without timing by default."""
 
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        def __new__(
+            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+        ) -> Any:
             return super().__new__(cls, torch.device(NAME, 0), enable_timing=enable_timing)
 
     generator = torch.Generator(NAME)  # All generators of the device share one state.

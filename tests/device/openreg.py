@@ -40,14 +40,21 @@ def abilities() -> dict[str, Any]:
     stream.wait_event(first)
     second.record(stream)
     second.synchronize()
-    return {"problems": problems, "counted": counted, "apart_ms": first.elapsed_time(second), "reached": first.query()}
+    return {
+        "problems": problems,
+        "counted": counted,
+        "apart_ms": first.elapsed_time(second),
+        "reached": first.query(),
+    }
 
 
 def trained(folder: Path, steps: int, *, watched: bool) -> dict[str, Any]:
     """Train in one process and return losses, parameters, the number of waits, and records."""
     clock._FIRST_TIMEOUT_NS = 5_000_000_000  # The stream's thread may be late on a busy machine.
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+    ).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     losses, counted = list[torch.Tensor](), [0]
@@ -86,4 +93,7 @@ def trained(folder: Path, steps: int, *, watched: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     what, to, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    torch.save(abilities() if what == "abilities" else trained(to, steps, watched=what == "watched"), to / f"{what}.pt")
+    torch.save(
+        abilities() if what == "abilities" else trained(to, steps, watched=what == "watched"),
+        to / f"{what}.pt",
+    )

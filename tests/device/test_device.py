@@ -26,7 +26,9 @@ from tests.support.processes import clean_environ
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"),
+    pytest.mark.skipif(
+        device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+    ),
 ]
 
 MS = 1e-3
@@ -47,24 +49,40 @@ def transformer() -> nn.Module:
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.norm, self.qkv, self.out = (
+                nn.LayerNorm(width),
+                nn.Linear(width, 3 * width),
+                nn.Linear(width, width),
+            )
             self.mlp = nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             batch, length, width = x.shape
-            q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = (
+                self.qkv(self.norm(x))
+                .view(batch, length, 3, 4, width // 4)
+                .permute(2, 0, 3, 1, 4)
+                .unbind(0)
+            )
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
             return x + self.mlp(x)
 
-    return nn.Sequential(nn.Embedding(50, 32), Block(32), Block(32), nn.LayerNorm(32), nn.Linear(32, 50))
+    return nn.Sequential(
+        nn.Embedding(50, 32), Block(32), Block(32), nn.LayerNorm(32), nn.Linear(32, 50)
+    )
 
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+    )
 
 
 def trained_transformer(where: str, *, foreach: bool) -> list[torch.Tensor]:
@@ -126,7 +144,11 @@ def sharded(where: str) -> list[float]:
 def tensor_parallel(where: str) -> list[float]:
     """Return the losses with DTensor's tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(where)
@@ -179,7 +201,8 @@ def alone(folder: Path) -> dict[str, Any]:
     host = {foreach: trained_transformer("cpu", foreach=foreach) for foreach in (True, False)}
     results: dict[str, Any] = {"accelerator": str(torch.accelerator.current_accelerator())}
     results["transformer"] = {
-        foreach: (host[foreach], trained_transformer(DEVICE, foreach=foreach)) for foreach in (True, False)
+        foreach: (host[foreach], trained_transformer(DEVICE, foreach=foreach))
+        for foreach in (True, False)
     }
 
     model, batch = mlp().to(DEVICE), torch.randn(16, 64).to(DEVICE)
@@ -261,7 +284,10 @@ def streams() -> dict[str, Any]:
             second = event()
         main.wait_event(second)
 
-    results["both ms"], results["one after the other ms"] = timed_ms(both)[1], timed_ms(one_after_the_other)[1]
+    results["both ms"], results["one after the other ms"] = (
+        timed_ms(both)[1],
+        timed_ms(one_after_the_other)[1],
+    )
 
     seen: list[torch.Stream] = []
 
@@ -310,12 +336,18 @@ def use_device(folder: Path) -> None:
     """Replace gloo's process group by one of the device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group(DEVICE, store=dist.FileStore(str(folder / "device"), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        DEVICE, store=dist.FileStore(str(folder / "device"), ranks), rank=rank, world_size=ranks
+    )
 
 
 def pair(folder: Path) -> dict[str, Any]:
     device.load()
-    on_host = {"ddp": ddp("cpu"), "sharded": sharded("cpu"), "tensor parallel": tensor_parallel("cpu")}
+    on_host = {
+        "ddp": ddp("cpu"),
+        "sharded": sharded("cpu"),
+        "tensor parallel": tensor_parallel("cpu"),
+    }
     use_device(folder)
     results: dict[str, Any] = {"backend": dist.get_backend_config()}
     results["pairs"] = {
@@ -496,14 +528,18 @@ def test_streams_and_events_order_work(results: dict[str, Any]) -> None:
         ("synchronize", "device_synchronizations"),
     ],
 )
-def test_reading_a_value_waits_for_the_device(what: str, counter: str, results: dict[str, Any]) -> None:
+def test_reading_a_value_waits_for_the_device(
+    what: str, counter: str, results: dict[str, Any]
+) -> None:
     was_held, counted = results["waits"][what]
     assert was_held
     assert counted[counter] == synchronizations(counted) == 1
 
 
 @pytest.mark.parametrize("what", ["to pinned", "kernel"])
-def test_operations_that_read_no_value_do_not_wait_for_the_device(what: str, results: dict[str, Any]) -> None:
+def test_operations_that_read_no_value_do_not_wait_for_the_device(
+    what: str, results: dict[str, Any]
+) -> None:
     was_held, counted = results["waits"][what]
     assert not was_held
     assert synchronizations(counted) == 0
@@ -590,7 +626,9 @@ def test_last_rank_delays_the_devices_of_the_others(two: list[dict[str, Any]]) -
 
 def test_collectives_overlap_with_kernels(two: list[dict[str, Any]]) -> None:
     """Measured on the rank that comes last, which does not wait for others."""
-    took_ms = {name: min(rank["overlap"][name] for rank in two) for name in ("overlapping", "after")}
+    took_ms = {
+        name: min(rank["overlap"][name] for rank in two) for name in ("overlapping", "after")
+    }
     assert took_ms == pytest.approx({"overlapping": 40, "after": 80}, abs=EXACT_MS)
 
 
@@ -631,7 +669,11 @@ except RuntimeError as error:
 def program(code: str, *arguments: str) -> subprocess.Popen[str]:
     environ = clean_environ({"PYTHONPATH": os.pathsep.join(sys.path)})
     return warm_python.WarmPython(
-        [sys.executable, "-c", code, *arguments], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

@@ -24,7 +24,9 @@ pytestmark = [
         importlib.util.find_spec("torch_openreg") is None,
         reason="torch_openreg, PyTorch's reference backend, is not installed",
     ),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="waits cannot be counted: there is no gcc"),
+    pytest.mark.skipif(
+        shutil.which("gcc") is None, reason="waits cannot be counted: there is no gcc"
+    ),
 ]
 STEPS = 24
 SOURCE = Path(__file__).with_name("openreg_waits.c")
@@ -35,7 +37,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The results of the programs in openreg.py."""
     folder = tmp_path_factory.mktemp("openreg")
     counter = folder / "waits.so"
-    subprocess.run(["gcc", "-O1", "-Wall", "-shared", "-fPIC", "-o", counter, SOURCE, "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-Wall", "-shared", "-fPIC", "-o", counter, SOURCE, "-ldl"], check=True
+    )
     found = {}
     for what in ("abilities", "plain", "watched"):
         command = [sys.executable, "-m", "tests.device.openreg", what, str(folder), str(STEPS)]

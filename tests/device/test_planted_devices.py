@@ -1,7 +1,7 @@
 """Faults planted in real ranks on the asynchronous device: the live sidecar names rank and phase.
 
-All faults, training methods and clean runs are in benchmarks/planted_devices.py; docs/internals/accuracy.md
-has the results.
+All faults, training methods and clean runs are in benchmarks/planted_devices.py;
+docs/internals/accuracy.md has the results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def truths() -> list[Truth]:
     """Return faults of the campaign, all with the same time per step."""
     drawn = [plant(kind, seed, RANKS, STEPS) for kind, seed in FAULTS.items()]
     return [
-        dataclasses.replace(truth, faults=tuple(dataclasses.replace(fault, ms=FAULT_MS) for fault in truth.faults))
+        dataclasses.replace(
+            truth, faults=tuple(dataclasses.replace(fault, ms=FAULT_MS) for fault in truth.faults)
+        )
         for truth in drawn
     ]
 
@@ -100,7 +102,9 @@ def test_slow_rank_and_phase_are_named(truth: Truth, runs: Path) -> None:
     # required differences are therefore much smaller than the fault.
     assert fault.ms is not None
     assert slow[fault.phase] - others[fault.phase] > 0.3e-3 * fault.ms
-    assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, "the other one waits for it"
+    assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, (
+        "the other one waits for it"
+    )
 
 
 @pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)

@@ -57,7 +57,9 @@ class Block(nn.Module):
 
 def data_parallel(watching: Watching) -> Outcome:
     """Several buckets, and buffers that are broadcast."""
-    model = DistributedDataParallel(nn.Sequential(Block(), nn.BatchNorm1d(8), Block()), bucket_cap_mb=1e-4)
+    model = DistributedDataParallel(
+        nn.Sequential(Block(), nn.BatchNorm1d(8), Block()), bucket_cap_mb=1e-4
+    )
     return train(watching, model)
 
 
@@ -137,7 +139,15 @@ def own_collectives(watching: Watching) -> Outcome:
             objects: list[Any] = [None, None]
             dist.all_gather_object(objects, {"rank": dist.get_rank(), "step": len(results)})
             summed = functional.all_reduce(mine, "sum", group)
-            results += [mine, *parts, both, shard, received, summed + 1, torch.tensor([one["step"] for one in objects])]
+            results += [
+                mine,
+                *parts,
+                both,
+                shard,
+                received,
+                summed + 1,
+                torch.tensor([one["step"] for one in objects]),
+            ]
     return Outcome([model], [optimizer], results)
 
 
@@ -176,7 +186,10 @@ class Collectives:
         new = [entry for entry in self._entries() if entry["record_id"] > self._seen]
         assert len(new) == newest - self._seen, "the flight recorder has lost some"
         self._seen = newest
-        taken = [Collective(each["profiling_name"], each["process_group"][0], str(each["input_sizes"])) for each in new]
+        taken = [
+            Collective(each["profiling_name"], each["process_group"][0], str(each["input_sizes"]))
+            for each in new
+        ]
         self.all += taken
         return taken
 
@@ -274,6 +287,11 @@ def test_every_collective_is_recorded_once(name: str, results: list[dict[str, Re
     for rank in results:
         issued = sorted(rank[name].recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
         recorded_names = [each.name.partition(" group=") for each in issued]
-        actual = [(IN_FLIGHT_RECORDER[operation], rest.partition(" ")[0]) for operation, _, rest in recorded_names]
+        actual = [
+            (IN_FLIGHT_RECORDER[operation], rest.partition(" ")[0])
+            for operation, _, rest in recorded_names
+        ]
 
-        assert [(each.operation, each.group) for each in rank[name].inside] == [each for each in actual if each[0]]
+        assert [(each.operation, each.group) for each in rank[name].inside] == [
+            each for each in actual if each[0]
+        ]

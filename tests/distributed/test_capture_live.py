@@ -68,13 +68,20 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         wait(folder.exists)
         (tmp_path / "go").touch()
         told = {
-            rank: json.loads(path.read_text()) for rank in (0, 1) if wait((path := tmp_path / f"{rank}.json").exists)
+            rank: json.loads(path.read_text())
+            for rank in (0, 1)
+            if wait((path := tmp_path / f"{rank}.json").exists)
         }
         wait_for_sidecar(run)
         code, _, error = torchlens_perf("capture", run.path, "--rank", 1)
 
     (row,) = captures(run)
-    assert (row["rank"], row["first_step"], row["last_step"], row["ended"]) == (1, STEPS + 20, STEPS + 22, "")
+    assert (row["rank"], row["first_step"], row["last_step"], row["ended"]) == (
+        1,
+        STEPS + 20,
+        STEPS + 22,
+        "",
+    )
     assert {TRACE, FLIGHT_RECORDER, STACKS} == set(row["files"])
     assert traced_steps(folder / TRACE) == {STEPS + 20, STEPS + 21, STEPS + 22}
     assert not (run.captures / "one" / "rank00000").exists()
@@ -85,7 +92,10 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         # Use the shortest step, because other work of the thread makes steps longer.
         before, after = (min(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
         assert after < 1.5 * before
-    assert (code, error) == (2, f"torchlens-perf: {run.run_id} has ended: a capture needs a live run\n")
+    assert (code, error) == (
+        2,
+        f"torchlens-perf: {run.run_id} has ended: a capture needs a live run\n",
+    )
 
 
 @pytest.mark.long
@@ -94,11 +104,15 @@ def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_pat
 
     Then the command captures another rank.
     """
-    with LiveRanks(tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict") as job:
+    with LiveRanks(
+        tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict"
+    ) as job:
         run = job.run_directory()
         # On a busy machine this may not be the first verdict, because CPU contention of all ranks
         # may cost more.
-        job.wait_for(lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S)
+        job.wait_for(
+            lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S
+        )
         wait(lambda: len(captures(run)) == 2)
         unknown = torchlens_perf("capture", run.path, "--rank", "0,7")
         too_many = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 21)
@@ -117,11 +131,16 @@ def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_pat
         assert traced_steps(run.path / row["files"][TRACE]["path"]) == set(
             range(row["first_step"], row["last_step"] + 1)
         )
-    assert [verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"] == [1]
+    assert [
+        verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"
+    ] == [1]
     assert (unknown[0], too_many[0], asked[0], busy[0], told[0]) == (2, 2, 0, 2, 0)
     assert "no rank 7 runs here (there are 0-1;" in unknown[2]
     assert "--steps 21: must be from 1 to 20" in too_many[2]
     assert "a capture is in progress" in busy[2]
-    assert f"captured: rank 0, steps {rows[3]['first_step']}-{rows[3]['last_step']}: {run.path}/captures/" in told[1]
+    assert (
+        f"captured: rank 0, steps {rows[3]['first_step']}-{rows[3]['last_step']}:"
+        f" {run.path}/captures/" in told[1]
+    )
     report["captures"] = rows
     assert "  Profiles" in render(report, str(run.path), columns=118, color=False)

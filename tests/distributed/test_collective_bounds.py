@@ -62,9 +62,13 @@ class Job:
         """Return the payload of a group's next call, with a unique size and unique values."""
         name = (group or dist.group.WORLD).group_name
         self.called[name] += 1
-        return torch.full((SMALLEST + self.called[name],), float(10 * self.called[name] + self.rank))
+        return torch.full(
+            (SMALLEST + self.called[name],), float(10 * self.called[name] + self.rank)
+        )
 
-    def all_reduce(self, group: dist.ProcessGroup | None = None, *, asynchronous: bool = False) -> None:
+    def all_reduce(
+        self, group: dist.ProcessGroup | None = None, *, asynchronous: bool = False
+    ) -> None:
         """Run an all-reduce. Raises AssertionError if the members were not all in the same call."""
         payload = self.payload(group)
         number = self.called[(group or dist.group.WORLD).group_name]
@@ -99,7 +103,9 @@ def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
     DDP shadows the collectives of ended ranks.
     """
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), bucket_cap_mb=1e-4)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), bucket_cap_mb=1e-4
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watching(), model.join():
         for _ in range(2 + job.rank):
@@ -143,14 +149,22 @@ def barriers(job: Job, watching: Watching) -> None:
 
 @scenario
 def ring(job: Job, watching: Watching) -> None:
-    """Messages around the ranks: batched, asynchronous, blocking, with tags, and from any source."""
+    """Messages around the ranks: batched, asynchronous, blocking, with tags, and from any
+    source.
+    """
     after, before = (job.rank + 1) % RANKS, (job.rank - 1) % RANKS
     with watching():
         for _ in range(4):
             job.all_reduce()
         for number in range(4):
-            mine, theirs = torch.full((SMALLEST + number,), float(job.rank)), torch.empty(SMALLEST + number)
-            operations = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, theirs, before)]
+            mine, theirs = (
+                torch.full((SMALLEST + number,), float(job.rank)),
+                torch.empty(SMALLEST + number),
+            )
+            operations = [
+                dist.P2POp(dist.isend, mine, after),
+                dist.P2POp(dist.irecv, theirs, before),
+            ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             again = torch.empty(2 * SMALLEST + number)
@@ -260,7 +274,9 @@ def make_groups(path: str) -> None:
     store.set(f"arrived {rank}", "")
     store.wait([f"arrived {other}" for other in range(RANKS)])
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=RANKS
+    )
     for members in PAIRS[:2]:
         GROUPS[members] = dist.new_group(list(members))
     if rank in PAIRS[2]:
@@ -303,7 +319,9 @@ def one_scenario(run: Callable[[Job, Watching], None], folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Outcome]]:
     """Return the outcomes by rank and scenario, for each tap.
 
     One set of processes, because their start is slow.
@@ -334,7 +352,9 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(
+    name: str, outcomes: list[dict[str, Outcome]]
+) -> None:
     """There is no deadlock and no error of ours, and every rank has the tensors of the unwatched
     run.
     """
@@ -344,14 +364,18 @@ def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(name: str, outco
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_order_group_and_size_of_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+def test_order_group_and_size_of_collectives_are_unchanged(
+    name: str, outcomes: list[dict[str, Outcome]]
+) -> None:
     """Order, group and size are the same in c10d's flight recorder on each rank."""
     for rank in outcomes:
         assert rank[name].plain
         assert rank[name].plain == rank[name].watched
 
 
-@pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - {"watch_after_what_only_some_ranks_count"}))
+@pytest.mark.parametrize(
+    "name", sorted(SCENARIOS.keys() - {"watch_after_what_only_some_ranks_count"})
+)
 def test_collective_has_the_same_number_on_every_member_of_its_group(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
@@ -403,7 +427,9 @@ def test_uneven_ranks_number_each_group_separately(outcomes: list[dict[str, Outc
 
 
 def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outcome]]) -> None:
-    """The n-th message that a rank sends to another one is the n-th that this one receives from it."""
+    """The n-th message that a rank sends to another one is the n-th that this one
+    receives from it.
+    """
     messages: dict[tuple[int, int], list[dict[int, int]]] = {}
     for rank, outcome in enumerate(outcomes):
         for each in outcome["ring"].recording.of(Kind.COLLECTIVE):
@@ -430,5 +456,7 @@ def test_group_members_are_recorded(outcomes: list[dict[str, Outcome]]) -> None:
     """
     for rank, outcome in enumerate(outcomes):
         groups = outcome["groups_that_some_ranks_use"].recording.metadata["groups"]
-        expected = {"0-2"} | {f"{a}-{b}" if b == a + 1 else f"{a},{b}" for a, b in PAIRS if rank in (a, b)}
+        expected = {"0-2"} | {
+            f"{a}-{b}" if b == a + 1 else f"{a},{b}" for a, b in PAIRS if rank in (a, b)
+        }
         assert {group["ranks"] for group in groups.values()} == expected

@@ -35,10 +35,14 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> OnDevice:
-        return torch.Tensor._make_wrapper_subclass(cls, (ON_DEVICE // 4,), dtype=torch.float32, device=f"{DEVICE}:0")
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (ON_DEVICE // 4,), dtype=torch.float32, device=f"{DEVICE}:0"
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         assert function.namespace == "c10d", function
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
@@ -65,7 +69,9 @@ def one_rank(folder: Path) -> dict[str, Any]:
                 dist.gather(OnDevice(), dst=0, group=group)
         results[order] = recording
     name = group.group_name
-    results["backends"] = [torch_groups.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")]
+    results["backends"] = [
+        torch_groups.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")
+    ]
     results["name"] = group.name()
     with recorded(folder / "described") as recording:
         groups = Groups(recording.watch._session)
@@ -91,17 +97,23 @@ def tap(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(one_rank if tap == "native" else one_rank_in_python, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(
+        one_rank if tap == "native" else one_rank_in_python, tmp_path_factory.mktemp("ranks")
+    )
 
 
 @pytest.mark.parametrize("order", ["cpu first", "device first"])
-def test_recorded_end_depends_on_the_tensors_device(order: str, tap: str, ranks: list[dict[str, Any]]) -> None:
+def test_recorded_end_depends_on_the_tensors_device(
+    order: str, tap: str, ranks: list[dict[str, Any]]
+) -> None:
     """Waiting for a device's operation only orders streams, so it has no end, whatever was issued
     first.
     """
     for rank in ranks:
         recording: Recording = rank[order]
-        reduced = [each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")]
+        reduced = [
+            each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")
+        ]
         blocking = [each for each in reduced if not each.flags & Flag.ASYNC]
         (asynchronous,) = (each for each in reduced if each.flags & Flag.ASYNC)
 
@@ -116,7 +128,9 @@ def test_recorded_end_depends_on_the_tensors_device(order: str, tap: str, ranks:
         assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))
 
 
-def test_device_of_a_gather_without_outputs_is_that_of_its_input(ranks: list[dict[str, Any]]) -> None:
+def test_device_of_a_gather_without_outputs_is_that_of_its_input(
+    ranks: list[dict[str, Any]],
+) -> None:
     """The device is that of the input if the operation's first argument has no tensor."""
     recording = ranks[1]["cpu first"]
     (gathered,) = (each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("gather"))

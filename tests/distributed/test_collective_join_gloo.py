@@ -75,7 +75,11 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
 
 
 def of(join: CollectiveJoin, operation: str, ranks: tuple[int, ...]) -> OperationStatistics:
-    (row,) = [row for row in join.operations() if (row.key.operation, row.key.members) == (operation, ranks)]
+    (row,) = [
+        row
+        for row in join.operations()
+        if (row.key.operation, row.key.members) == (operation, ranks)
+    ]
     return row
 
 
@@ -134,5 +138,10 @@ def test_messages_without_a_known_end_are_matched(join: CollectiveJoin) -> None:
 
 def test_every_operation_of_real_ranks_is_joined(join: CollectiveJoin) -> None:
     for counts in join.counts().values():
-        assert (counts.unjoined, counts.mismatched, counts.late_records, counts.unmatched_records) == (0, 0, 0, 0)
+        assert (
+            counts.unjoined,
+            counts.mismatched,
+            counts.late_records,
+            counts.unmatched_records,
+        ) == (0, 0, 0, 0)
     assert join.pending_operations() == 0

@@ -94,7 +94,9 @@ def usual_step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
     return loss
 
 
-def both(folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor]) -> Both:
+def both(
+    folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor]
+) -> Both:
     return train(folder, make, step), train(folder, make, step, watched=False)
 
 
@@ -168,7 +170,11 @@ def side_stream_ranks(folder: Path) -> dict[str, Trained]:
         return loss
 
     streams: dict[str, Any] = {}
-    return {"ddp": train(folder, model_and_optimizer(nn.parallel.DistributedDataParallel), step, steps=12)}
+    return {
+        "ddp": train(
+            folder, model_and_optimizer(nn.parallel.DistributedDataParallel), step, steps=12
+        )
+    }
 
 
 def fsdp_ranks(folder: Path) -> Both:
@@ -193,7 +199,11 @@ def fsdp_ranks(folder: Path) -> Both:
 
 def tensor_parallel_ranks(folder: Path) -> Both:
     begin(folder)
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = dist.init_device_mesh(DEVICE, (2,))
 
@@ -230,7 +240,10 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
             return functional.all_reduce(value, "sum", dist.group.WORLD) * 0.5
         else:
             received = torch.empty_like(value)
-            operations = [dist.P2POp(dist.isend, value, other), dist.P2POp(dist.irecv, received, other)]
+            operations = [
+                dist.P2POp(dist.isend, value, other),
+                dist.P2POp(dist.irecv, received, other),
+            ]
             for each in dist.batch_isend_irecv(operations):
                 each.wait()
             return received
@@ -265,9 +278,13 @@ def exchanging_ranks(folder: Path) -> dict[str, Both]:
             model = nn.Linear(32, 32).to(DEVICE)
             return model, torch.optim.SGD(model.parameters(), 0.01)
 
-        def step(model: Any, optimizer: Any, number: int, communicate: Any = communicate) -> torch.Tensor:
+        def step(
+            model: Any, optimizer: Any, number: int, communicate: Any = communicate
+        ) -> torch.Tensor:
             device.spin(0.02 + late_s(number))
-            loss: torch.Tensor = model(communicate(torch.ones(8, 32, device=DEVICE))).square().mean()
+            loss: torch.Tensor = (
+                model(communicate(torch.ones(8, 32, device=DEVICE))).square().mean()
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -283,8 +300,12 @@ def check(ranks: list[Both]) -> tuple[Trained, Trained]:
     for watched, alone in ranks:
         assert watched.loss == alone.loss
         assert len(watched.loss) == 3
-        assert all(torch.equal(a, b) for a, b in zip(watched.parameters, alone.parameters, strict=True))
-        assert watched.synchronizations == alone.synchronizations, "the watch adds no wait for the device"
+        assert all(
+            torch.equal(a, b) for a, b in zip(watched.parameters, alone.parameters, strict=True)
+        )
+        assert watched.synchronizations == alone.synchronizations, (
+            "the watch adds no wait for the device"
+        )
         assert watched.metadata["device"]["clock"] == f"{DEVICE} events"
         assert watched.metadata["device"]["unread"] <= 2, "of the two empty steps at the end"
         for step in STEADY:
@@ -335,9 +356,13 @@ def test_ddp_waits_for_gradients_and_buffers_are_stalls(tmp_path: Path) -> None:
     fast, _ = check(ranks)
     for trained, alone in ranks:
         assert names(trained) == {"backward tail": 1, "ddp buffers": 1}
-        assert trained.marks == 10, "a boundary, three phases, a tail that ends with one, and the buffers"
+        assert trained.marks == 10, (
+            "a boundary, three phases, a tail that ends with one, and the buffers"
+        )
         assert trained.events - alone.events < 10.5, "an anchor a second is all that comes to them"
-    assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
+    assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(
+        LATE_MS, abs=OVER_MS
+    )
 
 
 @host_is_ahead
@@ -353,7 +378,9 @@ def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path:
 
 @host_is_ahead
 def test_step_on_a_side_stream_is_never_complete(tmp_path: Path) -> None:
-    """Stalls of a side stream are not in the steps' stream, so no step of these counts as complete."""
+    """Stalls of a side stream are not in the steps' stream, so no step of these
+    counts as complete.
+    """
     for rank in run_ranks(side_stream_ranks, tmp_path):
         trained = rank["ddp"]
         assert len(trained.of(Kind.FORWARD)) > 10

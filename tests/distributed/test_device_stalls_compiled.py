@@ -17,7 +17,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.device import device
-from tests.distributed.test_device_stalls import LATE_MS, OVER_MS, STEADY, Both, check, late_s, middle, names
+from tests.distributed.test_device_stalls import (
+    LATE_MS,
+    OVER_MS,
+    STEADY,
+    Both,
+    check,
+    late_s,
+    middle,
+    names,
+)
 from tests.support.device_ranks import DEVICE, begin, host_is_ahead, train
 from tests.support.gloo import run_ranks
 
@@ -75,7 +84,9 @@ class Compiled(NamedTuple):
     dynamo: tuple[Dynamo, Dynamo]
 
 
-def compiled(folder: Path, make: Callable[[], Any], parts: int = 1, evaluates: bool = False) -> Compiled:
+def compiled(
+    folder: Path, make: Callable[[], Any], parts: int = 1, evaluates: bool = False
+) -> Compiled:
     """Train the model of `make`, which has `parts` blocks that are late in the backward pass.
 
     The watched run comes first, so it is also the first watch of the process. `evaluates` adds one
@@ -108,9 +119,15 @@ def compiled(folder: Path, make: Callable[[], Any], parts: int = 1, evaluates: b
         stats = counters["stats"]
         breaks = counters["graph_break"]
         dynamo.append(Dynamo(stats["unique_graphs"], stats["calls_captured"], sum(breaks.values())))
-        assert [reason for reason in breaks if "Recorder" in reason] == [], "nor does it try and fail inside"
-        files = [code().co_filename for code in convert_frame.input_codes.seen if code() is not None]
-        assert [file for file in files if "/torchlens_perf/" in file] == [], "Dynamo is never asked to compile ours"
+        assert [reason for reason in breaks if "Recorder" in reason] == [], (
+            "nor does it try and fail inside"
+        )
+        files = [
+            code().co_filename for code in convert_frame.input_codes.seen if code() is not None
+        ]
+        assert [file for file in files if "/torchlens_perf/" in file] == [], (
+            "Dynamo is never asked to compile ours"
+        )
     return Compiled((trained[0], trained[1]), (dynamo[0], dynamo[1]))
 
 
@@ -154,7 +171,11 @@ class Parallel(nn.Module):
 
 def tensor_parallel_ranks(folder: Path) -> Compiled:
     begin(folder)
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = dist.init_device_mesh(DEVICE, (2,))
 
@@ -181,7 +202,9 @@ class Exchanging(nn.Module):
         elif self.how == "all_gather":
             value = functional.all_gather_tensor(value, 0, world)[:8]
         elif self.how == "reduce_scatter":
-            value = functional.reduce_scatter_tensor(torch.cat([value, value]), "sum", 0, world) * 0.5
+            value = (
+                functional.reduce_scatter_tensor(torch.cat([value, value]), "sum", 0, world) * 0.5
+            )
         else:
             # Dynamo converts it to a functional collective.
             dist.all_reduce(value)
@@ -230,7 +253,12 @@ def test_ddp_stalls_are_recorded_with_several_graphs(tmp_path: Path) -> None:
 def test_fsdp2_stalls_are_recorded_with_compiled_blocks(tmp_path: Path) -> None:
     """FSDP2's waits stay outside the graphs."""
     stalls = check_compiled(run_ranks(fsdp_ranks, tmp_path), graphs=2)
-    waits = {"fsdp unshard": 2 + 2, "fsdp reduce-scatter": 1, "fsdp last reduce-scatter": 1, "backward tail": 1}
+    waits = {
+        "fsdp unshard": 2 + 2,
+        "fsdp reduce-scatter": 1,
+        "fsdp last reduce-scatter": 1,
+        "backward tail": 1,
+    }
     assert stalls == [waits] * 2
 
 

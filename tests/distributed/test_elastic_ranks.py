@@ -75,7 +75,10 @@ def test_job_continues_after_a_rank_leaves(tmp_path: Path) -> None:
     assert [len(found[0, rank].steps) for rank in range(3)] == [STEPS, STEPS, BEFORE]
     assert numbers(found[0, 0]) == numbers(found[0, 1])
     first, second = numbers(found[0, 0]).values()
-    assert [list(first.values()), list(second.values())] == [[*range(BEFORE)], [*range(BEFORE, STEPS)]]
+    assert [list(first.values()), list(second.values())] == [
+        [*range(BEFORE)],
+        [*range(BEFORE, STEPS)],
+    ]
     assert list(numbers(found[0, 2]).values()) == [first]
 
 
@@ -112,7 +115,10 @@ def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path)
         assert numbered == {number: number for number in range(STEPS)}
         # The other ranks may have issued the next collective, which the failed rank did not.
         (before,) = numbers(found[0, rank]).values()
-        assert before in ({n: n for n in range(BEFORE)}, {n: n for n in range(BEFORE + (rank != 1))})
+        assert before in (
+            {n: n for n in range(BEFORE)},
+            {n: n for n in range(BEFORE + (rank != 1))},
+        )
 
 
 class Agents:
@@ -133,7 +139,9 @@ class Agents:
                 "--rdzv-id", "job", "--rdzv-conf", meeting, "--local-addr", "127.0.0.1", SCRIPT, "--shrinks",
             ]  # fmt: skip
             with open(folder / f"agent{node}", "wb") as log:
-                self.processes.append(WarmPython(command, cwd=folder, env=environ, stdout=log, stderr=log))
+                self.processes.append(
+                    WarmPython(command, cwd=folder, env=environ, stdout=log, stderr=log)
+                )
 
     def said(self, node: int) -> str:
         return (self.folder / f"agent{node}").read_text()
@@ -187,7 +195,9 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict
 
 
 @pytest.mark.long
-def test_report_has_all_steps_after_a_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
+def test_report_has_all_steps_after_a_restart_in_a_smaller_world(
+    shrunk: tuple[RunDirectory, dict[str, Any]],
+) -> None:
     """The sums are those of the unwatched job. The report has all steps of the last attempt."""
     _, value = shrunk
     (first,) = [rank for rank in value["ranks"] if rank["rank"] == 0]
@@ -199,7 +209,9 @@ def test_report_has_all_steps_after_a_restart_in_a_smaller_world(shrunk: tuple[R
 
 
 @pytest.mark.long
-def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
+def test_rank_of_an_earlier_world_is_not_in_the_report(
+    shrunk: tuple[RunDirectory, dict[str, Any]],
+) -> None:
     """World size, ranks and step times are those of the last attempt only."""
     _, value = shrunk
 
@@ -209,12 +221,16 @@ def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirector
 
 
 @pytest.mark.long
-def test_run_directory_has_the_steps_of_both_attempts(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
+def test_run_directory_has_the_steps_of_both_attempts(
+    shrunk: tuple[RunDirectory, dict[str, Any]],
+) -> None:
     """The run directory contains the steps of both attempts, each with separate numbers."""
     import pandas as pd
 
     made, _ = shrunk
     steps = pd.read_parquet(made.steps)
 
-    assert set(steps.groupby("attempt")["rank"].unique().map(lambda ranks: tuple(sorted(ranks)))) == {(0, 1), (0,)}
+    assert set(
+        steps.groupby("attempt")["rank"].unique().map(lambda ranks: tuple(sorted(ranks)))
+    ) == {(0, 1), (0,)}
     assert steps[steps["attempt"] == 1]["step"].tolist() == [*range(STEPS)]

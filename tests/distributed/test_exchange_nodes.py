@@ -102,12 +102,19 @@ class Process:
 class Node(Process):
     """The sidecar of a node with one rank."""
 
-    def __init__(self, stack: ExitStack, job_store: tuple[str, int], rank: int, prefix: list[str]) -> None:
-        super().__init__([*prefix, sys.executable, str(SCRIPT), json.dumps(node_settings(job_store, rank))], stack)
+    def __init__(
+        self, stack: ExitStack, job_store: tuple[str, int], rank: int, prefix: list[str]
+    ) -> None:
+        super().__init__(
+            [*prefix, sys.executable, str(SCRIPT), json.dumps(node_settings(job_store, rank))],
+            stack,
+        )
 
     def numbers(self, rank: int) -> list[int]:
         """Return the numbers that it has collected from a rank."""
-        return [number for line in list(self.lines) for number in line["payloads"].get(str(rank), [])]
+        return [
+            number for line in list(self.lines) for number in line["payloads"].get(str(rank), [])
+        ]
 
     def contact(self, rank: int) -> dict[str, Any]:
         """Return its contact information on the node of a rank."""
@@ -132,7 +139,9 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-def host_a_store(stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> tuple[Process, int]:
+def host_a_store(
+    stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+) -> tuple[Process, int]:
     """Run a job's store in a separate process. Return its port."""
     process = Process([*prefix, sys.executable, "-c", _HOST_A_STORE, host], stack)
     deadline = time.monotonic() + LONG_S
@@ -165,7 +174,19 @@ class TestLinks:
             name = f"tlp-{os.getpid()}-{number}"
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
-            ip("-n", self._hub, "link", "add", f"link{number}", "type", "veth", "peer", "eth0", "netns", name)
+            ip(
+                "-n",
+                self._hub,
+                "link",
+                "add",
+                f"link{number}",
+                "type",
+                "veth",
+                "peer",
+                "eth0",
+                "netns",
+                name,
+            )
             self._in_hub("link", "set", f"link{number}", "master", "bridge", "up")
             ip("-n", name, "address", "add", f"10.83.0.{number + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -195,7 +216,11 @@ class TestLinks:
         missed = [n0.contact(rank)["missed"] for rank in range(3)]
         posted = len(n2.lines)
         self._link(2, "down")
-        n2.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        n2.wait(
+            lambda node: any(
+                "node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]
+            )
+        )
         noticed = len(n2.lines) - posted
         n0.wait(lambda node: node.contact(2)["silent_s"] > 4.0)
         cut = len(n0.numbers(2))
@@ -227,7 +252,9 @@ class TestLinks:
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
     @pytest.mark.long
-    def test_node_that_stays_cut_off_closes_in_bounded_time(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+    def test_node_that_stays_cut_off_closes_in_bounded_time(
+        self, stack: ExitStack, nodes: list[list[str]]
+    ) -> None:
         """A node whose link stays down closes in bounded time.
 
         Node 0 does not count it as having left.
@@ -243,7 +270,9 @@ class TestLinks:
         assert end["longest_s"] < BLOCKED_S
 
     @pytest.mark.long
-    def test_node_0_is_found_if_the_store_is_on_another_node(self, stack: ExitStack, nodes: list[list[str]]) -> None:
+    def test_node_0_is_found_if_the_store_is_on_another_node(
+        self, stack: ExitStack, nodes: list[list[str]]
+    ) -> None:
         """If the job's store is on another node, node 0 is found by its own address."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
         n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
@@ -269,7 +298,11 @@ class TestProcesses:
         before = address(job_store)
         first.kill()
         last = first.numbers(1)[-1]
-        other.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        other.wait(
+            lambda node: any(
+                "node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]
+            )
+        )
         second = Node(stack, job_store, 0, [])
         second.wait_for_next(1, more=12)
         after = address(job_store)
@@ -311,7 +344,11 @@ class TestProcesses:
         n0.wait_for_next(1, more=10)
         notes = n0.lines[-1]["notes"]
         n0.kill()
-        n1.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        n1.wait(
+            lambda node: any(
+                "node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]
+            )
+        )
         end = n1.finish()
 
         assert notes == []
@@ -326,7 +363,11 @@ class TestProcesses:
         n0.wait_for_next(1)
         n0.wait_for_next(2)
         n0.send(signal.SIGSTOP)
-        n1.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
+        n1.wait(
+            lambda node: any(
+                "node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]
+            )
+        )
         end = n1.finish()
         n0.send(signal.SIGCONT)
         n0.wait_for_next(2, more=20)
@@ -351,7 +392,9 @@ class TestJob:
         entered: list[float] = []
 
         def rank(number: int) -> None:
-            store = TCPStore("127.0.0.1", port, 2, number == 0, timedelta(seconds=60), wait_for_workers=True)
+            store = TCPStore(
+                "127.0.0.1", port, 2, number == 0, timedelta(seconds=60), wait_for_workers=True
+            )
             entered.append(time.monotonic())
             stack.callback(lambda: store)
 
@@ -363,7 +406,9 @@ class TestJob:
         ranks[1].start()
         for each in ranks:
             each.join(LONG_S)
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+        store = TCPStore(
+            "127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False
+        )
 
         assert waited
         assert len(entered) == 2
@@ -380,7 +425,10 @@ class TestJob:
         script.write_text(_JOB)
         with_us, without = (
             run_warm(
-                torchrun(str(script), str(tmp_path / name)), tmp_path, NODES=nodes, PYTHONPATH=os.pathsep.join(sys.path)
+                torchrun(str(script), str(tmp_path / name)),
+                tmp_path,
+                NODES=nodes,
+                PYTHONPATH=os.pathsep.join(sys.path),
             )
             for name, nodes in (
                 ("with", json.dumps([node_settings(("", 0), rank) for rank in range(3)])),

@@ -31,22 +31,37 @@ def test_verdict_shows_a_host_that_waits_for_its_device(tmp_path: Path) -> None:
     Rank 0 is behind, and the verdict shows its wait for the device.
     """
     device.build()
-    stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    stuck = {
+        "HANG_RANK": "1",
+        "HANG_AT": "60",
+        "ITEM": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
         text = job.wait_for(
-            lambda report: (found := hang(report)) and "for its device" in found["text"] and found["text"],
+            lambda report: (
+                (found := hang(report)) and "for its device" in found["text"] and found["text"]
+            ),
             2 * STARTED_S,
         )
 
     assert "rank 0 " in text
-    assert "last outside all recorded spans, waiting for its device in `return loss.item()`, print_loss" in text
+    assert (
+        "last outside all recorded spans, waiting for its device in `return loss.item()`,"
+        " print_loss" in text
+    )
     assert "or a collective's kernel that waits for another rank's device" in text
 
 
 def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
     """The alarm gives the line and says that the rank is unknown. The job is not paused."""
     device.build()
-    stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "all", "PYTHONPATH": os.pathsep.join(sys.path)}
+    stuck = {
+        "HANG_RANK": "1",
+        "HANG_AT": "60",
+        "ITEM": "all",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
         found = job.wait_for(hang, 2 * STARTED_S)
 

@@ -32,7 +32,9 @@ def hang(report: dict[str, Any]) -> dict[str, Any] | None:
 
 def steps(least: int) -> Callable[[dict[str, Any]], bool]:
     """Return a condition that is true once all ranks have made this many steps."""
-    return lambda report: len(report["ranks"]) == RANKS and all(rank["steps"] >= least for rank in report["ranks"])
+    return lambda report: (
+        len(report["ranks"]) == RANKS and all(rank["steps"] >= least for rank in report["ranks"])
+    )
 
 
 @pytest.mark.long
@@ -47,8 +49,17 @@ def test_stopped_rank_is_named(tmp_path: Path) -> None:
         pid = job.rank_pids()[1]
         os.kill(pid, signal.SIGSTOP)
         found = job.wait_for(hang, NOTICED_S * slowdown())
-        command = [sys.executable, "-m", "torchlens_perf", "report", "--json", str(job.run_directory().path)]
-        shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        command = [
+            sys.executable,
+            "-m",
+            "torchlens_perf",
+            "report",
+            "--json",
+            str(job.run_directory().path),
+        ]
+        shown = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
         os.kill(pid, signal.SIGCONT)
         made = max(rank["steps"] for rank in job.report()["ranks"])
         job.wait_for(lambda report: hang(report) is None and steps(made + 20)(report), STARTED_S)

@@ -86,7 +86,9 @@ def test_rank_with_an_endless_kernel_is_named(tmp_path: Path) -> None:
     told = run_ranks(hang, tmp_path)
     assert [waited for _, waited in told] == [0, 0]
     ranks = {
-        number: progress(number, usual_step_s=STEP_S, inside=(), device=device_place(*mark), step=STEPS)
+        number: progress(
+            number, usual_step_s=STEP_S, inside=(), device=device_place(*mark), step=STEPS
+        )
         for number, (mark, _) in enumerate(told)
     }
     found = find_hang(ranks, {})
@@ -95,4 +97,7 @@ def test_rank_with_an_endless_kernel_is_named(tmp_path: Path) -> None:
     place = ranks[STUCK].device
     assert place.step == HUNG_AT
     assert place.mark.startswith("the beginning of")
-    assert f"the device of rank {STUCK} (node-a) is in step {HUNG_AT} after the beginning of" in text(found)
+    assert (
+        f"the device of rank {STUCK} (node-a) is in step {HUNG_AT} after the beginning of"
+        in text(found)
+    )

@@ -41,7 +41,11 @@ def test_ended_hang_is_the_first_verdict(tmp_path: Path) -> None:
     report, text = first_verdicts(tmp_path, MIN_S + 20)
     verdict = report["verdicts"][0]
 
-    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("hang_ended", 1, STALL_STEP)
+    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == (
+        "hang_ended",
+        1,
+        STALL_STEP,
+    )
     assert verdict["lost_s"] > MIN_S
     assert verdict["text"].startswith(f"The job hung in step {STALL_STEP} for ")
     assert ", and went on: " in verdict["text"]
@@ -58,7 +62,9 @@ def test_ended_hang_is_the_first_verdict(tmp_path: Path) -> None:
 def test_stall_shorter_than_a_hang_names_its_rank(tmp_path: Path) -> None:
     report, _ = first_verdicts(tmp_path, 4.0)
     verdict = next(
-        row for row in report["verdicts"] if row["kind"] == "long_steps" and STALL_STEP in row["evidence"]["steps"]
+        row
+        for row in report["verdicts"]
+        if row["kind"] == "long_steps" and STALL_STEP in row["evidence"]["steps"]
     )
 
     assert verdict["rank"] == 1

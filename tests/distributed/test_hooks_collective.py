@@ -139,8 +139,12 @@ def forms(folder: Path) -> Recording:
     return recording
 
 
-def test_each_operation_has_its_group_size_and_shared_number(results: dict[str, list[Recording]]) -> None:
-    """Each operation has its group, its payload's size, and a number that is the same on all ranks."""
+def test_each_operation_has_its_group_size_and_shared_number(
+    results: dict[str, list[Recording]],
+) -> None:
+    """Each operation has its group, its payload's size, and a number that is the same
+    on all ranks.
+    """
     for index, rank in enumerate(results["forms"]):
         subgroup = rank.metadata["subgroup"]
         issued = in_order(rank)
@@ -167,7 +171,9 @@ def test_each_operation_has_its_group_size_and_shared_number(results: dict[str, 
     assert sequence(in_order(results["forms"][0])[0]) == sequence(in_order(results["forms"][1])[0])
 
 
-def test_parent_of_an_operation_is_the_innermost_open_span(results: dict[str, list[Recording]]) -> None:
+def test_parent_of_an_operation_is_the_innermost_open_span(
+    results: dict[str, list[Recording]],
+) -> None:
     """The parent is the innermost span around the call: a section, a module, the backward pass, or
     the step.
     """
@@ -179,7 +185,9 @@ def test_parent_of_an_operation_is_the_innermost_open_span(results: dict[str, li
         assert rank.interned[reduced[0].value1 >> 32] == "backward"
 
 
-def test_ring_has_the_last_issued_and_ended_operation_of_each_group(results: dict[str, list[Recording]]) -> None:
+def test_ring_has_the_last_issued_and_ended_operation_of_each_group(
+    results: dict[str, list[Recording]],
+) -> None:
     """The ring's table contains each group's last issued and last ended operation, for finding
     missing ranks.
     """
@@ -253,11 +261,15 @@ def late_rank(folder: Path) -> Recording:
     return recording
 
 
-def test_wait_for_a_late_rank_is_not_own_time_of_the_punctual_rank(results: dict[str, list[Recording]]) -> None:
+def test_wait_for_a_late_rank_is_not_own_time_of_the_punctual_rank(
+    results: dict[str, list[Recording]],
+) -> None:
     """The punctual rank waits for the late one, and its step has that much less time of its own."""
     punctual, late = results["late_rank"]
 
-    for mine, theirs, issued in zip(punctual.of(Kind.WAIT), late.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True):
+    for mine, theirs, issued in zip(
+        punctual.of(Kind.WAIT), late.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True
+    ):
         assert mine.end_ns >= issued.start_ns
         assert mine.duration_ns > theirs.duration_ns
     for mine, theirs in zip(punctual.steps, late.steps, strict=True):
@@ -332,7 +344,9 @@ def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Re
     assert waited[0] > waited[1]
 
 
-def test_module_names_do_not_contain_ddp_or_fsdp2_wrappers(results: dict[str, list[Recording]]) -> None:
+def test_module_names_do_not_contain_ddp_or_fsdp2_wrappers(
+    results: dict[str, list[Recording]],
+) -> None:
     """Modules inside DDP and FSDP2 keep the names that their author gave them."""
     for name in ("data_parallel", "fully_sharded"):
         for rank in results[name]:
@@ -423,14 +437,20 @@ def other_thread(folder: Path) -> Recording:
     return recording
 
 
-def test_wait_on_another_thread_is_not_time_of_the_training_thread(results: dict[str, list[Recording]]) -> None:
+def test_wait_on_another_thread_is_not_time_of_the_training_thread(
+    results: dict[str, list[Recording]],
+) -> None:
     """A wait on another thread of the user is recorded, but does not count as time of the training
     thread.
     """
     for rank in results["other_thread"]:
-        assert [each.flags & Flag.OTHER_THREAD for each in rank.of(Kind.COLLECTIVE)] == [Flag.OTHER_THREAD]
+        assert [each.flags & Flag.OTHER_THREAD for each in rank.of(Kind.COLLECTIVE)] == [
+            Flag.OTHER_THREAD
+        ]
         assert {each.flags for each in rank.of(Kind.WAIT)} == {Flag.OTHER_THREAD}
-        assert rank.steps[0].phase_ns < rank.of(Kind.WAIT)[0].duration_ns + rank.steps[0].duration_ns
+        assert (
+            rank.steps[0].phase_ns < rank.of(Kind.WAIT)[0].duration_ns + rank.steps[0].duration_ns
+        )
 
 
 @scenario
@@ -455,8 +475,14 @@ def test_error_of_a_collective_is_passed_on_and_recorded(results: dict[str, list
     for recording, watched, plain in results["raising"]:
         assert plain == watched
         raised, following = recording.of(Kind.COLLECTIVE)
-        assert (raised.name, raised.flags) == ("allgather_base group=0 dtype=float32", Flag.EXCEPTION)
-        assert (following.name, following.flags) == ("allreduce group=0 dtype=float32", Flag.COMPLETED)
+        assert (raised.name, raised.flags) == (
+            "allgather_base group=0 dtype=float32",
+            Flag.EXCEPTION,
+        )
+        assert (following.name, following.flags) == (
+            "allreduce group=0 dtype=float32",
+            Flag.COMPLETED,
+        )
         assert recording.unbalanced == 0
 
 
@@ -469,7 +495,9 @@ def before_the_group(folder: Path) -> Recording:
     dist.barrier()
     dist.destroy_process_group()
     with recorded(folder) as recording:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}-again", 2), rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}-again", 2), rank=rank, world_size=2
+        )
         dist.all_reduce(torch.ones(4))
     return recording
 

@@ -48,7 +48,11 @@ def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: P
     """
     script, seed = str(SCRIPTS / "train_until_killed.py"), 12
     began_s, number = time.monotonic(), kills if kills < KILLS else share(KILLS)
-    done = run_warm([sys.executable, script, str(tmp_path), str(number), str(seed), "alone"], tmp_path, timeout_s=3000)
+    done = run_warm(
+        [sys.executable, script, str(tmp_path), str(number), str(seed), "alone"],
+        tmp_path,
+        timeout_s=3000,
+    )
     assert done.returncode == 0, done.stderr
     finished, lost = [tuple(map(int, line.split())) for line in done.stdout.splitlines()], 0
     for each, steps in finished:
@@ -83,7 +87,9 @@ def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> 
     its records.
     """
     script = str(SCRIPTS / "train_until_killed.py")
-    done = run_warm([sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250)
+    done = run_warm(
+        [sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250
+    )
     assert done.returncode == 0, done.stderr
     finished = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(finished) == kills
@@ -97,9 +103,14 @@ def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> 
         # The kill may come between the step's end and the script's own count of it.
         assert rank["steps"] - steps in (0, 1)
         assert (rank["state"], rank["lost"], rank["coverage"]) == ("died", 0, 1.0)
-        per_step = pd.read_parquet(made.spans).query(f"step < {steps}").groupby("step")["kind"].apply(list)
+        per_step = (
+            pd.read_parquet(made.spans).query(f"step < {steps}").groupby("step")["kind"].apply(list)
+        )
         assert len(per_step) == steps
-        assert all({"forward", "backward", "optimizer", "section", "step"} <= set(kinds) for kinds in per_step)
+        assert all(
+            {"forward", "backward", "optimizer", "section", "step"} <= set(kinds)
+            for kinds in per_step
+        )
 
 
 def sidecar_of(folder: Path) -> int:
@@ -122,7 +133,10 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
     script = str(SCRIPTS / "train_until_killed.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     trainer = WarmPython(
-        [sys.executable, script, str(tmp_path), "1", "3"], stdout=subprocess.PIPE, text=True, env=environ
+        [sys.executable, script, str(tmp_path), "1", "3"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
     )
     assert eventually(lambda: sidecar_of(tmp_path / "0") != 0, 200)
     os.kill(sidecar_of(tmp_path / "0"), signal.SIGKILL)
@@ -141,7 +155,11 @@ def test_signal_ends_the_job_as_if_unrecorded(name: str, tmp_path: Path) -> None
     """The signal ends the process as without recording, and the report has the finished steps."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}
     trainer = WarmPython(
-        [sys.executable, TRAIN, "--steps", "100000"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
+        [sys.executable, TRAIN, "--steps", "100000"],
+        cwd=tmp_path,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("torchlens-perf/*/nodes/*.json")) and time.monotonic() < deadline:

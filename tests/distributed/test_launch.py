@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.long import long
-from tests.support.processes import SCRIPTS, TRAIN, only_report, report, run, run_warm, runs, torchrun
+from tests.support.processes import (
+    SCRIPTS,
+    TRAIN,
+    only_report,
+    report,
+    run,
+    run_warm,
+    runs,
+    torchrun,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +47,9 @@ def without_arguments(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_torchrun_flag_records_every_rank(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_torchrun_flag_records_every_rank(
+    workers: str, unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """Every rank is recorded, with forked and spawned loader workers, and rank 0 prints the
     verdict.
     """
@@ -52,12 +63,18 @@ def test_torchrun_flag_records_every_rank(workers: str, unwatched: dict[str, lis
     assert value["quality"]["lost"] == 0
     assert "data" in value["ranks"][0]["phases"]
     # On a busy machine, rank 0 does not wait for the report and prints how to show it.
-    assert done.stderr.count("torchlens_perf  train.py  2 ranks") + done.stderr.count("the report is not ready") == 1
+    assert (
+        done.stderr.count("torchlens_perf  train.py  2 ranks")
+        + done.stderr.count("the report is not ready")
+        == 1
+    )
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_variable_records_a_script(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_variable_records_a_script(
+    workers: str, unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """TORCHLENS_PERF=1 records a script under plain python.
 
     Its loader workers are not recorded as ranks.
@@ -72,7 +89,9 @@ def test_variable_records_a_script(workers: str, unwatched: dict[str, list[str]]
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_run_command_starts_a_script_like_python(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_run_command_starts_a_script_like_python(
+    workers: str, unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """`run` starts a script like python: __main__, arguments, sys.path[0], pickles and spawned
     workers are the same.
     """
@@ -117,7 +136,9 @@ def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
     # torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
     # with or without a watch.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = run(torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path, **own_store)
+    done = run(
+        torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path, **own_store
+    )
     (made,) = runs(tmp_path)
     value = report(made)
 
@@ -130,7 +151,9 @@ def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", long("0", "true"))
-def test_disabled_autoload_is_reported(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_disabled_autoload_is_reported(
+    value: str, unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """With torch's autoload disabled, the flag only prints one line about it.
 
     For torch, 1 means enabled.
@@ -146,7 +169,9 @@ def test_disabled_autoload_is_reported(value: str, unwatched: dict[str, list[str
 
 
 @pytest.mark.long
-def test_invalid_variable_disables_recording(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_invalid_variable_disables_recording(
+    unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """An invalid variable disables recording with one line per node, and the job runs as if
     unrecorded.
     """
@@ -154,15 +179,22 @@ def test_invalid_variable_disables_recording(unwatched: dict[str, list[str]], tm
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
     assert (done.returncode, said(done.stdout)) == (0, unwatched["pair"])
-    assert ours == ["torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"]
+    assert ours == [
+        "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"
+    ]
 
 
 @pytest.mark.long
-def test_unwritable_folder_disables_recording(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+def test_unwritable_folder_disables_recording(
+    unwatched: dict[str, list[str]], tmp_path: Path
+) -> None:
     """An unwritable folder disables recording with one line, and the job runs as if unrecorded."""
     (tmp_path / "file").write_text("in the way")
     done = run(
-        [sys.executable, TRAIN], tmp_path, TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(tmp_path / "file" / "runs")
+        [sys.executable, TRAIN],
+        tmp_path,
+        TORCHLENS_PERF="1",
+        TORCHLENS_PERF_DIR=str(tmp_path / "file" / "runs"),
     )
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
@@ -196,7 +228,9 @@ def test_traceback_and_exit_code_of_the_script_are_kept(tmp_path: Path) -> None:
 def test_ranks_started_by_multiprocessing_are_one_run(method: str, tmp_path: Path) -> None:
     """Ranks that the script starts by multiprocessing are recorded in one run."""
     start = run_warm if method == "fork" else run
-    done = start([sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1")
+    done = start(
+        [sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1"
+    )
     value = only_report(tmp_path)
 
     assert done.returncode == 0, done.stderr

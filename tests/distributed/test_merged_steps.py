@@ -99,7 +99,11 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
     losses, parameters, loop = train(late_s)
     if not watched:
         synchronizations = loop()
-        return {"losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations}
+        return {
+            "losses": losses,
+            "parameters": [*map(parameter_of, parameters)],
+            "waited": synchronizations,
+        }
     own = folder / f"rank-{dist.get_rank()}"
     with recorded(own, aggregate="device", device_times="on") as recording:
         launches = driver().launches
@@ -133,7 +137,9 @@ def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=[2, *long(4)])
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Any]]]:
     """Return the results by rank and run."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     return run_ranks(ranks_train, tmp_path_factory.mktemp("merged"), request.param)
@@ -178,7 +184,9 @@ def test_merging_adds_no_wait_and_changes_no_bit(told: list[dict[str, dict[str, 
                 assert torch.equal(mine, alone)
             assert watched["waited"] == rank["alone"]["waited"]
             assert watched["errors"] == 0
-            assert not any("failed" in note or "is off" in note for note in watched["notes"]), watched["notes"]
+            assert not any("failed" in note or "is off" in note for note in watched["notes"]), (
+                watched["notes"]
+            )
     assert len({each["slow"]["launches"] for each in told}) == 1, "all ranks have met equally often"
 
 
@@ -196,7 +204,9 @@ def test_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]
             part = by_hand.get(Row(rows[0].row))
             if part is not None:
                 of_ranks = [np.median(rank["slow"]["parts"][:, PARTS.index(part)]) for rank in told]
-                assert rows[0].median_ns == pytest.approx(sorted(of_ranks)[(len(told) - 1) // 2], abs=0.3 * MS)
+                assert rows[0].median_ns == pytest.approx(
+                    sorted(of_ranks)[(len(told) - 1) // 2], abs=0.3 * MS
+                )
         # A step's work has gaps, in which a device waits for a host that other tests delay.
         forward = window["forward work"][0]
         assert (forward.slowest, forward.outstanding) == (SLOW, 1)
@@ -205,7 +215,9 @@ def test_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]
     assert all(rank["slow"]["rows"] == [] for rank in told[1:])
 
 
-def test_slow_rank_is_named_from_merged_windows_alone(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+def test_slow_rank_is_named_from_merged_windows_alone(
+    told: list[dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
     """The verdict has the phase, the excess and its source, although the sidecar has no record of
     that rank.
     """
@@ -230,10 +242,14 @@ def test_windows_add_nothing_when_the_sidecar_has_all_records(
     assert "windows" not in verdict["text"]
 
 
-def test_no_rank_is_named_in_a_clean_run(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+def test_no_rank_is_named_in_a_clean_run(
+    told: list[dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
     """The verdict also says that all ranks were compared."""
     report = report_of(tmp_path, told[0]["clean"])
-    (verdict,) = [each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")]
+    (verdict,) = [
+        each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")
+    ]
     assert verdict["kind"] == "none"
     assert verdict["evidence"]["compared"] == len(told)
     assert "smallest detectable slowdown" in verdict["text"]

@@ -22,7 +22,9 @@ NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; "
     "directory._local_parents = lambda: iter([Path('/proc/nowhere')])"  # fmt: skip
 
 
-def job(folder: Path, ranks: int, off: str, change: str, **environment: str) -> tuple[str, list[str], list[str]]:
+def job(
+    folder: Path, ranks: int, off: str, change: str, **environment: str
+) -> tuple[str, list[str], list[str]]:
     """Train with `change` applied on the ranks `off`.
 
     Return the result, the messages about it, and all our lines.
@@ -52,7 +54,9 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
     ],
 )
-def test_report_names_the_rank_that_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
+def test_report_names_the_rank_that_is_off(
+    change: str, reason: str, unwatched: str, tmp_path: Path
+) -> None:
     """The other rank is recorded, and the report names the missing one."""
     trained, off, _ = job(tmp_path, 2, "1,", change)
     value = report(runs(tmp_path)[0])
@@ -80,10 +84,16 @@ def test_other_rank_is_recorded_when_rank_0_is_off(unwatched: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["a file in the way", *long("no process")])
-def test_one_line_per_node_is_printed_when_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
+def test_one_line_per_node_is_printed_when_all_ranks_are_off(
+    how: str, unwatched: str, tmp_path: Path
+) -> None:
     """There is one line per node instead of one per rank, and no file is left."""
     (tmp_path / "file").write_text("in the way")
-    folder = {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")} if how == "a file in the way" else {}
+    folder = (
+        {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")}
+        if how == "a file in the way"
+        else {}
+    )
     change = "pass" if folder else NO_PROGRAM
     trained, off, ours = job(tmp_path, 2, "0, 1", change, **folder)
 

@@ -27,7 +27,9 @@ def why_no_disk_is_throttled(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own"
+)
 @pytest.mark.long  # on a busy machine the two ranks have no CPU of their own
 def test_planted_garbage_collection_and_disk_throttling_are_named_as_causes(tmp_path: Path) -> None:
     """Cases: a heap that is collected in every step, and a throttled disk."""

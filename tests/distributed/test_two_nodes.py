@@ -38,7 +38,14 @@ def _why_not() -> str:
     if os.geteuid():
         return "namespaces with names and mounts of their own need root"
     done = subprocess.run(
-        ["unshare", "--uts", "--mount", "sh", "-c", "hostname node-x && mount -t tmpfs tmpfs /dev/shm"],
+        [
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            "hostname node-x && mount -t tmpfs tmpfs /dev/shm",
+        ],
         capture_output=True,
         text=True,
     )
@@ -53,7 +60,9 @@ pytestmark = [
 
 def all_ranks(report: dict[str, Any]) -> bool:
     """Return True if the node's own two ranks have made enough steps for a typical step time."""
-    return len(report["ranks"]) == RANKS // 2 and all(rank["steps"] >= 40 for rank in report["ranks"])
+    return len(report["ranks"]) == RANKS // 2 and all(
+        rank["steps"] >= 40 for rank in report["ranks"]
+    )
 
 
 def planted_straggler(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,14 +92,19 @@ def test_configured_address_and_token_are_used(tmp_path: Path) -> None:
     No file contains the token.
     """
     address = f"127.0.0.1:{free_port()}"
-    told = {"TORCHLENS_PERF_EXCHANGE": f"grpc://{address}", "TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET"}
+    told = {
+        "TORCHLENS_PERF_EXCHANGE": f"grpc://{address}",
+        "TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET",
+    }
     with LiveRanks(tmp_path, RANKS, NODES, **told) as job:
         job.wait_for(lambda report: job.compared(NODES[0]) == RANKS, 2 * STARTED_S, NODES[0])
         (published,) = job.run_directory(NODES[0]).nodes.glob("exchange-*")
         found = Address.decode(published.read_bytes())
         (log,) = job.run_directory(NODES[1]).nodes.glob("*.log")
         assert "node 0's sidecar was found by the setting `exchange`" in log.read_text()
-        expected = new_token(Endpoints(job.job_store, None, address, token="S3CRET"), exchange_key(0))
+        expected = new_token(
+            Endpoints(job.job_store, None, address, token="S3CRET"), exchange_key(0)
+        )
         files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
 
     assert (found.port, found.token) == (int(address.rpartition(":")[2]), expected)
@@ -103,7 +117,9 @@ def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
     """On devices, the exchanged windows contain device times, and so does node 0's verdict."""
     device.build()
     slow = {"SLOW_RANK": str(SLOW_RANK), "SLOW_FROM": "10", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "train_device_ranks.py"), **slow) as job:
+    with LiveRanks(
+        tmp_path, RANKS, NODES, script=str(SCRIPTS / "train_device_ranks.py"), **slow
+    ) as job:
         found = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
         report = job.report(NODES[0])
 
@@ -130,7 +146,9 @@ def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
     """
     device.build()
     stuck = {"HANG_RANK": "2", "HANG_AT": "60", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
+    with LiveRanks(
+        tmp_path, RANKS, NODES, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck
+    ) as job:
         found = job.wait_for(hang_of_a_device, 2 * STARTED_S, NODES[0])
 
     assert found["evidence"]["ranks"] == [2]

@@ -19,7 +19,11 @@ def test_each_rank_receives_the_verdict_on_a_slow_rank(tmp_path: Path) -> None:
     """
     done = run_warm(torchrun(str(SCRIPTS / "verdicts_heard.py")), tmp_path, 150)
     assert done.returncode == 0, done.stderr
-    found = sorted(json.loads(line.removeprefix("heard ")) for line in done.stdout.splitlines() if "heard" in line)
+    found = sorted(
+        json.loads(line.removeprefix("heard "))
+        for line in done.stdout.splitlines()
+        if "heard" in line
+    )
 
     assert [rank for rank, *_ in found] == [0, 1]
     for _, ((change, kind, slow, action, late_s),), named, ranks in found:

@@ -37,7 +37,8 @@ loader = [torch.randn(8, 16) for _ in range(12)]
 requests = [torch.randn(1, 16) for _ in range(6)]
 """
 SETUP_OF_PAGE = {
-    "README.md": """
+    "README.md": (
+        """
 class Answer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -47,19 +48,26 @@ class Answer(nn.Module):
         return SimpleNamespace(loss=self.layer(batch).square().mean())
 model = Answer()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-""",
+"""
+    ),
 }
 PYTHON_NOT_RUN = {
-    "docs/guides/frameworks.md": "needs the frameworks: tests/frameworks/test_jobs.py compares it with its jobs",
+    "docs/guides/frameworks.md": (
+        "needs the frameworks: tests/frameworks/test_jobs.py compares it with its jobs"
+    ),
     "docs/guides/gpu.md": "needs a CUDA device: run by tests/device and `make gpu-check`",
-    "docs/guides/notebook.md": "see tests/results/test_docs_notebook.py, tests/frameworks/test_notebook.py",
+    "docs/guides/notebook.md": (
+        "see tests/results/test_docs_notebook.py, tests/frameworks/test_notebook.py"
+    ),
 }
 # Commands that are parsed and not executed, by their first words.
 NOT_EXECUTED = {
     "make": "installs an environment, or runs for minutes to hours; checked by `make --dry-run`",
     "pip install": "downloads; its extras are in pyproject.toml",
     "python -m benchmarks": "runs for minutes to hours; its options are in its source",
-    "torchlens-perf report --fail-on": "exits with the run's result: tests/commands/test_fail_on.py",
+    "torchlens-perf report --fail-on": (
+        "exits with the run's result: tests/commands/test_fail_on.py"
+    ),
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
     "torchlens-perf capture": "needs a live run: tests/distributed/test_capture_live.py",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
@@ -86,29 +94,65 @@ PAGES_ELSEWHERE = {
 SQL_ELSEWHERE = {"docs/guides/backends.md": "for ClickHouse: tests/backends/test_clickhouse.py"}
 # Blocks that contain no code: page and first words, with the source of the text.
 NO_CODE = {
-    ("docs/tutorials/quickstart.md", "torchlens_perf  train.py"): "the report of one run, whose times vary",
-    ("docs/guides/recipes.md", "BOTTLENECK  data"): "the report of the run in docs/tutorials/quickstart.md",
+    (
+        "docs/tutorials/quickstart.md",
+        "torchlens_perf  train.py",
+    ): "the report of one run, whose times vary",
+    (
+        "docs/guides/recipes.md",
+        "BOTTLENECK  data",
+    ): "the report of the run in docs/tutorials/quickstart.md",
     ("docs/guides/recipes.md", "SLOW RANK"): "a report on examples/train_gpt.py on a busy machine",
-    ("docs/guides/recipes.md", "HANG"): "a report on a run whose rank 1 slept: tests/distributed/test_hang_live.py",
-    ("docs/guides/recipes.md", "BOTTLENECK  CPU"): "a report on examples/train_gpt.py on a busy machine",
+    (
+        "docs/guides/recipes.md",
+        "HANG",
+    ): "a report on a run whose rank 1 slept: tests/distributed/test_hang_live.py",
+    (
+        "docs/guides/recipes.md",
+        "BOTTLENECK  CPU",
+    ): "a report on examples/train_gpt.py on a busy machine",
     ("docs/guides/recipes.md", "step        p50"): "a report on examples/serve_model.py",
     ("docs/guides/troubleshooting.md", "system"): "output of doctor: tests/commands/test_doctor.py",
-    ("docs/guides/read-the-report.md", "torchlens_perf  simulation"): "reports: tests/docs/test_shown_reports.py",
-    ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
+    (
+        "docs/guides/read-the-report.md",
+        "torchlens_perf  simulation",
+    ): "reports: tests/docs/test_shown_reports.py",
+    (
+        "docs/guides/slurm.md",
+        "# slurm.conf",
+    ): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
-    ("docs/explanation/verdicts.md", "SLOW RANK"): "part of a report: tests/simulate/test_planted.py",
-    ("docs/guides/gpu.md", "Typical step of each rank"): "part of a report: tests/simulate/test_simulated_devices.py",
+    (
+        "docs/explanation/verdicts.md",
+        "SLOW RANK",
+    ): "part of a report: tests/simulate/test_planted.py",
+    (
+        "docs/guides/gpu.md",
+        "Typical step of each rank",
+    ): "part of a report: tests/simulate/test_simulated_devices.py",
     ("CONTRIBUTING.md", "training process"): "a drawing",
     ("README.md", "torchlens_perf  simulation"): "a report: tests/docs/test_shown_reports.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
-    ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "output of simulate: tests/simulate/test_planted.py",
-    ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of files that are deleted when a run ends: tests/run",
+    (
+        "docs/internals/accuracy.md",
+        "planted faults: 1 of 2",
+    ): "output of simulate: tests/simulate/test_planted.py",
+    (
+        "docs/reference/run-directory.md",
+        "/dev/shm/",
+    ): "a listing of files that are deleted when a run ends: tests/run",
 }
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]
 # Indented blocks whose first word is a program, or a variable before one.
-SHELL += [b for b in BLOCKS if b.language == "indented" and re.match(r"[A-Z_]+=\S+ \w|torch|python|make", b.text)]
+SHELL += [
+    b
+    for b in BLOCKS
+    if b.language == "indented" and re.match(r"[A-Z_]+=\S+ \w|torch|python|make", b.text)
+]
 COMMANDS = list({str(command): command for block in SHELL for command in block.commands()}.values())
-OTHERS = [block for block in BLOCKS if block not in SHELL and block.language not in ("python", "sql")]
+OTHERS = [
+    block for block in BLOCKS if block not in SHELL and block.language not in ("python", "sql")
+]
 LISTING = "torchlens-perf/20261121-013205-3fa9c1d2/\n"
 
 
@@ -119,12 +163,16 @@ def test_blocks_are_found_and_exceptions_are_used() -> None:
     known = {"python", "sh", "bash", "shell", "console", "sql", "plain", "indented", "yaml"}
     assert {block.place: block.language for block in BLOCKS if block.language not in known} == {}
     unused = set(PYTHON_NOT_RUN) - {block.page for block in BLOCKS if block.language == "python"}
-    unused |= {begin for begin in NOT_EXECUTED if not any(shell(c).startswith(begin) for c in COMMANDS)}
+    unused |= {
+        begin for begin in NOT_EXECUTED if not any(shell(c).startswith(begin) for c in COMMANDS)
+    }
     programs = {command.words[0] for command in COMMANDS if command.words}
     unused |= ELSEWHERE.keys() - programs
     unused |= PAGES_ELSEWHERE.keys() - {command.block.page for command in COMMANDS}
     unused |= SQL_ELSEWHERE.keys() - {block.page for block in BLOCKS if block.language == "sql"}
-    unused |= {begin for page, begin in NO_CODE if not any(is_at(block, page, begin) for block in OTHERS)}
+    unused |= {
+        begin for page, begin in NO_CODE if not any(is_at(block, page, begin) for block in OTHERS)
+    }
     assert unused == set()
 
 
@@ -139,10 +187,14 @@ def shell(command: Command) -> str:
 # -- Python
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in BLOCKS if block.language == "python"})
+)
 def test_python_blocks_run_without_errors(page: str, recorded: Path, tmp_path: Path) -> None:
     """All blocks of a page run in one process, in their order."""
-    code = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
+    code = "\n".join(
+        block.text for block in BLOCKS if block.page == page and block.language == "python"
+    )
     compile(code, page, "exec")
     if page in PYTHON_NOT_RUN:
         pytest.skip(f"{page}: {PYTHON_NOT_RUN[page]}")
@@ -187,7 +239,11 @@ def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.M
     pq.write_table(schema_of(GpuSample).empty_table(), gpus / "node-000001.parquet")
     monkeypatch.chdir(recorded)
     queries = [
-        q for b in BLOCKS if b.language == "sql" and b.page not in SQL_ELSEWHERE for q in b.text.split(";") if q.strip()
+        q
+        for b in BLOCKS
+        if b.language == "sql" and b.page not in SQL_ELSEWHERE
+        for q in b.text.split(";")
+        if q.strip()
     ]
     answers = [duckdb.sql(query).fetchall() for query in queries]
     assert len(queries) >= 4
@@ -198,7 +254,9 @@ def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.M
 def test_listing_of_a_run_directory_names_every_file(recorded: Path) -> None:
     (listing,) = [block for block in OTHERS if block.text.startswith(LISTING)]
     names = [line.split()[0] for line in listing.text.splitlines()[1:]]
-    patterns = [re.escape(name).replace("NODE", r"[\w.-]+").replace("000001", r"\d+") for name in names]
+    patterns = [
+        re.escape(name).replace("NODE", r"[\w.-]+").replace("000001", r"\d+") for name in names
+    ]
     root = recorded / "torchlens-perf" / run_id(recorded)
     files = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
     assert len(files) > 4
@@ -244,7 +302,9 @@ def check_command(words: Sequence[str]) -> None:
     elif program == "pip":
         check_pip(arguments)
     elif program == "make":
-        done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
     else:
         raise AssertionError(f"no parser is known for {program}: add it here")
@@ -277,8 +337,16 @@ def check_pip(arguments: list[str]) -> None:
 
 def check_instrument(arguments: list[str]) -> None:
     # `opentelemetry-instrument` makes its options from these entry points in the same way.
-    variables = [n for each in entry_points(group="opentelemetry_environment_variables") for n in dir(each.load())]
-    options = {"--" + re.sub("^OTEL_(PYTHON_)?", "", name).lower() for name in variables if name.startswith("OTEL_")}
+    variables = [
+        n
+        for each in entry_points(group="opentelemetry_environment_variables")
+        for n in dir(each.load())
+    ]
+    options = {
+        "--" + re.sub("^OTEL_(PYTHON_)?", "", name).lower()
+        for name in variables
+        if name.startswith("OTEL_")
+    }
     while arguments[0].startswith("--"):
         assert arguments[0] in options
         arguments = arguments[2:]
@@ -288,7 +356,11 @@ def check_instrument(arguments: list[str]) -> None:
 def check_benchmark(arguments: list[str]) -> None:
     """Check that the benchmark exists and that its source contains the options and parts."""
     module = ROOT.joinpath(*arguments[0].split("."))
-    sources = [module.with_suffix(".py")] if module.with_suffix(".py").is_file() else [*module.glob("*.py")]
+    sources = (
+        [module.with_suffix(".py")]
+        if module.with_suffix(".py").is_file()
+        else [*module.glob("*.py")]
+    )
     assert sources, arguments[0]
     text = "\n".join(path.read_text() for path in sources)
     # Benchmarks of one kind share files.
@@ -297,7 +369,9 @@ def check_benchmark(arguments: list[str]) -> None:
     for word in arguments[1:]:
         # A word in capitals is a placeholder. As a first argument it must be in the usage too.
         if word.isupper():
-            assert word != arguments[1] or word in text.split('"""')[1], f"{arguments[0]} takes no {word}"
+            assert word != arguments[1] or word in text.split('"""')[1], (
+                f"{arguments[0]} takes no {word}"
+            )
         elif word.startswith("--") or (word == arguments[1] and arguments[0] != "benchmarks"):
             assert f'"{word}"' in text, f"{arguments[0]} has no {word}"
     if arguments[0] == "benchmarks":
@@ -320,8 +394,10 @@ SHIMS = {
     "python": '"{python}" "$@"',
     "torchrun": '"{python}" -m torch.distributed.run --standalone "$@"',
     "torchlens-perf": '"{python}" -m torchlens_perf "$@"',
-    "opentelemetry-instrument": '"{python}" -c "from opentelemetry.instrumentation.auto_instrumentation import run; '
-    'run()" "$@"',
+    "opentelemetry-instrument": (
+        '"{python}" -c "from opentelemetry.instrumentation.auto_instrumentation import run; '
+        'run()" "$@"'
+    ),
 }
 
 
@@ -335,7 +411,9 @@ def test_commands_succeed(command: Command, recorded: Path, tmp_path: Path) -> N
     for begin, reason in NOT_EXECUTED.items():
         if shell(command).startswith(begin):
             pytest.skip(f"{command}: {reason}")
-    elsewhere = PAGES_ELSEWHERE.get(command.block.page) or ELSEWHERE.get(command.words[0] if command.words else "")
+    elsewhere = PAGES_ELSEWHERE.get(command.block.page) or ELSEWHERE.get(
+        command.words[0] if command.words else ""
+    )
     if elsewhere:
         pytest.skip(f"{command}: {elsewhere}")
     if shell(command).startswith("torchlens-perf top") and "--once" not in command.words:
@@ -354,14 +432,18 @@ def test_commands_succeed(command: Command, recorded: Path, tmp_path: Path) -> N
     ):  # fmt: skip
         line = re.sub(old, new, line)
     if "opentelemetry-instrument" in line:
-        line = f"OTEL_TRACES_EXPORTER=none OTEL_METRICS_EXPORTER=none OTEL_LOGS_EXPORTER=none {line}"
+        line = (
+            f"OTEL_TRACES_EXPORTER=none OTEL_METRICS_EXPORTER=none OTEL_LOGS_EXPORTER=none {line}"
+        )
     starts = ("train" in line or "serve_model" in line) and "TORCHLENS_PERF=0" not in line
     if starts:
         shutil.rmtree(folder / "torchlens-perf")
     elif "report slow-rank" in line:
         line = f"torchlens-perf simulate --ranks 2 --steps 60 --out slow-rank && {line}"
     environ = clean_environ({"PATH": f"{shims}:/usr/bin:/bin", "TORCHLENS_PERF_BUILD_TAP": "0"})
-    done = subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     if starts:
         ranks = only_report(folder)["ranks"]

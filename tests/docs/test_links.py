@@ -19,13 +19,19 @@ def links(page: Path) -> list[tuple[Path, str]]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = [target for target in _LINK.findall(text) if "://" not in target]
     split = [target.partition("#") for target in targets]
-    return [((page.parent / path).resolve() if path else page, heading) for path, _, heading in split]
+    return [
+        ((page.parent / path).resolve() if path else page, heading) for path, _, heading in split
+    ]
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, formed by GitHub's rule."""
-    headings = _HEADING.findall(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = _HEADING.findall(
+        re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", pages())
@@ -33,7 +39,9 @@ def test_targets_of_links_exist(page: str) -> None:
     found = links(ROOT / page)
     assert [str(path) for path, _ in found if not path.exists()] == []
     named = [(path, heading) for path, heading in found if heading]
-    assert [f"{path.name}#{heading}" for path, heading in named if heading not in anchors(path)] == []
+    assert [
+        f"{path.name}#{heading}" for path, heading in named if heading not in anchors(path)
+    ] == []
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
@@ -43,4 +51,6 @@ def test_every_page_is_reachable_from_the_readme() -> None:
         if page not in reached:
             reached.add(page)
             waiting += [path for path, _ in links(page) if path.suffix == ".md"]
-    assert {path.name for path in (ROOT / "docs").rglob("*.md")} - {path.name for path in reached} == set()
+    assert {path.name for path in (ROOT / "docs").rglob("*.md")} - {
+        path.name for path in reached
+    } == set()

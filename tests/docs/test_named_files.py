@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.processes import ROOT
 
-PAGES = ["CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/internals/*.md"))]
+PAGES = [
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/internals/*.md")),
+]
 # Files outside this repository, with their owner.
 ELSEWHERE = {
     "ATen/cuda/CUDAGraph.cpp": "torch's",
@@ -19,13 +22,17 @@ ELSEWHERE = {
     "straggler/reporting.py": "nvidia-resiliency-ext's",
     "_native.c": "a rejected design",
 }
-_FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|pyi|cpp|cc|c|h|js|css|md|toml|sh|svg|npz))(?:::(test_\w+))?`")
+_FILE = re.compile(
+    r"`((?:[\w-]+/)*[\w-]+\.(?:py|pyi|cpp|cc|c|h|js|css|md|toml|sh|svg|npz))(?:::(test_\w+))?`"
+)
 _TEST = re.compile(r"`((?:[\w-]+/)+test_\w+)::(test_\w+)`")
 
 
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     return [f"/{line}" for line in listed.stdout.splitlines()] or [
         f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.*")
     ]

@@ -20,7 +20,9 @@ def examples() -> list[tuple[str, Block]]:
     found, command = [], ""
     for block in blocks():
         if block.language == "sh":
-            command = next((str(each) for each in block.commands() if "simulate" in each.words), command)
+            command = next(
+                (str(each) for each in block.commands() if "simulate" in each.words), command
+            )
         elif block.text.startswith(SIMULATED):
             found.append((command, block))
     return found
@@ -30,14 +32,22 @@ def test_reports_of_a_slow_and_a_healthy_job_are_shown() -> None:
     assert len({command for command, _ in examples()}) >= 2
 
 
-@pytest.mark.parametrize(("command", "block"), examples(), ids=[block.place for _, block in examples()])
+@pytest.mark.parametrize(
+    ("command", "block"), examples(), ids=[block.place for _, block in examples()]
+)
 def test_shown_lines_are_printed(
-    command: str, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    block: Block,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The order must be the same. `...` stands for omitted lines, and times of day may differ."""
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     printed = iter(_CLOCK.sub("", capsys.readouterr().out).splitlines())
-    shown = [line for line in _CLOCK.sub("", block.text).splitlines() if line.strip() not in ("", "...")]
+    shown = [
+        line for line in _CLOCK.sub("", block.text).splitlines() if line.strip() not in ("", "...")
+    ]
     assert len(shown) >= 5
     assert [line for line in shown if line not in printed] == []

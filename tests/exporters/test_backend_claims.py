@@ -15,7 +15,14 @@ from tests.support.processes import ROOT
 
 GUIDE = (ROOT / "docs/guides/backends.md").read_text()
 PAGE = (ROOT / "docs/internals/backend-tests.md").read_text()
-COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts", "replay without doubles"]
+COLUMNS = [
+    "trace tree with all ranks",
+    "links",
+    "exemplars",
+    "metrics",
+    "alerts",
+    "replay without doubles",
+]
 _FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
 
 
@@ -43,7 +50,9 @@ def test_every_cell_names_a_test_or_a_reason() -> None:
             named = re.findall(rf"`(?:({_FILE})::)?({_TEST})`", cell)
             for other, test in named:
                 assert test in functions(other or file), f"{backend}: {cell}"
-            assert (re.match(r"works\b.*\(`", cell) and named) or re.match(r"does not: \w+", cell), f"{backend}: {cell}"
+            assert (re.match(r"works\b.*\(`", cell) and named) or re.match(
+                r"does not: \w+", cell
+            ), f"{backend}: {cell}"
 
 
 def test_guide_claims_exactly_what_tests_show() -> None:
@@ -53,7 +62,9 @@ def test_guide_claims_exactly_what_tests_show() -> None:
     assert len(claimed) == len(backed)
     for (backend, *cells), (name, *claims) in zip(backed, claimed, strict=True):
         assert backend.startswith(name.partition(",")[0])
-        assert [claim.startswith("yes") for claim in claims] == [cell.startswith("works") for cell in cells], name
+        assert [claim.startswith("yes") for claim in claims] == [
+            cell.startswith("works") for cell in cells
+        ], name
 
 
 def test_named_tests_exist_and_every_backend_test_is_named() -> None:
@@ -67,7 +78,9 @@ def test_named_tests_exist_and_every_backend_test_is_named() -> None:
 
 def test_table_of_faults_lists_the_cases_of_the_test() -> None:
     _, *rows = table("the endpoint")
-    assert {case for row in rows for cell in row for case in re.findall(r"\[([^]`]+)\]", cell)} == set(FAULTS)
+    assert {
+        case for row in rows for cell in row for case in re.findall(r"\[([^]`]+)\]", cell)
+    } == set(FAULTS)
 
 
 def test_documented_versions_are_the_installed_ones() -> None:
@@ -81,12 +94,22 @@ def test_documented_versions_are_the_installed_ones() -> None:
 @pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
 def test_documented_settings_are_those_of_the_test(name: str) -> None:
     """The page names exactly the variables that the test sets, with the same paths and headers."""
-    title = {"autotel": "autotel-devtools", "victoria_metrics": "VictoriaMetrics", "mlflow": "MLflow"}.get(name, name)
-    (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    title = {
+        "autotel": "autotel-devtools",
+        "victoria_metrics": "VictoriaMetrics",
+        "mlflow": "MLflow",
+    }.get(name, name)
+    (section,) = re.findall(
+        rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL | re.IGNORECASE
+    )
     lines = re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE)
     tests = ROOT / "tests" / "backends"
-    code = (tests / f"test_{name}.py").read_text() + (tests / "rotel.py").read_text() * (name == "rotel")
-    set_by_test = set(re.findall(r'"(OTEL_EXPORTER_OTLP_\w+)"', code)) - {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"}
+    code = (tests / f"test_{name}.py").read_text() + (tests / "rotel.py").read_text() * (
+        name == "rotel"
+    )
+    set_by_test = set(re.findall(r'"(OTEL_EXPORTER_OTLP_\w+)"', code)) - {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    }
     assert {variable for variable, _ in lines} == set_by_test
     for variable, value in lines:
         path = re.sub(r"^http://[^/]+", "", value)

@@ -20,7 +20,15 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from tests.support.otlp_collector import DELIVERED, Collector
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later, wait_of
-from torchlens_perf.exporters.delivery.otlp_requests import Item, decode, encode, halves, in_span, metrics_of, size
+from torchlens_perf.exporters.delivery.otlp_requests import (
+    Item,
+    decode,
+    encode,
+    halves,
+    in_span,
+    metrics_of,
+    size,
+)
 from torchlens_perf.exporters.delivery.outbox import Outbox, Room, found, outbox
 from torchlens_perf.exporters.delivery.sender import Sender
 from torchlens_perf.exporters.otlp import notes
@@ -111,7 +119,10 @@ _TIMES = {"start_time_unix_nano": 10, "time_unix_nano": 20}
 _EXEMPLARS = [Exemplar({}, 0.5, 15, 3, 4)]
 _CONTEXT = SpanContext(1 << 127, 5, False, TraceFlags(1), TraceState([("vendor", "a1")]))
 _CALLER = SpanContext(1 << 127, 6, True, TraceFlags(1))
-_NUMBERS = [sdk.NumberDataPoint({"rank": 3}, 10, 20, 7), sdk.NumberDataPoint({"share": 0.5}, 10, 20, 7.5)]
+_NUMBERS = [
+    sdk.NumberDataPoint({"rank": 3}, 10, 20, 7),
+    sdk.NumberDataPoint({"share": 0.5}, 10, 20, 7.5),
+]
 METRICS = MetricsData(
     [
         sdk.ResourceMetrics(
@@ -203,7 +214,12 @@ def test_request_is_due_when_full_or_after_the_delay() -> None:
     box.put(spans_of("c", "d"))
     full = box.oldest()
     assert full is not None
-    assert (names_in(full.items), full.count, box.waiting(), box.due_s()) == (["a", "b", "c"], 3, 4, 0.0)
+    assert (names_in(full.items), full.count, box.waiting(), box.due_s()) == (
+        ["a", "b", "c"],
+        3,
+        4,
+        0.0,
+    )
     box.remove(full)
     assert (box.oldest(), box.due_s()) == (None, 5.0)
     clock.now_s += 5
@@ -293,7 +309,10 @@ def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
 
 
 def test_undelivered_requests_stay_on_disk_at_the_end(tmp_path: Path) -> None:
-    """At the end a dead endpoint gets one attempt. The rest stays on disk, which the notes report."""
+    """At the end a dead endpoint gets one attempt.
+
+    The rest stays on disk, which the notes report.
+    """
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
@@ -301,7 +320,10 @@ def test_undelivered_requests_stay_on_disk_at_the_end(tmp_path: Path) -> None:
     sender.close(10)
     assert notes(sender) == [
         "OTLP: 3 of 3 spans were not delivered",
-        "OTLP: 3 of these spans wait in the run directory; to send them: torchlens-perf sidecar RUN_DIR",
+        (
+            "OTLP: 3 of these spans wait in the run directory; to send them: torchlens-perf sidecar"
+            " RUN_DIR"
+        ),
     ]
     endpoint = Collector("traces")
     replayed = Sender(Outbox(outbox(tmp_path), "", "traces"), endpoint)
@@ -369,7 +391,9 @@ def test_too_large_request_is_halved_until_it_is_accepted() -> None:
 
 def test_refused_request_does_not_block_the_next_one() -> None:
     """A refused request and rejected items are counted, and the next request is sent."""
-    answers = iter([Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED])
+    answers = iter(
+        [Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED]
+    )
     endpoint = Collector("traces", lambda items: next(answers))
     sender = Sender(Outbox(None, "node", "traces", 2), endpoint)
     for names in ("ab", "cd", "ef"):

@@ -171,8 +171,12 @@ class Endless(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)])
-def test_endless_response_is_cut_off(status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)]
+)
+def test_endless_response_is_cut_off(
+    status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the start of the response is read."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-status={status}")
     with serving(Endless) as address:
@@ -236,5 +240,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_interrupts_waiting_for_delivery(waits_in: str) -> None:
     """Ctrl-C interrupts the wait even if another thread receives the signal."""
     began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120
+    )
     assert (done.stdout, time.monotonic() - began_s < 50) == ("interrupted\n", True), done.stderr

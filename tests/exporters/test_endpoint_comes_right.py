@@ -60,7 +60,12 @@ class Taken:
 
     def take(self, body: bytes) -> None:
         message = ExportTraceServiceRequest.FromString(body)
-        ids = [span.span_id for of in message.resource_spans for each in of.scope_spans for span in each.spans]
+        ids = [
+            span.span_id
+            for of in message.resource_spans
+            for each in of.scope_spans
+            for span in each.spans
+        ]
         with self.lock:
             self.spans.update(ids)
 
@@ -151,7 +156,9 @@ class Rejects(_Handler):
     def wrong(self, body: bytes) -> None:
         self.taken.take(body)
         partial = ExportTracePartialSuccess(rejected_spans=REJECTED, error_message="on purpose")
-        self.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString(), **PROTOBUF)
+        self.answer(
+            200, ExportTraceServiceResponse(partial_success=partial).SerializeToString(), **PROTOBUF
+        )
 
 
 HTTP: dict[str, type[_Handler]] = {
@@ -180,7 +187,9 @@ FAULTS = (*HTTP, *TLS, *GRPC)
 
 
 @contextlib.contextmanager
-def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()) -> Iterator[str]:
+def over_http(
+    handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()
+) -> Iterator[str]:
     """Run an HTTP endpoint. contexts: one for each TLS connection; the last one is reused."""
 
     class Server(ThreadingHTTPServer):
@@ -204,7 +213,9 @@ def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLCont
             pass
 
     server = Server(("127.0.0.1", 0), type("Handler", (handler,), {"taken": taken}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield f"{'https' if contexts else 'http'}://127.0.0.1:{server.server_port}/v1/traces"
@@ -222,7 +233,9 @@ def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
             if taken.first():
                 details = Status(code=status.value[0])
                 details.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=1)))
-                context.set_trailing_metadata((("grpc-status-details-bin", details.SerializeToString()),))
+                context.set_trailing_metadata(
+                    (("grpc-status-details-bin", details.SerializeToString()),)
+                )
                 context.abort(status, "on purpose")
             taken.take(request.SerializeToString())
             return ExportTraceServiceResponse()
@@ -253,7 +266,10 @@ def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], di
     """Yield each TLS fault, the contexts of its endpoint, and the user's variables."""
     folder.mkdir()
     good, expired = certificate(folder / "good"), certificate(folder / "expired", expired=True)
-    own, another = certificate(folder / "own", "DNS:client"), certificate(folder / "another", "DNS:client")
+    own, another = (
+        certificate(folder / "own", "DNS:client"),
+        certificate(folder / "another", "DNS:client"),
+    )
     trusted = folder / "trusted"
     trusted.write_bytes(good.path.read_bytes() + expired.path.read_bytes())
     told = {
@@ -263,7 +279,8 @@ def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], di
 
     def shows(pair: Any, clients: Any = None) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # With TLS 1.3 a client learns that its certificate was refused only after it has sent its request.
+        # With TLS 1.3 a client learns that its certificate was refused only after it has sent its
+        # request.
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(pair.path, pair.key)
         if clients is not None:
@@ -311,12 +328,16 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
         for fault, (exporter, run) in exporters.items():
             by_itself = wait_for(all_of(fault), 30)
             notes = exporter.shutdown(10)
-            ended[fault] = Delivered(taken[fault], by_itself, notes, len(found(outbox(run.path), "traces")))
+            ended[fault] = Delivered(
+                taken[fault], by_itself, notes, len(found(outbox(run.path), "traces"))
+            )
         yield ended
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_spans_arrive_after_the_endpoint_recovers(delivered: dict[str, Delivered], fault: str) -> None:
+def test_all_spans_arrive_after_the_endpoint_recovers(
+    delivered: dict[str, Delivered], fault: str
+) -> None:
     """All spans arrive while the exporter is open. Nothing is left on disk or in the notes."""
     ended = delivered[fault]
     assert ended.taken.asked > 1, "the fault did not occur"
@@ -327,7 +348,9 @@ def test_all_spans_arrive_after_the_endpoint_recovers(delivered: dict[str, Deliv
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_only_a_request_with_a_lost_response_arrives_twice(delivered: dict[str, Delivered], fault: str) -> None:
+def test_only_a_request_with_a_lost_response_arrives_twice(
+    delivered: dict[str, Delivered], fault: str
+) -> None:
     """If the response is lost, one request arrives twice, with the same ids."""
     doubles = delivered[fault].taken.doubles()
     assert doubles == (IN_A_REQUEST if fault == "answer is lost" else 0)

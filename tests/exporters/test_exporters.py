@@ -23,7 +23,14 @@ from tests.support.processes import ROOT
 from tests.support.tables import MS, step_table
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
+from torchlens_perf.exporters import (
+    FIRST_TRACED_STEPS,
+    Assessment,
+    ExportBatch,
+    Exporter,
+    JobPart,
+    semantics,
+)
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
@@ -51,7 +58,14 @@ def identity(rank: int = 0, **changed: Any) -> Identity:
     return Identity(**{**values, **changed})
 
 
-def span(start_ns: int, duration_ns: int, depth: int = 1, flags: int = 0, name: str = "", kind: str = "module") -> Span:
+def span(
+    start_ns: int,
+    duration_ns: int,
+    depth: int = 1,
+    flags: int = 0,
+    name: str = "",
+    kind: str = "module",
+) -> Span:
     """Return a span."""
     return Span(kind, name, 0, start_ns, duration_ns, depth, flags, 0, 0)
 
@@ -59,7 +73,9 @@ def span(start_ns: int, duration_ns: int, depth: int = 1, flags: int = 0, name: 
 def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
     """Return steps of a rank, each with this number of spans in addition to the step's own."""
     spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
-    table = step_table([{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000)
+    table = step_table(
+        [{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000
+    )
     traces = tuple(StepTrace(step, 0, 6 * MS, 0, spans) for step in steps)
     return ExportBatch(who, HostClock().anchor(), table, traces)
 
@@ -72,7 +88,9 @@ def assessment_of(
     whole_job: bool = True,
 ) -> Assessment:
     """Return an assessment. If a log is given, its new alerts are included."""
-    alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
+    alerts = (
+        log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
+    )
     return Assessment(who or identity(), with_groups(found, PLACES), hung, alerts, whole_job)
 
 
@@ -104,7 +122,9 @@ def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) 
         around = [
             other
             for place, (other, _) in enumerate(nested)
-            if place != index and contains(other, each) and (place < index or other.duration_ns > each.duration_ns)
+            if place != index
+            and contains(other, each)
+            and (place < index or other.duration_ns > each.duration_ns)
         ]
         if parent is None:
             assert around == []
@@ -116,7 +136,9 @@ def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) 
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
-    """Draw calls of one thread in the order of their ends, each with the name of its caller, or -1."""
+    """Draw calls of one thread in the order of their ends, each with the name of its
+    caller, or -1.
+    """
     calls: list[tuple[Span, int]] = []
     clock, names = 0, iter(range(1000))
 
@@ -137,7 +159,9 @@ def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
 @given(call_trees())
 def test_parent_of_a_span_of_one_thread_is_its_caller(calls: list[tuple[Span, int]]) -> None:
     nested = nest([each for each, _ in calls])
-    found = {each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested}
+    found = {
+        each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested
+    }
     assert {each.name: str(caller) for each, caller in calls} == found
 
 
@@ -151,7 +175,9 @@ def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
 
 
 def test_ids_of_spans_equal_their_pinned_values() -> None:
-    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`), and must never change."""
+    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`), and
+    must never change.
+    """
     in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
     assert f"{span_id(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
@@ -160,10 +186,15 @@ def test_ids_of_spans_equal_their_pinned_values() -> None:
 
 def test_ids_differ_by_run_attempt_step_rank_and_position() -> None:
     """Run, attempt, step, rank and position each change the id."""
-    traces = {trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)}
+    traces = {
+        trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)
+    }
     assert len(traces) == 600
     spans = {
-        span_id(in_trace, rank, index) for in_trace in list(traces)[:5] for rank in range(8) for index in range(50)
+        span_id(in_trace, rank, index)
+        for in_trace in list(traces)[:5]
+        for rank in range(8)
+        for index in range(50)
     }
     assert len(spans) == 2000
 
@@ -180,13 +211,19 @@ def test_ids_differ_by_run_attempt_step_rank_and_position() -> None:
         (identity(attributes={"slurm.job.name": "llama"}), {}, "llama"),
         (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told"}, "told"),
         (identity(attributes={"slurm.job.name": "llama"}), {"OTEL_SERVICE_NAME": "mine"}, "mine"),
-        (identity(), {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told", "OTEL_SERVICE_NAME": "mine"}, "mine"),
+        (
+            identity(),
+            {"OTEL_RESOURCE_ATTRIBUTES": "service.name=told", "OTEL_SERVICE_NAME": "mine"},
+            "mine",
+        ),
     ],
 )
 def test_service_name_comes_from_environment_then_job_then_script(
     monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str
 ) -> None:
-    """The sources are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, job and script, in this order."""
+    """The sources are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, job and script, in this
+    order.
+    """
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert rank_resource(who).attributes["service.name"] == expected
@@ -226,7 +263,10 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
-        sum(each.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND for each in of["traces"].spans()),
+        sum(
+            each.attributes.get(semantics.SPAN_KIND) == semantics.STEP_KIND
+            for each in of["traces"].spans()
+        ),
     )
 
 
@@ -279,7 +319,9 @@ def test_every_unused_exporter_shuts_down_without_notes(make: Callable[[], Any])
 
 
 def test_internal_error_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in the code that creates spans is counted and does not reach the sidecar's loop."""
+    """An exception in the code that creates spans is counted and does not reach
+    the sidecar's loop.
+    """
 
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("on purpose")
@@ -315,7 +357,10 @@ def test_span_without_a_name_is_named_after_its_kind() -> None:
     endpoint = Collector("traces")
     sender = exporter_to({"traces": endpoint})
     full = batch_of(identity(), [0])
-    inside = (span(0, 1, kind="wait"), span(2, 1, flags=int(Flag.EXCEPTION), kind="forward", name="forward GPT"))
+    inside = (
+        span(0, 1, kind="wait"),
+        span(2, 1, flags=int(Flag.EXCEPTION), kind="forward", name="forward GPT"),
+    )
     trace = StepTrace(0, 0, 5, 0, inside)
     sender.export(ExportBatch(full.identity, full.anchor, full.steps, (trace,)))
     sender.shutdown(10)
@@ -353,7 +398,9 @@ class Metrics(NodeMetrics):
 
 
 def test_ranks_share_a_series_above_64_ranks() -> None:
-    """Above 64 ranks, points have no rank, and the memory gauge is that of the node's fullest rank."""
+    """Above 64 ranks, points have no rank, and the memory gauge is that of the
+    node's fullest rank.
+    """
     sender = Metrics()
     many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
@@ -374,7 +421,9 @@ def test_phase_counts_are_the_same_however_steps_are_batched() -> None:
         sender = Metrics()
         for first, end in itertools.pairwise(cuts):
             columns = {name: value[first:end] for name, value in vars(table).items()}
-            sender.export(ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()), {})
+            sender.export(
+                ExportBatch(identity(), HostClock().anchor(), type(table)(**columns), ()), {}
+            )
         points = sender.sent()[semantics.PHASE_DURATION]
         found.append({p.attributes[semantics.PHASE]: (p.count, p.value) for p in points})
     assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
@@ -402,11 +451,18 @@ def test_slow_rank_of_a_large_job_has_its_own_series() -> None:
         found = {point.attributes.get(semantics.RANK): point.count for point in points[metric]}
         assert found == {None: 25, 1: 5}
     phases = {
-        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE]) for p in points["torch.train.phase.duration"]
+        (p.attributes.get(semantics.RANK), p.attributes[semantics.PHASE])
+        for p in points["torch.train.phase.duration"]
     }
     assert {(1, "forward"), (1, "communication"), (None, "forward")} <= phases
-    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.STEPS]} == {None: 25, 1: 5}
-    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.MEMORY]} == {None: 200, 1: 200}
+    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.STEPS]} == {
+        None: 25,
+        1: 5,
+    }
+    assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.MEMORY]} == {
+        None: 200,
+        1: 200,
+    }
 
 
 def test_shared_memory_gauge_excludes_ranks_with_their_own_series() -> None:
@@ -418,7 +474,9 @@ def test_shared_memory_gauge_excludes_ranks_with_their_own_series() -> None:
         full.steps.memory_bytes[:] = memory_bytes
         sender.export(full, {})
     points = sender.sent()
-    assert [(dict(point.attributes), point.value) for point in points[semantics.MEMORY]] == [({}, 100)]
+    assert [(dict(point.attributes), point.value) for point in points[semantics.MEMORY]] == [
+        ({}, 100)
+    ]
 
 
 # -- gauges of current problems
@@ -427,7 +485,12 @@ def test_shared_memory_gauge_excludes_ranks_with_their_own_series() -> None:
 def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
     """Return the current gauges of problems by name and attributes."""
     points = sender.sent()
-    names = (semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION)
+    names = (
+        semantics.STRAGGLER_COST,
+        semantics.STRAGGLERS,
+        semantics.DETECTABLE,
+        semantics.HANG_DURATION,
+    )
     return {
         (name, *(point.attributes[key] for key in sorted(point.attributes))): point.value
         for name in names
@@ -455,12 +518,20 @@ def test_gauges_describe_current_problems() -> None:
         (semantics.STRAGGLERS, "slow_data"): 1,
         (semantics.DETECTABLE,): 0.003,
     }
-    over = {(semantics.STRAGGLER_COST, 3, "backward"): 0.0, (semantics.STRAGGLER_COST, 5, "data"): 0.0}
-    assert after == [{**over, (semantics.DETECTABLE,): 0.004}] * 3 + [{(semantics.DETECTABLE,): 0.004}] * 2
+    over = {
+        (semantics.STRAGGLER_COST, 3, "backward"): 0.0,
+        (semantics.STRAGGLER_COST, 5, "data"): 0.0,
+    }
+    assert (
+        after
+        == [{**over, (semantics.DETECTABLE,): 0.004}] * 3 + [{(semantics.DETECTABLE,): 0.004}] * 2
+    )
 
 
 @pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
-def test_each_rank_of_a_slow_node_has_the_joint_cost(shared_cost_ns: float | None, cost_s: float | None) -> None:
+def test_each_rank_of_a_slow_node_has_the_joint_cost(
+    shared_cost_ns: float | None, cost_s: float | None
+) -> None:
     """Each rank of a slow node has the joint cost of all its ranks.
 
     There is no point if that is unknown.
@@ -502,7 +573,10 @@ def test_hang_gauge_grows_while_the_job_hangs() -> None:
 
 
 def test_no_gauge_is_sent_before_the_first_comparison() -> None:
-    """Before the first comparison no gauge is sent. Afterwards all classes are, also if they are 0."""
+    """Before the first comparison no gauge is sent.
+
+    Afterwards all classes are, also if they are 0.
+    """
     sender = Metrics()
     sender.on_assessment(assessment_of(NOTHING))
     assert sender.sent() == {}
@@ -561,7 +635,10 @@ def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
         "torch.train.straggler.cost": 0.015,
         "torch.train.straggler.cost_share": 0.15,
     }
-    assert (ended.attributes[semantics.ALERT_ABOUT], ended.attributes[semantics.UNTIL_STEP]) == (about, 180)
+    assert (ended.attributes[semantics.ALERT_ABOUT], ended.attributes[semantics.UNTIL_STEP]) == (
+        about,
+        180,
+    )
     assert hung.attributes[semantics.HANG_KIND] == "missing"
     assert hung.attributes[semantics.HANG_DURATION] == 12.0
     assert semantics.STRAGGLER_CLASS not in hung.attributes
@@ -569,9 +646,16 @@ def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
 
 @pytest.mark.parametrize(
     ("traced", "until", "expected"),
-    [((0, 1, 90, 104, 110), None, 104), ((0, 1, 90), None, None), ((0, 190), 180, None), ((104,), 180, 104)],
+    [
+        ((0, 1, 90, 104, 110), None, 104),
+        ((0, 1, 90), None, None),
+        ((0, 190), 180, None),
+        ((104,), 180, 104),
+    ],
 )
-def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int | None, expected: int | None) -> None:
+def test_alert_links_to_the_suspects_trace(
+    traced: tuple[int, ...], until: int | None, expected: int | None
+) -> None:
     """An alert has the context of the suspect's span in the first traced step since it was slow."""
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
@@ -601,7 +685,9 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
     endpoint, log = Collector("logs", opened=False), FindingLog("run")
     exporter = exporter_to({"logs": endpoint})
     for rank in range(8):
-        exporter.on_assessment(assessment_of(findings(*(episode(each) for each in range(rank + 1))), log))
+        exporter.on_assessment(
+            assessment_of(findings(*(episode(each) for each in range(rank + 1))), log)
+        )
     notes = exporter.shutdown(0.2)
     assert endpoint.taken == []
     assert notes[0] == "OTLP: 8 of 8 alerts were not delivered"
@@ -613,7 +699,10 @@ def test_in_memory_exporter_keeps_alerts() -> None:
     exporter, log = InMemoryExporter(), FindingLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
-    assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]
+    assert [(alert.kind, alert.change) for alert in exporter.alerts] == [
+        ("straggler", "started"),
+        ("hang", "started"),
+    ]
     assert exporter.assessment is not None
     assert exporter.assessment.hang == hang()
 
@@ -622,16 +711,31 @@ def test_in_memory_exporter_keeps_alerts() -> None:
 
 
 def test_documented_names_and_limits_equal_those_of_the_code() -> None:
-    """docs/reference/telemetry.md has every name and bound; docs/guides/opentelemetry.md has the limits of the code."""
+    """docs/reference/telemetry.md has every name and bound; docs/guides/opentelemetry.md has the
+    limits of the code.
+    """
     page = (ROOT / "docs/reference/telemetry.md").read_text()
-    names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
+    names = {
+        value
+        for name, value in vars(semantics).items()
+        if name.isupper() and isinstance(value, str)
+    }
     sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SCOPE}
-    names -= {value for name, value in vars(semantics).items() if name.startswith("_") and isinstance(value, str)}
-    assert [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| |,)", page)] == []
+    names -= {
+        value
+        for name, value in vars(semantics).items()
+        if name.startswith("_") and isinstance(value, str)
+    }
+    assert [
+        name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| |,)", page)
+    ] == []
     bounds = re.search(r"in seconds:\s+([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
-    for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):
+    for kind, changes in (
+        ("straggler", ("started", "ended")),
+        ("hang", ("started", "updated", "ended")),
+    ):
         assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
     kinds = set(Kind) - {Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED}

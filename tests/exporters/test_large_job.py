@@ -48,7 +48,9 @@ def test_spans_and_series_are_bounded_at_any_job_size(ranks: int, steps: int) ->
 
 
 def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
-    """A job with twice the nodes sends no more ranks per trace, and more series only of hardware."""
+    """A job with twice the nodes sends no more ranks per trace, and more series only of
+    hardware.
+    """
 
     def of_steps(job: Sent) -> int:
         return sum(not name.startswith("hw.") for _, name, *_ in job.series)
@@ -74,7 +76,9 @@ def test_each_trace_has_exactly_the_ranks_that_its_root_lists(ranks: int) -> Non
         assert set(of_step) == expected | {0}
         some += len(expected) < ranks
     assert some
-    assert any(not next(iter(each.values())).chosen[step].roles for step, each in job.traces().items()) == (ranks == 16)
+    assert any(
+        not next(iter(each.values())).chosen[step].roles for step, each in job.traces().items()
+    ) == (ranks == 16)
 
 
 def test_steps_are_sent_with_the_reason_and_a_rank_for_comparison() -> None:
@@ -85,7 +89,14 @@ def test_steps_are_sent_with_the_reason_and_a_rank_for_comparison() -> None:
     traces = sent(LARGE, STEPS).traces()
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in traces.items()}
     because = {step: each.because for step, each in chosen.items()}
-    assert {step for step, why in because.items() if why in ("first", "number")} == {0, 1, 2, 100, 200, 300}
+    assert {step for step, why in because.items() if why in ("first", "number")} == {
+        0,
+        1,
+        2,
+        100,
+        200,
+        300,
+    }
     topology = Topology(LARGE, node_size=NODE_SIZE)
     simulation = Simulation(topology, faults=[parse_fault(text) for text in FAULTS])
     duration_ns = np.concatenate([part.duration_ns for part in simulation.steps(STEPS)])
@@ -113,9 +124,16 @@ def test_each_step_is_in_one_histogram_sent_by_node_0() -> None:
         assert set(counts) == {None, 5}
         assert 0 < counts[5] < STEPS
     assert sum(point.value for point in points(job, semantics.STEPS)) == LARGE * STEPS
-    job_wide = [node for node in job.nodes for each in node.exported if each.name == semantics.PHASE_DURATION]
+    job_wide = [
+        node
+        for node in job.nodes
+        for each in node.exported
+        if each.name == semantics.PHASE_DURATION
+    ]
     assert {node.state.host for node in job_wide} == {"node-0000"}
-    memory = [point for point in points(job, semantics.MEMORY) if attribute(point, semantics.RANK) is None]
+    memory = [
+        point for point in points(job, semantics.MEMORY) if attribute(point, semantics.RANK) is None
+    ]
     assert [point.value for point in memory] == [1 << 34]
 
 
@@ -149,10 +167,16 @@ def test_small_job_has_all_ranks_and_their_series() -> None:
     """Eight ranks are sent with complete traces of the numbered steps and a histogram each."""
     job = sent(8, STEPS)
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in job.traces().items()}
-    whole = {step for step, each in job.traces().items() if set(each) == set(range(8)) and not chosen[step].roles}
+    whole = {
+        step
+        for step, each in job.traces().items()
+        if set(each) == set(range(8)) and not chosen[step].roles
+    }
     assert {step for step, each in chosen.items() if each.because == "number"} <= whole
     assert {0, 1, 100, 200, 300} <= whole
-    assert {attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)} == set(range(8))
+    assert {
+        attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)
+    } == set(range(8))
 
 
 def test_each_node_sends_its_share_of_series_without_an_exchange() -> None:
@@ -167,7 +191,10 @@ def test_all_ranks_and_series_are_sent_without_limits() -> None:
     """Without limits all ranks of all sampled steps are sent, and each has its own series."""
     job = sent(SMALL, 64, export_limit=0)
     assert {frozenset(each) for each in job.traces().values()} == {frozenset(range(SMALL))}
-    assert len({attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)}) == SMALL
+    assert (
+        len({attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)})
+        == SMALL
+    )
 
 
 def test_omitted_steps_are_counted_in_the_next_root() -> None:
@@ -177,7 +204,9 @@ def test_omitted_steps_are_counted_in_the_next_root() -> None:
     chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]
     assert left_out >= sum(each.left_out for each in chosen) > 0
     assert job.busiest_minute <= 20
-    (batch,) = (batch for batch in job.traces()[chosen[-1].step].values() if batch.identity.rank == 0)
+    (batch,) = (
+        batch for batch in job.traces()[chosen[-1].step].values() if batch.identity.rank == 0
+    )
     root = _root(job, batch)
     assert root[semantics.SAMPLED_BECAUSE] == chosen[-1].because
     assert parse_ranges(str(root[semantics.RANKS_SENT])) == chosen[-1].ranks

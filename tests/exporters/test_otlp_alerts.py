@@ -13,7 +13,10 @@ from contextlib import AbstractContextManager
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsPartialSuccess, ExportLogsServiceResponse
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import (
+    ExportLogsPartialSuccess,
+    ExportLogsServiceResponse,
+)
 
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
@@ -66,7 +69,9 @@ def a_run(exporter: Exporter) -> int:
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_each_alert_arrives_as_one_event_with_its_attributes(receiver: Receiver, exporter: Make, protocol: str) -> None:
+def test_each_alert_arrives_as_one_event_with_its_attributes(
+    receiver: Receiver, exporter: Make, protocol: str
+) -> None:
     """Each alert is one event with all its attributes, its resource and its trace."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
     began_ns = time.time_ns()
@@ -82,12 +87,19 @@ def test_each_alert_arrives_as_one_event_with_its_attributes(receiver: Receiver,
         ("torch.train.hang.ended", "INFO SEVERITY_NUMBER_INFO"),
     ]
     assert started.body.startswith(
-        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0"
+        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other"
+        " ranks 60.0"
     )
     assert "Next:" in started.body
     assert all(began_ns <= event.time_ns <= time.time_ns() for event in events)
-    assert (started.attributes[semantics.RANK], started.attributes[semantics.PHASE]) == (3, "backward")
-    assert (started.attributes[semantics.STRAGGLER_COST], ended.attributes[semantics.UNTIL_STEP]) == (0.015, 180)
+    assert (started.attributes[semantics.RANK], started.attributes[semantics.PHASE]) == (
+        3,
+        "backward",
+    )
+    assert (
+        started.attributes[semantics.STRAGGLER_COST],
+        ended.attributes[semantics.UNTIL_STEP],
+    ) == (0.015, 180)
     assert len({event.attributes[semantics.ALERT_UID] for event in events}) == 4
     assert len({event.attributes[semantics.ALERT_ABOUT] for event in events}) == 2
     assert started.resource[semantics.RUN_ID] == "run"
@@ -125,9 +137,13 @@ def test_alerts_are_sent_while_the_job_runs(receiver: Receiver, exporter: Make) 
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_current_problems_are_sent_as_gauges(receiver: Receiver, exporter: Make, protocol: str) -> None:
+def test_current_problems_are_sent_as_gauges(
+    receiver: Receiver, exporter: Make, protocol: str
+) -> None:
     """Current problems are sent as gauges, so alert rules need no logs."""
-    sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"})
+    sender = exporter(
+        **{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"}
+    )
     judge(sender, FindingLog("run"), findings(episode()), hang(since_s=12))
     assert sender.shutdown(10) == []
     found = {
@@ -163,7 +179,11 @@ def test_console_exporter_prints_events_without_an_endpoint() -> None:
     """OTEL_LOGS_EXPORTER=console prints events and needs no endpoint."""
     told = {"OTEL_LOGS_EXPORTER": "console", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", _PRINTED], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", _PRINTED],
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Rank 3 (node-a) is slow in the backward pass" in done.stdout
@@ -204,8 +224,12 @@ def test_undelivered_alerts_are_counted_if_the_endpoint_is_down(exporter: Make, 
 
 def test_events_rejected_in_a_successful_response_are_counted(exporter: Make) -> None:
     """Events that the endpoint rejects in a successful response count as not delivered."""
-    answer = ExportLogsServiceResponse(partial_success=ExportLogsPartialSuccess(rejected_log_records=1))
-    with serving(answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")) as address:
+    answer = ExportLogsServiceResponse(
+        partial_success=ExportLogsPartialSuccess(rejected_log_records=1)
+    )
+    with serving(
+        answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")
+    ) as address:
         sender = exporter(OTEL_EXPORTER_OTLP_LOGS_ENDPOINT=address)
         judge(sender, FindingLog("run"), findings(episode(1), episode(2)))
         notes = sender.shutdown(10)
@@ -220,7 +244,9 @@ def test_invalid_number_is_logged_and_the_default_is_used(
     receiver: Receiver, exporter: Make, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
     """An invalid value of OTEL_BLRP_* is logged, and the default is used."""
-    sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": value})
+    sender = exporter(
+        **{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": value}
+    )
     assert "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE" in caplog.text
     a_run(sender)
     assert sender.shutdown(10) == []

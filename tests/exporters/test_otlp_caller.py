@@ -39,7 +39,9 @@ def sent(
     traces = Collector("traces") if collector is None else collector
     exporter = exporter_to({"traces": traces}, environ)
     for rank in (0, 1):
-        exporter.export(batch_of(identity(rank, traceparent=traceparent), range(steps), spans_a_step=0))
+        exporter.export(
+            batch_of(identity(rank, traceparent=traceparent), range(steps), spans_a_step=0)
+        )
     exporter.on_assessment(dataclasses.replace(assessment_of(), ended=ended))
     assert exporter.shutdown(20) == []
     return traces.spans()
@@ -54,7 +56,9 @@ def roots_of(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
 
 
 @pytest.mark.distributed
-def test_recorded_run_is_one_span_in_the_callers_trace(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+def test_recorded_run_is_one_span_in_the_callers_trace(
+    sidecar: Callable[..., Sidecar], receiver: Receiver
+) -> None:
     """A recorded run has one span in the caller's trace, as long as its steps and with links to the
     traced ones. A replay sends it with the same ids."""
     endpoint = receiver.endpoint("http/protobuf")
@@ -81,20 +85,29 @@ def test_steps_have_no_links_and_no_run_span_without_a_caller() -> None:
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
 
 
-@pytest.mark.parametrize("text", ["yesterday", TRACEPARENT[:-3], "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
-def test_invalid_traceparent_is_ignored_and_logged_once(text: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "text", ["yesterday", TRACEPARENT[:-3], "00-" + "0" * 32 + "-b7ad6b7169203331-01"]
+)
+def test_invalid_traceparent_is_ignored_and_logged_once(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """An invalid traceparent is ignored and logged once, for any number of ranks and steps."""
     caller.cache_clear()
     with caplog.at_level(logging.WARNING):
         spans = sent(text)
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
     assert len(roots_of(spans)) == 5
-    (line,) = [record.getMessage() for record in caplog.records if "TRACEPARENT" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "TRACEPARENT" in record.getMessage()
+    ]
     assert text[:40] in line
 
 
 def test_no_run_span_if_the_callers_trace_is_not_sampled() -> None:
-    """If the caller's trace is not sampled, there is no run span. Steps are still sent as traces."""
+    """If the caller's trace is not sampled, there is no run span.
+
+    Steps are still sent as traces.
+    """
     spans = sent(NOT_SAMPLED)
     assert runs_of(spans) == []
     assert {((TRACE_ID, SPAN_ID),)} == {root.links for root in roots_of(spans)}
@@ -131,7 +144,13 @@ def test_run_span_has_the_tracestate_and_flags_of_the_caller() -> None:
     exporter.on_assessment(dataclasses.replace(assessment_of(), ended=True))
     exporter.shutdown(20)
     requests = (message("traces", items) for items in traces.taken)
-    spans = [s for each in requests for of in each.resource_spans for inner in of.scope_spans for s in inner.spans]
+    spans = [
+        s
+        for each in requests
+        for of in each.resource_spans
+        for inner in of.scope_spans
+        for s in inner.spans
+    ]
     by_name = {span.name: span for span in spans}
     run, link = by_name[semantics.SPAN_RUN], by_name[semantics.SPAN_STEP].links[0]
     assert (run.trace_state, run.flags, link.flags) == ("vendor=a1", 0x300, 0x300)
@@ -171,7 +190,9 @@ def test_active_span_has_priority_over_the_environment() -> None:
 def test_broken_api_falls_back_to_the_environment(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the program's OpenTelemetry API is broken, the environment is used and training continues."""
+    """If the program's OpenTelemetry API is broken, the environment is used
+    and training continues.
+    """
     monkeypatch.delenv("TORCHLENS_PERF_RAISE", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", logging)
     assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")

@@ -71,7 +71,9 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
         ({"OTEL_SERVICE_NAME": "x", "OTEL_RESOURCE_ATTRIBUTES": "a=b", HEADERS: "a=b"}, {}),
     ],
 )
-def test_endpoint_or_exporter_name_enables_a_signal(told: dict[str, str], expected: dict[str, str]) -> None:
+def test_endpoint_or_exporter_name_enables_a_signal(
+    told: dict[str, str], expected: dict[str, str]
+) -> None:
     """An endpoint or an exporter's name enables a signal.
 
     "none", OTEL_SDK_DISABLED and unknown names disable it.
@@ -93,7 +95,9 @@ def test_endpoint_or_exporter_name_enables_a_signal(told: dict[str, str], expect
     ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
 )
 def test_sdk_is_not_imported_without_an_endpoint(sidecar: Run, told: dict[str, str]) -> None:
-    """Without an endpoint, the sidecar imports neither the OpenTelemetry SDK nor gRPC nor requests."""
+    """Without an endpoint, the sidecar imports neither the OpenTelemetry SDK nor
+    gRPC nor requests.
+    """
     loaded = f"print([name for name in sys.modules if name.partition('.')[0] in {LIBRARIES}])"
     ended = sidecar(then=loaded, **told)
     assert (ended.returncode, ended.stdout) == (0, "[]\n")
@@ -102,9 +106,9 @@ def test_sdk_is_not_imported_without_an_endpoint(sidecar: Run, told: dict[str, s
 def test_global_providers_are_not_set(sidecar: Run, receiver: Receiver) -> None:
     """The sidecar does not set OpenTelemetry's global providers."""
     asked = (
-        "from opentelemetry import _logs, metrics, trace\n"
-        "providers = trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider()\n"
-        "print(*(type(each).__name__ for each in providers))"
+        "from opentelemetry import _logs, metrics, trace\nproviders = trace.get_tracer_provider(),"
+        " metrics.get_meter_provider(), _logs.get_logger_provider()\nprint(*(type(each).__name__"
+        " for each in providers))"
     )
     ended = sidecar(then=asked, **{ENDPOINT: receiver.endpoint("http/protobuf")})
     assert ended.stdout == "ProxyTracerProvider _ProxyMeterProvider ProxyLoggerProvider\n"
@@ -116,7 +120,9 @@ def arrived(receiver: Receiver) -> tuple[bool, bool]:
     return bool(receiver.spans()), bool(receiver.points())
 
 
-def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receiver: Receiver) -> None:
+def test_signals_have_endpoints_and_protocols_of_their_own(
+    sidecar: Run, receiver: Receiver
+) -> None:
     """Traces go to one endpoint over gRPC while metrics go to another over HTTP."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint("grpc"),
@@ -128,7 +134,9 @@ def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receive
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize(
-    ("signal", "expected"), [("TRACES", (False, True)), ("METRICS", (True, False))], ids=["traces", "metrics"]
+    ("signal", "expected"),
+    [("TRACES", (False, True)), ("METRICS", (True, False))],
+    ids=["traces", "metrics"],
 )
 def test_one_signal_can_be_disabled(
     sidecar: Run, receiver: Receiver, protocol: str, signal: str, expected: tuple[bool, bool]
@@ -158,7 +166,9 @@ def test_console_exporter_needs_no_endpoint(sidecar: Run) -> None:
     [("true", True), (None, False), *long(("false", False))],
     ids=["insecure", "default", "tls"],
 )
-def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool) -> None:
+def test_grpc_without_scheme_is_tls(
+    sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool
+) -> None:
     """A gRPC endpoint without http:// uses TLS, unless OTEL_EXPORTER_OTLP_INSECURE is set."""
     told = {} if insecure is None else {"OTEL_EXPORTER_OTLP_INSECURE": insecure}
     ended = sidecar(
@@ -173,7 +183,13 @@ def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: 
 
 OFF = "exporting traces over OTLP failed and was skipped"
 WRONG = [  # variable, value, protocol, text in the log, and whether spans and metrics arrive nevertheless
-    ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "http", "OTLP protocol 'carrier-pigeon'", (False, False)),
+    (
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
+        "carrier-pigeon",
+        "http",
+        "OTLP protocol 'carrier-pigeon'",
+        (False, False),
+    ),
     ("OTEL_TRACES_EXPORTER", "zipkin", "http", "OTEL_TRACES_EXPORTER=zipkin", (False, True)),
     ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "http", "timeout value 'soon'", (True, True)),
     (
@@ -189,7 +205,13 @@ WRONG = [  # variable, value, protocol, text in the log, and whether spans and m
     ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere.pem", "http", "", (True, True)),
     ("OTEL_BSP_SCHEDULE_DELAY", "-1", "http", "-1 is no positive whole number", (True, True)),
     ("OTEL_METRIC_EXPORT_INTERVAL", "-5", "http", "-5 is no positive whole number", (True, True)),
-    ("OTEL_METRIC_EXPORT_INTERVAL", "often", "http", "often is no positive whole number", (True, True)),
+    (
+        "OTEL_METRIC_EXPORT_INTERVAL",
+        "often",
+        "http",
+        "often is no positive whole number",
+        (True, True),
+    ),
     ("OTEL_METRICS_EXEMPLAR_FILTER", "maybe", "http", "", (True, True)),
     ("OTEL_TRACES_SAMPLER", "perhaps", "http", "Couldn't recognize sampler perhaps", (True, True)),
     (
@@ -200,14 +222,22 @@ WRONG = [  # variable, value, protocol, text in the log, and whether spans and m
         (False, False),
     ),
     ("OTEL_RESOURCE_ATTRIBUTES", "nonsense", "http", "nonsense", (True, True)),
-    ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "sideways", "http", "SIDEWAYS", (True, True)),
+    (
+        "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE",
+        "sideways",
+        "http",
+        "SIDEWAYS",
+        (True, True),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "protocol", "logged", "expected"),
     [*WRONG[:2], *long(*WRONG[2:])],
-    ids=[f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG],
+    ids=[
+        f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG
+    ],
 )
 def test_invalid_value_disables_at_most_its_signal_and_is_logged(
     sidecar: Run,
@@ -231,7 +261,10 @@ def test_invalid_value_disables_at_most_its_signal_and_is_logged(
 
 
 def everything_written(run: RunDirectory) -> str:
-    """Return everything in the run directory as text. Parquet files become their rows and footers."""
+    """Return everything in the run directory as text.
+
+    Parquet files become their rows and footers.
+    """
     texts = []
     for path in run.path.rglob("*"):
         if path.suffix == ".parquet":
@@ -275,7 +308,9 @@ def test_header_values_are_in_no_log_report_state_or_record(
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("address", ADDRESSES.values(), ids=ADDRESSES)
-def test_only_host_and_path_of_an_address_are_shown(sidecar: Run, address: str, protocol: str) -> None:
+def test_only_host_and_path_of_an_address_are_shown(
+    sidecar: Run, address: str, protocol: str
+) -> None:
     """Logs, reports, states and records have only host and path of an address."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
@@ -347,7 +382,9 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
         OTEL_TRACES_SAMPLER_ARG=str(rate),
     )
     rows = pq.read_table(ended.run.path / "spans").to_pylist()
-    rows = [row for row in rows if row["kind"] != "thread_time"]  # These rows are counters, not spans.
+    rows = [
+        row for row in rows if row["kind"] != "thread_time"
+    ]  # These rows are counters, not spans.
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
@@ -359,7 +396,9 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
     found: dict[tuple[int, int], int] = defaultdict(int)
     for span in (span for span in receiver.spans() if span.name != semantics.SPAN_RUN):
         found[span.attributes[semantics.STEP], span.attributes[semantics.RANK]] += 1
-    assert {step for step, rank in expected if rank == 0} == {step for step, rank in expected if rank == 1}
+    assert {step for step, rank in expected if rank == 0} == {
+        step for step, rank in expected if rank == 1
+    }
     whole_steps = {row["step"] for row in rows if row["kind"] == "step"}
     assert {key: count for key, count in expected.items() if key[0] in whole_steps} == found
     assert receiver.points()
@@ -367,7 +406,10 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
 
 def test_batch_size_limits_the_spans_of_a_request(sidecar: Run, receiver: Receiver) -> None:
     """OTEL_BSP_MAX_EXPORT_BATCH_SIZE limits the spans of a request."""
-    sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"), OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7")
+    sidecar(
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
+        OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7",
+    )
     assert max(receiver.batches()) == 7
 
 
@@ -382,7 +424,9 @@ def one_step() -> ExportBatch:
     )
 
 
-def test_export_intervals_of_the_environment_apply(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_intervals_of_the_environment_apply(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL apply during a run."""
     told = {
         ENDPOINT: receiver.endpoint("http/protobuf"),
@@ -418,21 +462,37 @@ def test_each_value_is_in_its_explicit_bucket(sidecar: Run, receiver: Receiver) 
     )
     rows = pq.read_table(ended.run.path / "steps").to_pylist()
     points = [point for point in receiver.points() if point.metric == semantics.STEP_DURATION]
-    assert {("histogram", semantics.DURATION_BOUNDS_S)} == {(point.form, point.bounds) for point in points}
+    assert {("histogram", semantics.DURATION_BOUNDS_S)} == {
+        (point.form, point.bounds) for point in points
+    }
     for point in points:
-        values = [row["duration_ns"] / 1e9 for row in rows if row["rank"] == point.attributes[semantics.RANK]]
+        values = [
+            row["duration_ns"] / 1e9
+            for row in rows
+            if row["rank"] == point.attributes[semantics.RANK]
+        ]
         places = Counter(bisect.bisect_left(semantics.DURATION_BOUNDS_S, value) for value in values)
-        assert list(point.buckets) == [places[place] for place in range(len(semantics.DURATION_BOUNDS_S) + 1)]
+        assert list(point.buckets) == [
+            places[place] for place in range(len(semantics.DURATION_BOUNDS_S) + 1)
+        ]
 
 
-def test_service_name_of_the_user_overrides_detected_attributes(sidecar: Run, receiver: Receiver) -> None:
+def test_service_name_of_the_user_overrides_detected_attributes(
+    sidecar: Run, receiver: Receiver
+) -> None:
     """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_SERVICE_NAME="my-job",
-        OTEL_RESOURCE_ATTRIBUTES="service.name=loses,host.name=my-host,deployment.environment.name=test",
+        OTEL_RESOURCE_ATTRIBUTES=(
+            "service.name=loses,host.name=my-host,deployment.environment.name=test"
+        ),
     )
-    expected = {"service.name": "my-job", "host.name": "my-host", "deployment.environment.name": "test"}
+    expected = {
+        "service.name": "my-job",
+        "host.name": "my-host",
+        "deployment.environment.name": "test",
+    }
     for sent in (*receiver.spans(), *receiver.points()):
         assert expected.items() <= sent.resource.items()
 

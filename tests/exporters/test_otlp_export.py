@@ -43,7 +43,9 @@ class Exported:
     def rows(self, folder: str) -> list[Row]:
         """Return the records or steps in the run directory."""
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
-        return [row for row in rows if row.get("kind") != "thread_time"]  # These rows are counters, not spans.
+        return [
+            row for row in rows if row.get("kind") != "thread_time"
+        ]  # These rows are counters, not spans.
 
     def traces(self) -> dict[int, list[ReceivedSpan]]:
         """Return the spans by trace id."""
@@ -60,7 +62,9 @@ class Exported:
 
 @pytest.fixture(scope="module", params=["http/protobuf", *long("grpc")])
 def exported(
-    request: pytest.FixtureRequest, _one_receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    _one_receiver: Receiver,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Exported:
     _one_receiver.clear()
     told = {
@@ -79,7 +83,9 @@ def sampled(exported: Exported) -> set[int]:
 
 
 def test_one_trace_per_sampled_step(exported: Exported) -> None:
-    """Each sampled step is one trace of both ranks, with the id derived from run, attempt and step."""
+    """Each sampled step is one trace of both ranks, with the id derived from run,
+    attempt and step.
+    """
     steps = sampled(exported)
     expected = {trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
     found = {
@@ -100,9 +106,13 @@ def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported)
         roots = [span for span in spans if span.parent_id is None]
         assert [root.name for root in roots] == [semantics.SPAN_STEP]
         children = [span for span in spans if span.parent_id == roots[0].span_id]
-        assert {f"{semantics.SPAN_RANK} {rank}" for rank in RANKS} == {child.name for child in children}
+        assert {f"{semantics.SPAN_RANK} {rank}" for rank in RANKS} == {
+            child.name for child in children
+        }
         assert len(children) == len(RANKS)
-        assert {semantics.STEP_KIND} == {child.attributes[semantics.SPAN_KIND] for child in children}
+        assert {semantics.STEP_KIND} == {
+            child.attributes[semantics.SPAN_KIND] for child in children
+        }
         assert {child.attributes[semantics.RANK] for child in children} == RANKS
         assert len(spans) == len(by_id)
         below = [span for span in spans if span not in roots and span not in children]
@@ -111,8 +121,11 @@ def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported)
             parent = by_id[span.parent_id]
             assert span.attributes[semantics.RANK] == parent.attributes[semantics.RANK]
             assert parent.start_ns <= span.start_ns <= parent.end_ns
-            # The parent of a collective is the span that issued it. The collective may end later than its parent.
-            assert span.end_ns <= parent.end_ns or span.attributes[semantics.SPAN_KIND] == "collective"
+            # The parent of a collective is the span that issued it. The collective may end later
+            # than its parent.
+            assert (
+                span.end_ns <= parent.end_ns or span.attributes[semantics.SPAN_KIND] == "collective"
+            )
             assert parent.attributes.get(semantics.SPAN_KIND) != "collective"
 
 
@@ -136,7 +149,10 @@ def test_every_span_has_rank_step_and_run(exported: Exported) -> None:
     """Rank, step and run are attributes of each span, because some backends drop the resource."""
     for span in exported.spans:
         assert span.attributes[semantics.RANK] in RANKS
-        assert span.attributes[semantics.RANK] == span.resource[semantics.RANK] or span.parent_id is None
+        assert (
+            span.attributes[semantics.RANK] == span.resource[semantics.RANK]
+            or span.parent_id is None
+        )
         assert span.trace_id == trace_id(exported.run.run_id, 0, span.attributes[semantics.STEP])
         assert exported.run.run_id == span.attributes[semantics.RUN_ID]
 
@@ -170,10 +186,16 @@ def starts(spans: Iterable[ReceivedSpan]) -> list[int]:
 def starts_on_disk(exported: Exported) -> list[int]:
     """Return the start times in the run directory."""
     table = pq.read_table(exported.run.path / "spans", columns=["step", "kind", "time"])
-    table = table.filter(pc.not_equal(table.column("kind").cast("string"), "thread_time"))  # counters, no spans
+    table = table.filter(
+        pc.not_equal(table.column("kind").cast("string"), "thread_time")
+    )  # counters, no spans
     steps = sampled(exported)
     times = table.column("time").cast("int64").to_pylist()
-    return sorted(time for time, step in zip(times, table.column("step").to_pylist(), strict=True) if step in steps)
+    return sorted(
+        time
+        for time, step in zip(times, table.column("step").to_pylist(), strict=True)
+        if step in steps
+    )
 
 
 def test_span_starts_equal_the_run_directory(exported: Exported) -> None:
@@ -250,14 +272,21 @@ def test_resource_of_spans_identifies_process_rank_host_and_job(exported: Export
 
 
 def test_duration_histograms_count_each_step_of_each_rank_in_seconds(exported: Exported) -> None:
-    """Durations are in seconds, in the right exponential buckets, one for each step of each rank."""
-    for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
+    """Durations are in seconds, in the right exponential buckets, one for each step of each
+    rank.
+    """
+    for metric, column in (
+        (semantics.STEP_DURATION, "duration_ns"),
+        (semantics.STEP_OWN_TIME, "own_ns"),
+    ):
         points = exported.of_metric(metric)
         assert {("s", "exponential_histogram", "cumulative")} == {
             (point.unit, point.form, point.temporality) for point in points
         }
         for rank in RANKS:
-            values = [int(str(row[column])) / 1e9 for row in exported.rows("steps") if row["rank"] == rank]
+            values = [
+                int(str(row[column])) / 1e9 for row in exported.rows("steps") if row["rank"] == rank
+            ]
             (point,) = [point for point in points if point.attributes == {semantics.RANK: rank}]
             assert len(values) == point.count
             assert sum(values) == pytest.approx(point.value, rel=1e-9)
@@ -267,7 +296,9 @@ def test_duration_histograms_count_each_step_of_each_rank_in_seconds(exported: E
 def _histogram(values: list[float], point: ReceivedPoint) -> tuple[int, ...]:
     base = 2.0**2.0**-point.scale
     edges = [base ** (point.offset + bucket) for bucket in range(len(point.buckets) + 1)]
-    return tuple(sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges))
+    return tuple(
+        sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)
+    )
 
 
 def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported) -> None:
@@ -280,9 +311,15 @@ def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported)
     for row in exported.rows("steps"):
         for column, value in row.items():
             part = column.removesuffix("_ns")
-            if part not in ("start", "duration", "own", "work", "cpu", "ready") and part != column and value:
+            if (
+                part not in ("start", "duration", "own", "work", "cpu", "ready")
+                and part != column
+                and value
+            ):
                 expected[row["rank"], part].append(int(str(value)))
-    assert {key: len(values) for key, values in expected.items()} == {key: p.count for key, p in points.items()}
+    assert {key: len(values) for key, values in expected.items()} == {
+        key: p.count for key, p in points.items()
+    }
     for key, values in expected.items():
         assert sum(values) / 1e9 == pytest.approx(points[key].value, rel=1e-9)
 
@@ -311,7 +348,9 @@ def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Expor
         assert ("By", "gauge", rows[-1]["memory_bytes"]) == (memory.unit, memory.form, memory.value)
 
 
-def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp_path: Path) -> None:
+def test_replay_sends_the_same_spans(
+    exported: Exported, receiver: Receiver, tmp_path: Path
+) -> None:
     """A replay sends all spans again with the same ids, parents and durations."""
     replayed = Sidecar(exported.run, tmp_path, exported.told)
     assert replayed.returncode == 0
@@ -325,12 +364,18 @@ def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp
     assert starts_on_disk(exported) == starts(receiver.spans())
 
 
-def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+def test_replay_without_the_nodes_state(
+    sidecar: Callable[..., Sidecar], receiver: Receiver
+) -> None:
     """Records without the node's state are sent under the same ids, without invented attributes."""
     endpoint = receiver.endpoint("http/protobuf")
     run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
     # Only the node's state has the caller's trace.
-    whole = {(span.trace_id, span.span_id) for span in receiver.spans() if span.name != semantics.SPAN_RUN}
+    whole = {
+        (span.trace_id, span.span_id)
+        for span in receiver.spans()
+        if span.name != semantics.SPAN_RUN
+    }
     receiver.clear()
     run.node_state(node_name()).unlink()
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)

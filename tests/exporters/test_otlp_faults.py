@@ -85,7 +85,8 @@ def _train(folder: Path, told: dict[str, str]) -> Ended:
         stderr=subprocess.DEVNULL,
     )
     try:
-        # The exit time must not include waiting for the CPUs of other tests, so the priority is raised if permitted.
+        # The exit time must not include waiting for the CPUs of other tests, so the priority is
+        # raised if permitted.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, process.pid, -10)
         assert process.wait(40) == 0
@@ -95,7 +96,9 @@ def _train(folder: Path, told: dict[str, str]) -> Ended:
     body_ended_s, before, inside, after, libraries = json.loads(result.read_text())
     runs = [path for path in (folder / "runs").glob("*") if not path.is_symlink()]
     counts = [tuple(before), tuple(inside), tuple(after)]
-    return Ended(RunDirectory(runs[0]) if runs else None, ended_s - body_ended_s, counts, libraries, told)
+    return Ended(
+        RunDirectory(runs[0]) if runs else None, ended_s - body_ended_s, counts, libraries, told
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +107,31 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
+def live(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Ended]]:
     """Run one training process after the other, each with its faulty endpoint. Their sidecars end
     at the same time.
 
     Only the faults of the selected tests are run."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    wanted = {item.callspec.params.get("fault", REPLAYED) for item in tests if "live" in item.fixturenames}
+    tests = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    wanted = {
+        item.callspec.params.get("fault", REPLAYED) for item in tests if "live" in item.fixturenames
+    }
     ended = {}
     with ExitStack() as faults:
         for name in filter(wanted.__contains__, LIVE):
             fault, protocol = LIVE[name]
             address = faults.enter_context(fault())
-            told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": str(TIMEOUT_S)}
+            told = {
+                ENDPOINT: address,
+                PROTOCOL: protocol,
+                "OTEL_EXPORTER_OTLP_TIMEOUT": str(TIMEOUT_S),
+            }
             ended[name] = _train(tmp_path_factory.mktemp("live"), told)
         for process in ended.values():
             assert process.run is not None
@@ -171,7 +186,10 @@ def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str
     count = spans_of(run, Config.trace_every)
     note = f"OTLP: {count} of {count} spans were not delivered"
     (node,) = node_state.load_all(run)
-    waits = f"OTLP: {count} of these spans wait in the run directory; to send them: torchlens-perf sidecar RUN_DIR"
+    waits = (
+        f"OTLP: {count} of these spans wait in the run directory; to send them: torchlens-perf"
+        " sidecar RUN_DIR"
+    )
     assert [note, waits] == [each for each in node.notes if "spans" in each]
     assert note in run.report.read_text()
     assert [each for each in node.notes if "metric points were not delivered" in each]
@@ -179,21 +197,33 @@ def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str
 
 
 @pytest.mark.parametrize("fault", ["no endpoint", *long("slow")])
-def test_slow_endpoint_loses_nothing_and_is_not_reported(live: dict[str, Ended], fault: str) -> None:
+def test_slow_endpoint_loses_nothing_and_is_not_reported(
+    live: dict[str, Ended], fault: str
+) -> None:
     run = live[fault].run
     assert run is not None
     assert "OTLP" not in run.report.read_text()
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_replay_delivers_everything_later(live: dict[str, Ended], receiver: Receiver, protocol: str) -> None:
-    """When a receiver is available, a replay delivers all spans and metrics that the run could not."""
+def test_replay_delivers_everything_later(
+    live: dict[str, Ended], receiver: Receiver, protocol: str
+) -> None:
+    """When a receiver is available, a replay delivers all spans and metrics that the
+    run could not.
+    """
     run = live[REPLAYED].run
     assert run is not None
-    replayed = Sidecar(run, run.path.parent, {ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
+    replayed = Sidecar(
+        run, run.path.parent, {ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol}
+    )
     assert (replayed.returncode, len(replayed.stdout.splitlines())) == (0, 1)
     spans, points = receiver.spans(), receiver.points()
-    assert spans_of(run, Config.trace_every) == len(spans) == len({(s.trace_id, s.span_id) for s in spans})
+    assert (
+        spans_of(run, Config.trace_every)
+        == len(spans)
+        == len({(s.trace_id, s.span_id) for s in spans})
+    )
     (node,) = node_state.load_all(run)
     (process,) = node.processes.values()
     assert process.statistics.step.count + process.statistics.warm_up.count == max(
@@ -201,12 +231,17 @@ def test_replay_delivers_everything_later(live: dict[str, Ended], receiver: Rece
     )
 
 
-PARTIAL = ExportTraceServiceResponse(partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no"))
+PARTIAL = ExportTraceServiceResponse(
+    partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no")
+)
 WRONG: dict[str, tuple[Fault, str]] = {
     "500": (lambda: serving(answering(500)), HTTP),
     "429": (lambda: serving(answering(429, Retry_After="1000000000")), HTTP),
     "redirect": (lambda: serving(answering(307, Location="http://127.0.0.1:1/v1/traces")), HTTP),
-    "web page": (lambda: serving(answering(200, b"<html>", Content_Type="text/html; charset=utf-8")), HTTP),
+    "web page": (
+        lambda: serving(answering(200, b"<html>", Content_Type="text/html; charset=utf-8")),
+        HTTP,
+    ),
     "grpc denied": (lambda: grpc_answering(grpc.StatusCode.PERMISSION_DENIED), "grpc"),
     "grpc unavailable": (lambda: grpc_answering(grpc.StatusCode.UNAVAILABLE), "grpc"),
 }
@@ -214,10 +249,14 @@ WRONG: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
 def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault: str) -> None:
-    """Every response that is no success counts as not delivered, also if the SDK considers it one."""
+    """Every response that is no success counts as not delivered, also if the SDK considers it
+    one.
+    """
     context, protocol = WRONG[fault]
     with context() as address:
-        ended = sidecar(**{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
+        ended = sidecar(
+            **{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+        )
     count = spans_of(ended.run, 1)
     assert f"OTLP: {count} of {count} spans were not delivered" in ended.report
     assert "traces are not delivered: " in ended.log
@@ -235,7 +274,9 @@ def test_spans_rejected_in_a_successful_response_are_counted(sidecar: Run) -> No
 
 def test_slow_grpc_endpoint_loses_nothing(sidecar: Run) -> None:
     with grpc_answering(grpc.StatusCode.OK, after_s=0.5) as address:
-        ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+        ended = sidecar(
+            OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address, OTEL_EXPORTER_OTLP_PROTOCOL="grpc"
+        )
     assert "OTLP" not in ended.report
 
 
@@ -260,9 +301,18 @@ def test_shutdown_ends_in_time_with_a_long_export_timeout(endpoint: Fault, proto
     root = str(ROOT)
     slow = slowdown()
     with endpoint() as address:
-        told = {ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "10000", "PYTHONPATH": root}
+        told = {
+            ENDPOINT: address,
+            PROTOCOL: protocol,
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "10000",
+            "PYTHONPATH": root,
+        }
         done = subprocess.run(
-            [sys.executable, "-c", _SHUT_DOWN], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
+            [sys.executable, "-c", _SHUT_DOWN],
+            env={**os.environ, **told},
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         ended_s = time.monotonic()
         slow = max(slow, slowdown())
@@ -296,4 +346,6 @@ def test_replay_stops_at_a_dead_endpoint(sidecar: Run) -> None:
     done = replay.replay(run, exporter, trace_every=1, patience_s=0.0)
     left = done.steps - sum(len(batch.steps) for batch in exporter.batches)
     assert left > 0
-    assert [f"{left} more steps were not sent, because the endpoint did not take those before"] == done.notes
+    assert [
+        f"{left} more steps were not sent, because the endpoint did not take those before"
+    ] == done.notes

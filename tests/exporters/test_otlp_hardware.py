@@ -26,15 +26,23 @@ from torchlens_perf.verdicts import node_state
 FIRST, SECOND = UUIDS[:2]
 
 
-def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]) -> list[float]:
+def values(
+    points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]
+) -> list[float]:
     """Return the points of a series in order of arrival."""
     wanted = {semantics.HARDWARE_ID: gpu, **attributes}.items()
-    return [point.value for point in points if point.metric == metric and wanted <= point.attributes.items()]
+    return [
+        point.value
+        for point in points
+        if point.metric == metric and wanted <= point.attributes.items()
+    ]
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-def test_gpu_shared_by_two_ranks_is_reported_once(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
+def test_gpu_shared_by_two_ranks_is_reported_once(
+    run: RunDirectory, receiver: Receiver, tmp_path: Path
+) -> None:
     """A GPU that two ranks share is reported once in backend, files and report."""
     compile_nvml(tmp_path / "libnvidia-ml.so.1")
     nvml = FakeNvml(tmp_path / "gpus.txt")
@@ -59,13 +67,18 @@ def test_gpu_shared_by_two_ranks_is_reported_once(run: RunDirectory, receiver: R
         return found[-1] if found else None
 
     try:
-        assert wait_for(lambda: newest(semantics.GPU_CLOCK, semantics.GPU_CLOCK_OF, "sm"), 20) == 990e6
+        assert (
+            wait_for(lambda: newest(semantics.GPU_CLOCK, semantics.GPU_CLOCK_OF, "sm"), 20) == 990e6
+        )
         nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
         nvml.write("gpu 1 xid 79")
-        # The library may reread its script in the middle of a sample, so only the next sample is complete. On a
-        # busy machine a sample takes long, and the sidecar then waits longer before the next.
+        # The library may reread its script in the middle of a sample, so only the next sample is
+        # complete. On a busy machine a sample takes long, and the sidecar then waits longer before
+        # the next.
         assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 60) == 1
-        assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
+        assert (
+            wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
+        )
         for rank in ranks:
             rank.close()
         assert process.wait(30) == 0, (tmp_path / "log").read_text()
@@ -76,7 +89,9 @@ def test_gpu_shared_by_two_ranks_is_reported_once(run: RunDirectory, receiver: R
 
     assert {point.attributes[semantics.HARDWARE_ID] for point in hardware} == {FIRST, SECOND}
     assert {point.attributes[semantics.HARDWARE_TYPE] for point in hardware} == {"gpu"}
-    assert {(point.resource["host.name"], point.resource.get(semantics.RANK)) for point in hardware} == {(HOST, None)}
+    assert {
+        (point.resource["host.name"], point.resource.get(semantics.RANK)) for point in hardware
+    } == {(HOST, None)}
     for metric, attributes, wanted in (
         (semantics.ENERGY, {}, 900),
         (semantics.GPU_THROTTLED, {semantics.THROTTLE_REASON: "hw_thermal"}, 0.4),
@@ -140,7 +155,11 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
     exported = Exported()
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
         exported.metrics.measured(
-            Hardware((GpuSample("GPU-1", 0, 0, power_w=power_w, temperature_c=degrees),), (), {"GPU-1": "H200"})
+            Hardware(
+                (GpuSample("GPU-1", 0, 0, power_w=power_w, temperature_c=degrees),),
+                (),
+                {"GPU-1": "H200"},
+            )
         )
     assert exported.points() == {(semantics.POWER, ""): 200, (semantics.TEMPERATURE, "gpu"): 70}
     assert exported.points()[semantics.POWER, ""] == 300

@@ -26,9 +26,15 @@ def sent(
     data = reader.get_metrics_data()
     if data is None:
         return {}
-    metrics = [m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics]
+    metrics = [
+        m
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for m in scope.metrics
+    ]
     return {
-        metric.name: [(dict(point.attributes), point.value) for point in metric.data.data_points] for metric in metrics
+        metric.name: [(dict(point.attributes), point.value) for point in metric.data.data_points]
+        for metric in metrics
     }
 
 
@@ -37,7 +43,9 @@ def test_memory_gauges_are_current_and_counters_survive_a_reset() -> None:
 
     Counters stay correct if the user resets the allocator's statistics.
     """
-    points = sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)])
+    points = sent(
+        [MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)]
+    )
 
     assert {attributes[semantics.MEMORY_STATE]: value for attributes, value in points[semantics.DEVICE_MEMORY]} == {
         "allocated": 4, "reserved": 10, "inactive": 2, "peak": 8, "limit": 80,
@@ -53,7 +61,9 @@ def test_unmeasured_memory_is_not_sent() -> None:
     In a large job there is no gauge, as all ranks would write the same series.
     """
     points = sent([MemoryReading(0, allocated_bytes=5)])
-    assert [attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]] == ["allocated"]
+    assert [
+        attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]
+    ] == ["allocated"]
     assert semantics.ALLOC_RETRIES not in points
     assert sent([None]) == {}
     assert set(sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0)], per_rank=False)) == {

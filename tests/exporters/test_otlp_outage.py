@@ -55,7 +55,9 @@ def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
         wait_for_sidecar(run, 120)
     count = spans_of(run, TRACE_EVERY)
     undelivered = run.report.read_text()
-    replayed = Sidecar(run, tmp_path, {**told, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint("http/protobuf")})
+    replayed = Sidecar(
+        run, tmp_path, {**told, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint("http/protobuf")}
+    )
     spans, points = receiver.spans(), receiver.points()
     (node,) = node_state.load_all(run)
     (process,) = node.processes.values()
@@ -67,15 +69,26 @@ def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
     assert steps == max(point.count for point in points if point.metric == semantics.STEP_DURATION)
     assert not any("not delivered" in each for each in node.notes)
     if seconds == OUTAGE_S:
-        counted = f"{len(spans):,} of {count:,} spans, metrics of {steps:,} of {steps:,} steps delivered afterwards"
-        note("seconds without the OTLP endpoint", away_s, OUTAGE_S, counted, time.monotonic() - began_s)
+        counted = (
+            f"{len(spans):,} of {count:,} spans, metrics of {steps:,} of {steps:,} steps delivered"
+            " afterwards"
+        )
+        note(
+            "seconds without the OTLP endpoint",
+            away_s,
+            OUTAGE_S,
+            counted,
+            time.monotonic() - began_s,
+        )
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [2, *long(OUTAGE_S)])
-def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(seconds: int, tmp_path: Path) -> None:
+def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(
+    seconds: int, tmp_path: Path
+) -> None:
     """Everything is delivered once and automatically, and the report has no notes."""
     if not PROGRAM.exists():
         pytest.skip(MISSING)
@@ -94,7 +107,9 @@ def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(se
     receiver = Receiver(tmp_path, http_port=port)
     try:
         # The longest pause before a retry is a minute.
-        assert wait_for(lambda: {span.attributes[semantics.STEP] for span in receiver.spans()} >= {0, 1, 2}, 90)
+        assert wait_for(
+            lambda: {span.attributes[semantics.STEP] for span in receiver.spans()} >= {0, 1, 2}, 90
+        )
         assert trainer.poll() is None
         stop.touch()
         assert trainer.wait(120) == 0
@@ -110,4 +125,10 @@ def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(se
     assert "OTLP" not in run.report.read_text()
     if seconds == OUTAGE_S:
         counted = f"{len(spans):,} of {count:,} spans delivered by themselves, none twice"
-        note("seconds until the OTLP endpoint came back", away_s, OUTAGE_S, counted, time.monotonic() - began_s)
+        note(
+            "seconds until the OTLP endpoint came back",
+            away_s,
+            OUTAGE_S,
+            counted,
+            time.monotonic() - began_s,
+        )

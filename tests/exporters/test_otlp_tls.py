@@ -23,7 +23,9 @@ from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="no `openssl` command makes certificates"),
+    pytest.mark.skipif(
+        shutil.which("openssl") is None, reason="no `openssl` command makes certificates"
+    ),
 ]
 SECRET = "canary-of-tls"
 HTTP, GRPC = "http/protobuf", "grpc"
@@ -62,8 +64,12 @@ def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterato
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]
     server.daemon_threads = True
-    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    server.socket = context.wrap_socket(
+        server.socket, server_side=True, do_handshake_on_connect=False
+    )
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     Endpoint.seen.clear()
     try:
@@ -118,7 +124,11 @@ def test_self_signed_certificate_is_accepted_only_if_the_user_trusts_it(
 
 def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Send the spans of a step with these variables. Return the exporter's notes."""
-    told = {**told, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={SECRET}"}
+    told = {
+        **told,
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={SECRET}",
+    }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     exporter = exporter_from_environment()
@@ -165,7 +175,10 @@ def test_spans_are_delivered_only_with_the_required_client_certificate(
     With one, everything is.
     """
     shown, own = certificate(tmp_path / "tls"), certificate(tmp_path / "own", "DNS:client")
-    told = {"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path), "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key)}
+    told = {
+        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path),
+        "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key),
+    }
     with SERVING[protocol](shown, own) as address:
         notes = exported(
             {

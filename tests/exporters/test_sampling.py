@@ -36,7 +36,9 @@ def steps(durations_ms: Sequence[float], first_step: int = 0, start_s: float = 0
     return dataclasses.replace(table, duration_ns=duration_ns, start_ns=start_ns)
 
 
-def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width: int = 1) -> BinBatch:
+def rows(
+    work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width: int = 1
+) -> BinBatch:
     """Return rows with one bin of all ranks."""
     count = len(work_ms)
     parts = np.zeros((count, 1, 6))
@@ -55,8 +57,12 @@ def known(
     """Return the state from which steps are selected. By default all ranks run on this node."""
     ranks = range(world_size) if here is None else here
     there = dict.fromkeys(ranks if complete else list(ranks)[:-1], spans)
-    places: Mapping[int, Placement] = {rank: Placement(f"node-{rank // 8}") for rank in range(world_size)}
-    return JobSnapshot(lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places)
+    places: Mapping[int, Placement] = {
+        rank: Placement(f"node-{rank // 8}") for rank in range(world_size)
+    }
+    return JobSnapshot(
+        lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places
+    )
 
 
 # -- the budget
@@ -66,7 +72,9 @@ def known(
     st.integers(1, 500),
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000)), max_size=200),
 )
-def test_span_budget_is_not_exceeded_in_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
+def test_span_budget_is_not_exceeded_in_any_minute(
+    per_s: int, demands: list[tuple[float, int]]
+) -> None:
     """Callers that never exceed at() stay within the budget for any demand."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
@@ -75,7 +83,9 @@ def test_span_budget_is_not_exceeded_in_any_minute(per_s: int, demands: list[tup
             budget.spend(spans)
             sent.append((now_s, spans))
     for first_s, _ in sent:
-        assert sum(spans for at_s, spans in sent if first_s <= at_s < first_s + 60) <= 60 * per_s + 1
+        assert (
+            sum(spans for at_s, spans in sent if first_s <= at_s < first_s + 60) <= 60 * per_s + 1
+        )
 
 
 def test_budget_is_refilled_by_step_timestamps() -> None:
@@ -143,7 +153,9 @@ def test_step_is_found_in_rows_of_different_widths() -> None:
 
 
 def test_all_ranks_of_a_small_job_are_sent() -> None:
-    """All ranks of the first steps and of every tenth step are sent once all records have arrived."""
+    """All ranks of the first steps and of every tenth step are sent once all records have
+    arrived.
+    """
     chooser = StepSampler(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 1.0) == []
@@ -211,7 +223,9 @@ def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
     assert {each.because for each in chosen} == {"slow"}
     assert 3 <= len(chosen) < 20
     chooser.verdict_began(70.0)
-    assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [(139, "verdict")]
+    assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [
+        (139, "verdict")
+    ]
 
 
 def test_no_step_is_sent_if_sampling_is_off() -> None:
@@ -230,7 +244,10 @@ def test_no_step_is_sent_if_sampling_is_off() -> None:
 
 def test_oldest_steps_are_dropped_until_the_message_fits() -> None:
     """The oldest steps are dropped until the message fits. The remaining steps are unchanged."""
-    traced = [TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2) for step in range(90)]
+    traced = [
+        TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2)
+        for step in range(90)
+    ]
     said = TraceDecision(3, 89, (5, 4000), tuple(traced))
     for room in (400, 1023):
         data = said.encode(room)
@@ -239,7 +256,10 @@ def test_oldest_steps_are_dropped_until_the_message_fits() -> None:
         assert (heard.attempt, heard.decided_to, heard.standing) == (3, 89, (5, 4000))
         assert heard.steps == tuple(traced[-len(heard.steps) :])
         assert heard.steps
-    assert TraceDecision.decode(TraceDecision(0, EVERYTHING, (), ()).encode(100)).decided_to == EVERYTHING
+    assert (
+        TraceDecision.decode(TraceDecision(0, EVERYTHING, (), ()).encode(100)).decided_to
+        == EVERYTHING
+    )
     assert said.encode(10) == b""
 
 
@@ -258,7 +278,9 @@ def shelved(rank: int, first_step: int, key: str = "") -> BufferedSteps:
     records["step"] = np.repeat(np.arange(first_step, first_step + 4), 11)
     records["kind"] = [*[Kind.MODULE] * 10, Kind.STEP] * 4
     table = step_table([{"forward": 1}] * 4, first_step=first_step)
-    return BufferedSteps(key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table)
+    return BufferedSteps(
+        key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table
+    )
 
 
 def test_buffer_keeps_the_newest_steps() -> None:

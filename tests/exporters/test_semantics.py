@@ -34,7 +34,11 @@ METRICS = {each.name: each for each in semantics.METRICS}
 ATTRIBUTES = {each.name: each for each in semantics.ATTRIBUTES}
 SPANS = {each.name: each for each in semantics.SPANS}
 KINDS = {str: "string", int: "int", float: "double", bool: "boolean"}
-EVENTS = {semantics.event_name(kind, change) for kind, changes in semantics.EVENTS.items() for change in changes}
+EVENTS = {
+    semantics.event_name(kind, change)
+    for kind, changes in semantics.EVENTS.items()
+    for change in changes
+}
 FORMS = {"counter": ("sum", True), "up-down counter": ("sum", False), "gauge": ("gauge", False)}
 
 
@@ -68,21 +72,34 @@ def of_two_ranks() -> Sent:
     )
     for rank in range(2):
         plain = batch_of(identity(rank, traceparent=TRACEPARENT), [100, 110])
-        traces = (StepTrace(100, 0, 6_000_000, 0, spans), StepTrace(110, 0, 6_000_000, int(Flag.INFERENCE), ()))
+        traces = (
+            StepTrace(100, 0, 6_000_000, 0, spans),
+            StepTrace(110, 0, 6_000_000, int(Flag.INFERENCE), ()),
+        )
         device = {"forward": np.array([5], np.int64)}
         memory = MemoryReading(0, 5, 9, 1, 7, 80, 3, 1)
-        chosen = {100: TracedStep(0, 100, "slow", (("slow", (0,)), ("known", (1,))), max_spans=2, left_out=1)}
+        chosen = {
+            100: TracedStep(
+                0, 100, "slow", (("slow", (0,)), ("known", (1,))), max_spans=2, left_out=1
+            )
+        }
         exporter.export(
-            dataclasses.replace(plain, traces=traces, device_ns=device, memory=memory, chosen=chosen),
+            dataclasses.replace(
+                plain, traces=traces, device_ns=device, memory=memory, chosen=chosen
+            ),
         )
     exporter.measured(identity(), hardware())
     log, slow = FindingLog("run"), episode()
     for found, hung in ((findings(slow), None), (findings(slow), hang())):
         exporter.on_assessment(assessment_of(found, log, hung))
     over = dataclasses.replace(slow, until_step=180)
-    exporter.on_assessment(dataclasses.replace(assessment_of(findings(over), log, hang()), ended=True))
+    exporter.on_assessment(
+        dataclasses.replace(assessment_of(findings(over), log, hang()), ended=True)
+    )
     assert exporter.shutdown(20) == []
-    return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
+    return Sent(
+        collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events()
+    )
 
 
 def of_many_ranks() -> Sent:
@@ -97,7 +114,9 @@ def of_many_ranks() -> Sent:
     exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
     exporter.on_assessment(assessment_of(findings(episode()), FindingLog("run"), None))
     assert exporter.shutdown(20) == []
-    return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
+    return Sent(
+        collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events()
+    )
 
 
 def hardware() -> Hardware:
@@ -122,7 +141,11 @@ def wrong(sent: Sent) -> list[str]:
         if metric is None:
             found.add(f"metric {point.metric}")
             continue
-        form = ("exponential_histogram", False) if metric.instrument == "histogram" else FORMS[metric.instrument]
+        form = (
+            ("exponential_histogram", False)
+            if metric.instrument == "histogram"
+            else FORMS[metric.instrument]
+        )
         if (point.unit, point.form, point.monotonic) != (metric.unit, *form):
             found.add(f"metric {point.metric}: {point.unit}, {point.form}")
         allowed = {*metric.attributes, semantics.OVER_COMPONENTS}
@@ -144,7 +167,9 @@ def test_every_sent_name_is_listed(made: Sent) -> None:
 
 
 @pytest.mark.distributed
-def test_recorded_run_sends_every_unconditional_name(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
+def test_recorded_run_sends_every_unconditional_name(
+    sidecar: Callable[..., Sidecar], receiver: Receiver
+) -> None:
     """A run of two ranks sends only listed names, and all names without a condition."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     sent = Sent(receiver.spans(), receiver.points(), receiver.events())
@@ -153,7 +178,9 @@ def test_recorded_run_sends_every_unconditional_name(sidecar: Callable[..., Side
         point.metric for point in sent.points if not METRICS[point.metric].when
     }
     of_events = {each.name for each in semantics.ATTRIBUTES if each.on.strip() == "events"}
-    unconditional = {each.name for each in semantics.ATTRIBUTES if not each.when and "events" not in each.on}
+    unconditional = {
+        each.name for each in semantics.ATTRIBUTES if not each.when and "events" not in each.on
+    }
     came = {name for holder in sent.holders() for name in holder}
     assert unconditional - came == set()
     assert of_events & came == set(), "no rank was slow"
@@ -163,7 +190,12 @@ def test_every_listed_name_can_be_sent(made: Sent) -> None:
     """Other names belong to launchers, schedulers or clouds that are missing here."""
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
-        seen = {name for point in made.points if point.metric == metric.name for name in point.attributes}
+        seen = {
+            name
+            for point in made.points
+            if point.metric == metric.name
+            for name in point.attributes
+        }
         assert seen - {semantics.OVER_COMPONENTS} == set(metric.attributes), metric.name
     names = {span.name for span in made.spans if semantics.SPAN_KIND not in span.attributes}
     assert names == set(SPANS)
@@ -187,21 +219,40 @@ def test_every_instrument_is_listed() -> None:
 
 def test_every_constant_is_listed() -> None:
     listed = set(METRICS) | set(ATTRIBUTES) | set(SPANS) | {semantics.SCOPE}
-    listed |= {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SPAN_RANK, semantics.STEP_KIND}
-    constants = {name: value for name, value in vars(semantics).items() if name.isupper() and name[0] != "_"}
-    assert {name: value for name, value in constants.items() if isinstance(value, str) and value not in listed} == {}
+    listed |= {
+        semantics.OPENTELEMETRY,
+        semantics.NEMO_LENS,
+        semantics.OURS,
+        semantics.SPAN_RANK,
+        semantics.STEP_KIND,
+    }
+    constants = {
+        name: value for name, value in vars(semantics).items() if name.isupper() and name[0] != "_"
+    }
+    assert {
+        name: value
+        for name, value in constants.items()
+        if isinstance(value, str) and value not in listed
+    } == {}
 
 
 def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
-    """Return OpenTelemetry's attributes, and its instruments and units by metric, from its package."""
+    """Return OpenTelemetry's attributes, and its instruments and units by metric,
+    from its package.
+    """
     attributes: set[str] = set()
     metrics: dict[str, tuple[str, str]] = {}
     (folder,) = opentelemetry.semconv.__path__
     for path in Path(folder).rglob("*_attributes.py"):
         attributes |= set(re.findall(r'Final = \(?\s*"([a-z0-9_.]+)"', path.read_text()))
-    pattern = r'Final = \(?\s*"([a-z0-9_.]+)"\s*\)?\n"""(?:(?!""").)*?Instrument: (\w+)\nUnit: (\S+)'
+    pattern = (
+        r'Final = \(?\s*"([a-z0-9_.]+)"\s*\)?\n"""(?:(?!""").)*?Instrument: (\w+)\nUnit: (\S+)'
+    )
     for path in Path(folder).rglob("*_metrics.py"):
-        metrics |= {name: (kind, unit) for name, kind, unit in re.findall(pattern, path.read_text(), re.DOTALL)}
+        metrics |= {
+            name: (kind, unit)
+            for name, kind, unit in re.findall(pattern, path.read_text(), re.DOTALL)
+        }
     return attributes, metrics
 
 
@@ -214,9 +265,14 @@ def test_names_listed_as_opentelemetrys_are_in_its_package() -> None:
         standard = metrics.get(metric.name)
         assert (standard is not None) == (metric.source == semantics.OPENTELEMETRY), metric.name
         if standard is not None:
-            assert standard == (metric.instrument.replace("-", "").replace(" ", ""), metric.unit), metric.name
+            assert standard == (
+                metric.instrument.replace("-", "").replace(" ", ""),
+                metric.unit,
+            ), metric.name
     for attribute in semantics.ATTRIBUTES:
-        assert (attribute.name in attributes) == (attribute.source == semantics.OPENTELEMETRY), attribute.name
+        assert (attribute.name in attributes) == (attribute.source == semantics.OPENTELEMETRY), (
+            attribute.name
+        )
 
 
 def test_page_equals_the_output_of_its_script() -> None:

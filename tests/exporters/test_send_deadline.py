@@ -97,7 +97,9 @@ def says_nothing(connection: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | None = None) -> Iterator[int]:
+def server(
+    behaves: Callable[[socket.socket], None], context: ssl.SSLContext | None = None
+) -> Iterator[int]:
     """Run a server and return its port. With a context it uses TLS."""
     listening = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []
@@ -113,8 +115,11 @@ def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | N
             while True:
                 connection, _ = listening.accept()
                 if context is not None:
-                    connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-                # Keep the wrapped socket: an unclosed one warns later, in the middle of another test.
+                    connection = context.wrap_socket(
+                        connection, server_side=True, do_handshake_on_connect=False
+                    )
+                # Keep the wrapped socket: an unclosed one warns later, in the middle of another
+                # test.
                 accepted.append(connection)
                 threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
@@ -141,7 +146,9 @@ def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
     finally:
         took_s = time.monotonic() - began_s
         transport.close()
-    assert eventually(lambda: not [each for each in threading.enumerate() if each.name == "otlp-deadline"])
+    assert eventually(
+        lambda: not [each for each in threading.enumerate() if each.name == "otlp-deadline"]
+    )
     return answer, took_s
 
 
@@ -160,7 +167,9 @@ def test_send_ends_within_its_timeout(behaves: Callable[[socket.socket], None]) 
 
 
 @pytest.mark.parametrize("behaves", [head_byte_by_byte, chunks_byte_by_byte, reads_slowly])
-def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket], None], tmp_path: Path) -> None:
+def test_send_over_tls_ends_within_its_timeout(
+    behaves: Callable[[socket.socket], None], tmp_path: Path
+) -> None:
     shown = certificate(tmp_path / "ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(shown.path, shown.key)
@@ -173,7 +182,9 @@ def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket]
 
 def test_endless_tls_handshake_ends_within_the_timeout() -> None:
     """The server sends the start of a TLS record one byte at a time."""
-    with server(lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))) as port:
+    with server(
+        lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))
+    ) as port:
         answer, took_s = sent(f"https://127.0.0.1:{port}")
     assert answer.outcome is Outcome.LATER
     assert took_s < LATE_S
@@ -191,7 +202,9 @@ def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
             connection.sendall(_HEAD + b"Content-Length: 0\r\n\r\n")
 
     with server(behaves) as port:
-        transport = transport_for("http/protobuf", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT=str(TIMEOUT_S))
+        transport = transport_for(
+            "http/protobuf", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT=str(TIMEOUT_S)
+        )
         assert transport.send(spans_of("x")).outcome is Outcome.LATER
         slow.clear()
         assert [transport.send(spans_of("x")).outcome for _ in range(3)] == [Outcome.DELIVERED] * 3
@@ -217,7 +230,9 @@ def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None
     assert found == expected or (expected is None and found is not None and found >= 0.0)
 
 
-@pytest.mark.parametrize("header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400])
+@pytest.mark.parametrize(
+    "header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400]
+)
 def test_reason_has_the_status_for_any_retry_after(header: str) -> None:
     with serving(answering(429, Retry_After=header)) as address:
         answer, _ = sent(address)

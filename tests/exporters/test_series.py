@@ -55,8 +55,13 @@ def check(point: Any, values_ns: Durations) -> None:
         assert point.zero_count == len(zeros)
         counts = list(point.positive.bucket_counts)
         assert len(counts) <= MAX_BUCKETS
-        edges = list(2.0 ** ((point.positive.offset + np.arange(len(counts) + 1)) / 2.0**point.scale))
-    expected = [int(((low < values_s) & (values_s <= high)).sum()) for low, high in itertools.pairwise(edges)]
+        edges = list(
+            2.0 ** ((point.positive.offset + np.arange(len(counts) + 1)) / 2.0**point.scale)
+        )
+    expected = [
+        int(((low < values_s) & (values_s <= high)).sum())
+        for low, high in itertools.pairwise(edges)
+    ]
     assert counts == expected
     assert sum(counts) == len(values_s)
 
@@ -72,10 +77,23 @@ def check(point: Any, values_ns: Durations) -> None:
         (np.array([2, 30 * 24]) * HOUR_NS, 4),
         (np.array([0]), 5),
     ],
-    ids=["alike", "an epoch's", "everything", "bounds", "no time", "longer than a kernel's", "zero"],
+    ids=[
+        "alike",
+        "an epoch's",
+        "everything",
+        "bounds",
+        "no time",
+        "longer than a kernel's",
+        "zero",
+    ],
 )
-def test_exponential_points_have_exact_count_sum_and_buckets(values_ns: Durations, scale: int) -> None:
-    """Count, sum, extremes and buckets are right. A wide distribution has fewer buckets per octave."""
+def test_exponential_points_have_exact_count_sum_and_buckets(
+    values_ns: Durations, scale: int
+) -> None:
+    """Count, sum, extremes and buckets are right.
+
+    A wide distribution has fewer buckets per octave.
+    """
     meter = Meter()
     series = histogram(meter)
     for some in np.array_split(values_ns, 3):
@@ -86,7 +104,9 @@ def test_exponential_points_have_exact_count_sum_and_buckets(values_ns: Duration
 
 
 def test_duration_on_a_bound_is_in_the_right_explicit_bucket() -> None:
-    values_ns = np.concatenate([durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]])
+    values_ns = np.concatenate(
+        [durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]]
+    )
     meter = Meter(explicit_bounds=True)
     histogram(meter).record(values_ns, {})
     check(point_of(meter), values_ns)
@@ -108,7 +128,9 @@ class Node:
     def __init__(self, now_s: Callable[[], float], *, explicit_bounds: bool = False) -> None:
         meter = Meter(explicit_bounds=explicit_bounds)
         self.series = histogram(meter)
-        self.tally = MetricSnapshot(meter, [self.series], [meter.create_counter("steps", "", "")], now_s)
+        self.tally = MetricSnapshot(
+            meter, [self.series], [meter.create_counter("steps", "", "")], now_s
+        )
 
 
 class Clock:
@@ -132,7 +154,9 @@ class Node0:
         self.heard.take(node, data)
 
 
-def deliver_messages(clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30) -> None:
+def deliver_messages(
+    clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30
+) -> None:
     """Deliver each message at once. So many messages contain each piece once."""
     for _ in range(times):
         clock.now_s += EVERY_S
@@ -172,7 +196,9 @@ def test_counts_of_lost_messages_arrive_with_later_ones() -> None:
     delivered = itertools.cycle([True, False, False])
     for some in np.split(values_ns, 6):
         node.series.record(some, {})
-        deliver_messages(clock, node, lambda data: node_0.take("a", data) if next(delivered) else None)
+        deliver_messages(
+            clock, node, lambda data: node_0.take("a", data) if next(delivered) else None
+        )
     deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     check(point_of(node_0.meter), values_ns)
 
@@ -186,7 +212,9 @@ def test_message_without_new_counts_adds_no_sum() -> None:
 
     def take_and_export(data: bytes) -> None:
         node_0.take("a", data)
-        sums_s.extend(point.sum for metric in node_0.meter.collect() for point in metric.data.data_points)
+        sums_s.extend(
+            point.sum for metric in node_0.meter.collect() for point in metric.data.data_points
+        )
 
     for values_ns in parts_ns:
         node.series.record(values_ns, {})

@@ -32,7 +32,9 @@ from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
 from torchlens_perf.exporters.delivery.otlp_requests import encode, size
 
-PARTIAL = ExportTraceServiceResponse(partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no"))
+PARTIAL = ExportTraceServiceResponse(
+    partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no")
+)
 PROTOBUF = {"Content_Type": "application/x-protobuf"}
 
 
@@ -77,7 +79,9 @@ def test_http_status_decides_between_retry_and_refusal(
 
 def test_reason_of_a_refusal_is_the_message_of_the_endpoint() -> None:
     """The endpoint's message is logged if it has one, without terminal control characters."""
-    with serving(answering(400, Status(message="bad \x1b[2J field").SerializeToString(), **PROTOBUF)) as address:
+    with serving(
+        answering(400, Status(message="bad \x1b[2J field").SerializeToString(), **PROTOBUF)
+    ) as address:
         reason = over_http(address).reason
     assert "bad " in reason
     assert "\x1b" not in reason
@@ -113,7 +117,9 @@ def test_broken_connection_is_retried() -> None:
             assert over_http(address).outcome is Outcome.LATER
 
 
-@pytest.mark.parametrize(("compression", "unpack"), [("gzip", gzip.decompress), ("deflate", zlib.decompress)])
+@pytest.mark.parametrize(
+    ("compression", "unpack"), [("gzip", gzip.decompress), ("deflate", zlib.decompress)]
+)
 def test_body_is_compressed_and_user_headers_are_sent(compression: str, unpack: Any) -> None:
     seen: list[tuple[Any, bytes]] = []
 
@@ -154,13 +160,16 @@ def nothing():
 def test_requests_are_sent_by_the_session_of_the_credential_provider(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session of the user's entry point sends, and its responses are classified like any other."""
+    """The session of the user's entry point sends, and its responses are classified
+    like any other.
+    """
     (tmp_path / "of_the_user.py").write_text(_PROVIDER)
     package = tmp_path / "of_the_user-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: of-the-user\nVersion: 1\n")
     (package / "entry_points.txt").write_text(
-        "[opentelemetry_otlp_credential_provider]\nmine = of_the_user:session\nempty = of_the_user:nothing\n"
+        "[opentelemetry_otlp_credential_provider]\nmine = of_the_user:session\nempty ="
+        " of_the_user:nothing\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[str] = []
@@ -177,7 +186,10 @@ def test_requests_are_sent_by_the_session_of_the_credential_provider(
             pass
 
     variable = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
-    with serving(Redirects) as address, variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}):
+    with (
+        serving(Redirects) as address,
+        variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}),
+    ):
         transport = sdk_exporters.over_http("traces")
         assert transport.send(spans_of("a")).outcome is Outcome.LATER
         transport.close()
@@ -207,7 +219,9 @@ def over_grpc(address: str, spans: int = 1) -> Answer:
         (grpc.StatusCode.INTERNAL, Outcome.LATER),
     ],
 )
-def test_grpc_status_decides_between_retry_and_refusal(status: grpc.StatusCode, outcome: Outcome) -> None:
+def test_grpc_status_decides_between_retry_and_refusal(
+    status: grpc.StatusCode, outcome: Outcome
+) -> None:
     with grpc_answering(status) as address:
         assert over_grpc(address).outcome is outcome
 
@@ -222,7 +236,9 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
     class Spans(TraceServiceServicer):
         def Export(self, request: Any, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
             if busy.is_set():
-                context.set_trailing_metadata([("grpc-status-details-bin", asked.SerializeToString())])
+                context.set_trailing_metadata(
+                    [("grpc-status-details-bin", asked.SerializeToString())]
+                )
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "later")
             return PARTIAL
 
@@ -242,9 +258,13 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
 
 @pytest.mark.parametrize("signal", KEPT)
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_each_signal_arrives_over_both_protocols(signal: str, protocol: str, receiver: Receiver) -> None:
+def test_each_signal_arrives_over_both_protocols(
+    signal: str, protocol: str, receiver: Receiver
+) -> None:
     """A real endpoint receives what was sent, for all signals over both protocols."""
     answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
     assert answer == Answer(Outcome.DELIVERED)
-    found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[signal]()
+    found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[
+        signal
+    ]()
     assert len(found) == size(KEPT[signal])

@@ -48,11 +48,16 @@ SCRIPTS_BY_NAME = {
     "fabric_loop": Script("lightning", TRAINING | {"data"}, {"0", "2", "6"}),
     "lightning_fit": Script("lightning", TRAINING | {"data"}, {"model.0", "model.6", "criterion"}),
     "hf_trainer": Script(
-        "transformers", TRAINING | {"data", "recompute"}, {"bert.encoder.layer.0", "bert.embeddings"}, micro_steps=2
+        "transformers",
+        TRAINING | {"data", "recompute"},
+        {"bert.encoder.layer.0", "bert.embeddings"},
+        micro_steps=2,
     ),
     "trl_sft": Script("trl", TRAINING | {"data"}, {"transformer.h.0", "transformer.wte"}),
     "gan": Script("", TRAINING, {"generator.0", "critic.0"}, frozenset({"0", "2"}), micro_steps=2),
-    "sac": Script("", TRAINING, {"actor.fc1", "first_critic.fc1", "second_critic.fc1"}, frozenset({"fc1"})),
+    "sac": Script(
+        "", TRAINING, {"actor.fc1", "first_critic.fc1", "second_critic.fc1"}, frozenset({"fc1"})
+    ),
     "manual_sgd": Script("", {"forward", "backward", "host"}, {"0", "2", "6"}, unseen=2, merged=1),
     "lbfgs": Script("", TRAINING, {"0", "2", "6"}),
     "inference": Script("", {"forward"}, {"0", "2", "6"}, only_with_a_watch=True),
@@ -84,7 +89,9 @@ def unwatched(name: str, folder: Path) -> dict[str, Any]:
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
     """Run a script and parse its last line. Its own warnings and progress go to stderr."""
-    done = run_warm([sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment)
+    done = run_warm(
+        [sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value
@@ -109,7 +116,9 @@ def test_script_is_recorded_unchanged(name: str, way: str, folder: Path, tmp_pat
     script, (rank,) = SCRIPTS_BY_NAME[name], report["ranks"]
 
     assert found == expected, "the losses are not the same"
-    assert rank["steps"] == expected["steps"] - (script.unseen if way == "variable" else script.merged)
+    assert rank["steps"] == expected["steps"] - (
+        script.unseen if way == "variable" else script.merged
+    )
     assert report["quality"]["lost"] == 0
     assert rank["phases"].keys() - {"tool"} >= script.phases
     assert rank["not_measured"] == []
@@ -120,9 +129,16 @@ def test_script_is_recorded_unchanged(name: str, way: str, folder: Path, tmp_pat
     assert report["steps"]["inference"] is (name == "inference")
     assert {verdict["kind"] for verdict in report["verdicts"]} <= SENSIBLE
     forward_s = rank["phases"]["forward"]["typical_s"]
-    assert sum(row["own_s_per_step"] for row in report["modules"]) <= forward_s * 1.001, "modules exceed their phase"
+    assert sum(row["own_s_per_step"] for row in report["modules"]) <= forward_s * 1.001, (
+        "modules exceed their phase"
+    )
     kinds = {"evaluation", "forward passes without gradients"}
-    evaluations = [step for long in report["steps"]["long"] if kinds & set(long["kinds"]) for step in long["steps"]]
+    evaluations = [
+        step
+        for long in report["steps"]["long"]
+        if kinds & set(long["kinds"])
+        for step in long["steps"]
+    ]
     inside = [step for step in expected.get("evaluations", []) if step < expected["steps"]]
     # An evaluation that takes no longer than a step is not a separate class.
     assert set(evaluations) <= set(inside)

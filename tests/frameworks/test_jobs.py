@@ -1,4 +1,5 @@
-"""Jobs of installed frameworks with a planted fault each and the lines of docs/guides/frameworks.md.
+"""Jobs of installed frameworks with a planted fault each and the lines of
+docs/guides/frameworks.md.
 
 Each job runs with and without recording. The losses are bit-equal, the steps equal the framework's
 count, and the verdict names the fault. Run by `make test-frameworks`.
@@ -100,7 +101,9 @@ CASES = [
         marks=[
             pytest.mark.skipif(
                 not installed(job),
-                reason=f"{' and '.join(job.packages)}: not in this environment: make test-frameworks",
+                reason=(
+                    f"{' and '.join(job.packages)}: not in this environment: make test-frameworks"
+                ),
             ),
             pytest.mark.long,
         ],
@@ -112,7 +115,11 @@ CASES = [
 def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
     """Run a job with the package in `package`. Return the parsed last line of rank 0."""
     job, script = JOBS[name], str(FOLDER / "jobs" / f"{name}.py")
-    command = [sys.executable, script] if job.ranks == 1 or job.itself else torchrun(script, ranks=job.ranks)
+    command = (
+        [sys.executable, script]
+        if job.ranks == 1 or job.itself
+        else torchrun(script, ranks=job.ranks)
+    )
     quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(package)}
     for _ in range(3):
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,12 +166,15 @@ def tagged(folder: Path) -> dict[str, list[int]]:
     rows = pyarrow.parquet.read_table(file, columns=["rank", "step", "flags"]).to_pylist()
     kinds = {"evaluation": Flag.EVALUATION, "saving": Flag.CHECKPOINT}
     return {
-        kind: [row["step"] for row in rows if not row["rank"] and row["flags"] & flag] for kind, flag in kinds.items()
+        kind: [row["step"] for row in rows if not row["rank"] and row["flags"] & flag]
+        for kind, flag in kinds.items()
     }
 
 
 def test_docs_show_the_jobs_lines() -> None:
-    """docs/guides/frameworks.md contains exactly the lines between "paste" and "end" of all jobs."""
+    """docs/guides/frameworks.md contains exactly the lines between "paste" and "end" of all
+    jobs.
+    """
     shown = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
     assert {name for name, _ in shown} == set(JOBS)
@@ -182,7 +192,9 @@ def pasted(name: str) -> str:
 
 
 def test_docs_list_the_installed_versions() -> None:
-    """docs/internals/framework-tests.md has a row for each job, with the versions installed here."""
+    """docs/internals/framework-tests.md has a row for each job, with the versions installed
+    here.
+    """
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*\d) \|", VERSIONS.read_text(), re.MULTILINE))
 
     assert set(rows) == set(JOBS)
@@ -192,4 +204,6 @@ def test_docs_list_the_installed_versions() -> None:
         for package in job.packages:
             if importlib.util.find_spec(package) is not None:
                 version = importlib.metadata.version(package).partition("+")[0]
-                assert version.split(".")[:2] == listed[package].split(".")[:2], f"{package} is {version}"
+                assert version.split(".")[:2] == listed[package].split(".")[:2], (
+                    f"{package} is {version}"
+                )

@@ -18,11 +18,19 @@ from tests.page.browser.tab import ARGUMENTS, CHROMIUM
 from tests.support.jupyter_lab import JupyterLab
 from tests.support.processes import ROOT, runs
 
-MISSING = [each for each in ("jupyterlab", "ipykernel", "playwright") if importlib.util.find_spec(each) is None]
+MISSING = [
+    each
+    for each in ("jupyterlab", "ipykernel", "playwright")
+    if importlib.util.find_spec(each) is None
+]
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not in this environment: make test-frameworks"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{', '.join(MISSING)} not in this environment: make test-frameworks"
+    ),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium"
+    ),
 ]
 DEADLINE_MS = 30_000
 SIZE = {"width": 1280, "height": 1000}
@@ -120,7 +128,11 @@ def opened(lab: JupyterLab) -> Iterator[Callable[..., Any]]:
         yield open_notebook
         browser.close()
     assert problems == []
-    assert [each for each in asked if not each.startswith((lab.origin, "data:", "blob:", "ws://127.0.0.1:"))] == []
+    assert [
+        each
+        for each in asked
+        if not each.startswith((lab.origin, "data:", "blob:", "ws://127.0.0.1:"))
+    ] == []
 
 
 def run_all(page: Any) -> None:
@@ -146,7 +158,9 @@ def picture(page: Any, number: int, name: str) -> None:
     """Save a picture: for docs/guides/notebook.md with SHOTS=1, or into PAGE_SHOTS."""
     folder = ROOT / "docs" / "images" if os.environ.get("SHOTS") else os.environ.get("PAGE_SHOTS")
     if folder:
-        page.locator(".jp-Notebook .jp-Cell").nth(number).screenshot(path=Path(folder) / f"{name}.png")
+        page.locator(".jp-Notebook .jp-Cell").nth(number).screenshot(
+            path=Path(folder) / f"{name}.png"
+        )
         # Scrolling for the picture can put the pointer over a table row, whose colour then changes.
         page.mouse.move(0, 0)
 
@@ -160,7 +174,9 @@ def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_report_is_live_and_readable(lab: JupyterLab, opened: Callable[..., Any], theme: str) -> None:
+def test_report_is_live_and_readable(
+    lab: JupyterLab, opened: Callable[..., Any], theme: str
+) -> None:
     """One report updates itself while the cell runs, ends in the same place, and is readable with
     each theme.
     """
@@ -192,7 +208,9 @@ def test_report_is_live_and_readable(lab: JupyterLab, opened: Callable[..., Any]
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
 
 
-def test_report_is_shown_in_an_untrusted_notebook(lab: JupyterLab, opened: Callable[..., Any]) -> None:
+def test_report_is_shown_in_an_untrusted_notebook(
+    lab: JupyterLab, opened: Callable[..., Any]
+) -> None:
     """JupyterLab removes scripts and styles from an untrusted notebook.
 
     The same content is shown.

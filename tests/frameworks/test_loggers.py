@@ -27,7 +27,9 @@ NEEDS = ("tensorboard", "wandb", "mlflow")
     not all(map(importlib.util.find_spec, NEEDS)),
     reason=f"{', '.join(NEEDS)}: not all in this environment: make test-frameworks",
 )
-def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_and_report_are_in_each_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All loggers have the same figures at steps of the run, and the report as text.
 
     The user's rows do not move.
@@ -38,10 +40,15 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     done = run(
-        [sys.executable, str(FOLDER / "jobs" / "loggers_loop.py")], tmp_path, timeout_s=200, PYTHONPATH=str(ROOT)
+        [sys.executable, str(FOLDER / "jobs" / "loggers_loop.py")],
+        tmp_path,
+        timeout_s=200,
+        PYTHONPATH=str(ROOT),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    facts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"')))
+    facts = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
+    )
     report = only_report(tmp_path)
     assert report["ranks"][0]["steps"] == facts["steps"] == facts["moved"]
 
@@ -51,7 +58,9 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
     assert len(rows) >= 3
     assert all(0 < row.step <= facts["steps"] for row in rows)
     assert [row.step for row in rows] == [row.step for row in board.Scalars(DATA)]
-    assert [(row.step, pytest.approx(row.value)) for row in rows] == [(step, of[STEP]) for step, of in facts["rows"]]
+    assert [(row.step, pytest.approx(row.value)) for row in rows] == [
+        (step, of[STEP]) for step, of in facts["rows"]
+    ]
     assert all(row.value > 0.03 for row in rows), "a step waits 32 ms for its data"
     (text,) = board.Tensors(f"{REPORT}/text_summary")
     assert "Waiting for data takes" in text.tensor_proto.string_val[0].decode()
@@ -60,7 +69,9 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
     client = MlflowClient(f"file:{tmp_path}/mlruns")
     (one,) = client.search_runs(["0"])
     history = client.get_metric_history(one.info.run_id, STEP)
-    assert [(each.step, pytest.approx(each.value)) for each in history] == [(row.step, row.value) for row in rows]
+    assert [(each.step, pytest.approx(each.value)) for each in history] == [
+        (row.step, row.value) for row in rows
+    ]
     assert any(tmp_path.glob(f"mlruns/**/{REPORT}.txt"))
 
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -73,14 +84,21 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
             steps.append(record.history.step.num)
         if STEP in row:
             values.append(json.loads(row[STEP]))
-        summary |= {item.key or item.nested_key[0]: item.value_json for item in record.summary.update}
+        summary |= {
+            item.key or item.nested_key[0]: item.value_json for item in record.summary.update
+        }
     assert steps == list(range(facts["steps"])), "figures of ours moved the user's rows"
     assert values == pytest.approx([row.value for row in rows][: len(values)])
     assert values
     assert "Waiting for data takes" in json.loads(summary[REPORT])
 
 
-WAYS = {"trainer": "transformers", "lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
+WAYS = {
+    "trainer": "transformers",
+    "lightning": "lightning",
+    "fabric": "lightning",
+    "accelerate": "accelerate",
+}
 """Packages that the ways need."""
 PREFIXES = {"trainer": "train/"}
 """Prefix that the framework adds to all names."""
@@ -101,16 +119,26 @@ def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str
     """Run the job. Return its last output line and its logged values."""
     folder.mkdir()
     script = str(FOLDER / "jobs" / "framework_loggers.py")
-    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", RAISE: "0"}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        RAISE: "0",
+    }
     done = run([sys.executable, script, way, *arguments], folder, timeout_s=200, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))), done.stderr
+    return (
+        json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))),
+        done.stderr,
+    )
 
 
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", OF_FRAMEWORKS)
-def test_callback_adds_figures_and_report_to_loggers_of_the_framework(way: str, tmp_path: Path) -> None:
+def test_callback_adds_figures_and_report_to_loggers_of_the_framework(
+    way: str, tmp_path: Path
+) -> None:
     """One argument adds figures at the framework's steps and the report.
 
     All of the user's rows are there.
@@ -154,7 +182,15 @@ def test_callback_adds_figures_and_report_to_loggers_of_the_framework(way: str, 
 
 def test_callbacks_import_only_their_framework() -> None:
     """The package itself imports no framework."""
-    frameworks = {"transformers", "lightning", "accelerate", "tensorboard", "wandb", "mlflow", "ray"}
+    frameworks = {
+        "transformers",
+        "lightning",
+        "accelerate",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "ray",
+    }
     code = """
 import sys, torchlens_perf, torchlens_perf.watch, torchlens_perf.results.loggers
 before = set(sys.modules)
@@ -166,7 +202,12 @@ print(*sorted({name.partition(".")[0] for name in before}), "|", *sorted({name f
     if name.startswith("torchlens_perf.integrations.")}))
 """
     for name, framework in (("huggingface", "transformers"), ("lightning", "lightning")):
-        done = run([sys.executable, "-W", "ignore", "-c", code, name], ROOT, timeout_s=100, PYTHONPATH=str(ROOT))
+        done = run(
+            [sys.executable, "-W", "ignore", "-c", code, name],
+            ROOT,
+            timeout_s=100,
+            PYTHONPATH=str(ROOT),
+        )
         assert done.returncode == 0, done.stderr
         *said, last = done.stdout.splitlines()
         before, _, ours = last.partition(" | ")
@@ -176,7 +217,9 @@ print(*sorted({name.partition(".")[0] for name in before}), "|", *sorted({name f
             assert line.startswith(f"{framework} cannot be imported")
             assert line.endswith(f"pip install {framework}")
         else:
-            assert set(ours.split()) == {f"torchlens_perf.integrations.{of}" for of in (name, "framework_run")}
+            assert set(ours.split()) == {
+                f"torchlens_perf.integrations.{of}" for of in (name, "framework_run")
+            }
 
 
 def chunks(log: bytes) -> Iterator[bytes]:

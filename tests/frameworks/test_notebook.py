@@ -24,8 +24,13 @@ from tests.support.processes import ROOT, clean_environ, report, runs
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("nbclient", "nbconvert", "ipykernel")),
-        reason="nbclient, nbconvert and ipykernel are not in this environment: make test-frameworks",
+        any(
+            importlib.util.find_spec(name) is None
+            for name in ("nbclient", "nbconvert", "ipykernel")
+        ),
+        reason=(
+            "nbclient, nbconvert and ipykernel are not in this environment: make test-frameworks"
+        ),
     ),
 ]
 SETUP = """
@@ -129,7 +134,8 @@ def test_each_training_cell_ends_with_a_report(kernel: Kernel) -> None:
 def test_no_thread_and_no_hook_is_left_between_cells(kernel: Kernel) -> None:
     kernel.run("import threading; before = threading.active_count()" + TRAIN)
     after = kernel.run(
-        "print(threading.active_count() - before, model._forward_hooks, '_compiled_call_impl' in model.__dict__)"
+        "print(threading.active_count() - before, model._forward_hooks, '_compiled_call_impl' in"
+        " model.__dict__)"
     )
     assert after.text == "0 OrderedDict() False\n"
 
@@ -179,7 +185,9 @@ def test_display_in_another_cell_becomes_the_report(kernel: Kernel) -> None:
     """The display becomes the report. The cell in which the run ends shows no second one."""
     first = kernel.run("w = perf.watch(model, optimizer, **settings).__enter__()\ndisplay(w)")
     (name,) = first.shown
-    middle = kernel.run(COUNT_UPDATES + "train_until(lambda: updates)\npublisher.unregister_hook(count);")
+    middle = kernel.run(
+        COUNT_UPDATES + "train_until(lambda: updates)\npublisher.unregister_hook(count);"
+    )
     last = kernel.run("w.__exit__(None, None, None)")
 
     assert (middle.reports, last.reports) == ([], [])
@@ -213,7 +221,9 @@ def test_display_returns_after_clearing_the_output(kernel: Kernel) -> None:
 def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
     """Each watch has a report, in order. A watch inside another one has none."""
     output = kernel.run(
-        TRAIN + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n        train(12)"
+        TRAIN
+        + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n      "
+        "  train(12)"
     )
     first, second = output.reports
 
@@ -237,7 +247,9 @@ def test_interrupted_cell_ends_with_the_report(kernel: Kernel) -> None:
 
     The sidecar is not interrupted.
     """
-    output = kernel.run(LIVE + "    print('now', flush=True)\n    train_until(lambda: False)", interrupt_at="now")
+    output = kernel.run(
+        LIVE + "    print('now', flush=True)\n    train_until(lambda: False)", interrupt_at="now"
+    )
     assert output.errors == ["KeyboardInterrupt"]
     assert ", ended after " in output.only()["text/plain"]
     assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
@@ -271,12 +283,11 @@ def test_disabled_report_is_not_shown(kernel: Kernel) -> None:
 def test_section_and_module_names_are_escaped(kernel: Kernel) -> None:
     """Names of sections and modules are escaped in every format."""
     output = kernel.run(
-        "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\n"
-        "bad = nn.ModuleDict({'<b>bold</b>': nn.Linear(4, 4)})['<b>bold</b>']\n"
-        "o = torch.optim.SGD(bad.parameters(), lr=0.1)\n"
-        "with perf.watch({name: bad}, o, **settings) as w:\n"
-        "    for _ in range(20):\n"
-        "        with perf.section(name):\n            bad(torch.ones(2, 4)).sum().backward(); o.step()\n"
+        "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\nbad ="
+        " nn.ModuleDict({'<b>bold</b>': nn.Linear(4, 4)})['<b>bold</b>']\no ="
+        " torch.optim.SGD(bad.parameters(), lr=0.1)\nwith perf.watch({name: bad}, o, **settings) as"
+        " w:\n    for _ in range(20):\n        with perf.section(name):\n           "
+        " bad(torch.ones(2, 4)).sum().backward(); o.step()\n"
     )
     # Short form at the cell's end, full form on request.
     for found in (output.only(), whole := kernel.run("w").only()):
@@ -330,7 +341,9 @@ def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, TRAIN, LIVE)])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in (SETUP, TRAIN, LIVE)]
+    )
     NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
     saved = nbformat.reads(nbformat.writes(notebook), as_version=4)
     for cell in saved.cells[1:]:
@@ -348,7 +361,9 @@ def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_kernel_with_automatic_recording_ends_and_leaves_a_report(tmp_path: Path) -> None:
-    """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time and leaves a report."""
+    """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time and leaves a
+    report.
+    """
     kernel = Kernel(tmp_path, TORCHLENS_PERF="1")
     assert kernel.run(SETUP + "train(30)").errors == []
     ended = threading.Thread(target=kernel.close)

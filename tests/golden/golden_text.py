@@ -17,18 +17,30 @@ def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()
     """Return all verdicts with their figures, and all alerts with their ids."""
     lines = [title, ""]
     for row in report["verdicts"]:
-        held = {name: value for name, value in (row["held"] or {}).items() if name not in ("since", "until")}
+        held = {
+            name: value
+            for name, value in (row["held"] or {}).items()
+            if name not in ("since", "until")
+        }
         lines += [row["text"], f"  {_figures(held)}", f"  {_figures(row)}", ""]
     for alert in alerts:
-        lines += [f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.sentence}", ""]
+        lines += [
+            f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.sentence}",
+            "",
+        ]
     return _CLOCK_TIMES.sub("TIME", "\n".join(lines))
 
 
 def _figures(row: dict[str, Any]) -> str:
     """Return the other fields of a verdict, with three digits."""
     left_out = ("text", "explanation", "cause", "held", "evidence", "where")
-    values = ((name, value) for name, value in row.items() if name not in left_out and value is not False)
-    return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
+    values = (
+        (name, value) for name, value in row.items() if name not in left_out and value is not False
+    )
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in values
+    )
 
 
 def expected_text(text: str, file: Path) -> str:

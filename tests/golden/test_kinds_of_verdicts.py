@@ -19,7 +19,9 @@ from torchlens_perf.report.build import build
 KEPT = Path(__file__).parent / "kinds"
 
 
-@pytest.mark.parametrize(("kind", "evidence"), STATES, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("kind", "evidence"), STATES, ids=lambda each: getattr(each, "__name__", each)
+)
 def test_report_equals_the_golden_file(kind: str, evidence: type, tmp_path: Path) -> None:
     report = checked(build("run", [STATES[kind, evidence](make_run(tmp_path))]))
     text = golden_text(f"{kind} by {evidence.__name__}", report)
@@ -28,4 +30,6 @@ def test_report_equals_the_golden_file(kind: str, evidence: type, tmp_path: Path
 
 
 def test_each_golden_file_belongs_to_a_case() -> None:
-    assert {each.stem for each in KEPT.iterdir()} == {f"{kind}_{evidence.__name__}" for kind, evidence in STATES}
+    assert {each.stem for each in KEPT.iterdir()} == {
+        f"{kind}_{evidence.__name__}" for kind, evidence in STATES
+    }

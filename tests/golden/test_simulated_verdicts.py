@@ -33,7 +33,11 @@ RUNS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
     "constant": (MESH, None, ("constant:rank=3,share=0.25,phase=forward,since=40",)),
     "until": (MESH, None, ("constant:rank=3,share=0.25,phase=backward,since=40,until=130",)),
     "data": (MESH, None, ("constant:rank=5,share=0.3,phase=data",)),
-    "several": (MESH, None, ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60")),
+    "several": (
+        MESH,
+        None,
+        ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60"),
+    ),
     "drifting": (MESH, None, ("drifting:rank=2,share=0.2,over=150",)),
     "intermittent": (MESH, None, ("intermittent:rank=2,share=0.4",)),
     "moving": (MESH, None, ("moving:ranks=1+4,share=0.2,every=100",)),
@@ -42,15 +46,25 @@ RUNS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
     "stalls": (MESH, None, ("stalls:rank=3,share=3,every=40",)),
     "pauses": (MESH, None, ("pauses:share=0.5,every=50,together=yes",)),
     "variable length": (MESH, None, ("variable_length:spread=0.2,reported=yes",)),
-    "stages": (Topology(dp=2, tp=2, pp=2, node_size=4), None, ("constant:rank=5,share=0.25,phase=forward",)),
+    "stages": (
+        Topology(dp=2, tp=2, pp=2, node_size=4),
+        None,
+        ("constant:rank=5,share=0.25,phase=forward",),
+    ),
     "device": (MESH, DEVICE, ("constant:rank=3,share=0.2,phase=forward,since=40",)),
     "launch-bound": (Topology(8), LAUNCH_BOUND, ()),
-    "slow host": (Topology(8), LAUNCH_BOUND, ("constant:rank=2,share=0.15,phase=forward,since=40",)),
+    "slow host": (
+        Topology(8),
+        LAUNCH_BOUND,
+        ("constant:rank=2,share=0.15,phase=forward,since=40",),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_report_and_alerts_equal_the_golden_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_and_alerts_equal_the_golden_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = _text_of_run(name, tmp_path, monkeypatch)
 
     assert text == expected_text(text, KEPT / f"{name.replace(' ', '_')}.txt")

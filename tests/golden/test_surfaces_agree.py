@@ -53,7 +53,11 @@ FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
     "constant": (MESH, None, ("constant:rank=3,share=0.25,phase=forward,since=40",)),
     "until": (MESH, None, ("constant:rank=3,share=0.25,phase=backward,since=30,until=100",)),
     "data": (MESH, None, ("constant:rank=5,share=0.3,phase=data",)),
-    "several": (MESH, None, ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60")),
+    "several": (
+        MESH,
+        None,
+        ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60"),
+    ),
     "moving": (MESH, None, ("moving:ranks=1+4,share=0.25,every=70",)),
     "node": (MESH, None, ("node:node=1,share=0.15",)),
     "stalls": (MESH, None, ("stalls:rank=3,share=3,every=40",)),
@@ -61,7 +65,9 @@ FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
     "slow host": (Topology(8), LAUNCH_BOUND, ("constant:rank=2,share=0.2,phase=forward,since=40",)),
 }
 NOW = re.compile(r"[Ii]t costs the job (.+?) a step \((.+?)\).*?, since (?:step (\d+)|the start)")
-BEFORE = re.compile(r"from (?:step (\d+)|the start) to step (\d+).*which cost the job (.+?) a step \((.+?)\)")
+BEFORE = re.compile(
+    r"from (?:step (\d+)|the start) to step (\d+).*which cost the job (.+?) a step \((.+?)\)"
+)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,10 +76,15 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
     name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology, device, faults = FAULTS[name]
-    run, exporter = RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"), InMemoryExporter()
+    run, exporter = (
+        RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"),
+        InMemoryExporter(),
+    )
     run.create()
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
-    simulation = Simulation(topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05)
+    simulation = Simulation(
+        topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05
+    )
     record(simulation, STEPS, run, run.run_id, device)
 
     hold_together(checked(build(run.run_id, node_state.load_all(run))), exporter, tmp_path)
@@ -103,8 +114,13 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
         assert since == row["since_step"] == row["held"]["since_step"], row
         assert until == row["held"]["until_step"], row
         assert row["rank"] in map(int, re.findall(r"\b\d+\b", row["text"])), row
-    if row["kind"] in ("data_bound", "communication_bound", "host_bound", "lack_of_cpu") and row["cost_share"]:
-        assert f"{percent(row['cost_share'])} ({duration(row['cost_s_per_step'])})" in row["text"], row
+    if (
+        row["kind"] in ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
+        and row["cost_share"]
+    ):
+        assert (
+            f"{percent(row['cost_share'])} ({duration(row['cost_s_per_step'])})" in row["text"]
+        ), row
 
 
 def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
@@ -119,13 +135,20 @@ def parts_add_up(report: dict[str, Any]) -> None:
     steps = report["steps"]
     if steps["alike"]:
         others = [*steps["long"], *steps["short"]]
-        assert steps["alike"] + sum(each["count"] for each in others) == steps["count"] - steps["warm_up"]
-        whole_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
+        assert (
+            steps["alike"] + sum(each["count"] for each in others)
+            == steps["count"] - steps["warm_up"]
+        )
+        whole_s = steps["alike"] * steps["alike_mean_s"] + sum(
+            each["count"] * each["mean_s"] for each in others
+        )
         assert whole_s == pytest.approx(steps["total_s"], rel=0.02)
     for rank in report["ranks"]:
         typical = rank["typical"]
         assert sum(typical["parts"].values()) == pytest.approx(typical["s"], rel=1e-6)
-        assert sum(each["share"] for each in rank["phases"].values()) == pytest.approx(1.0, rel=1e-6)
+        assert sum(each["share"] for each in rank["phases"].values()) == pytest.approx(
+            1.0, rel=1e-6
+        )
     for row in report["verdicts"]:
         if hasattr(row["evidence"], "uses_s"):
             parts_s = sum(row["evidence"].uses_s.values())
@@ -138,10 +161,14 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert shown_in_order(render(report, "x", columns=400, color=False), ends_of_sentences(report))
     in_cell = json.loads(results(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
-    of_summary = [(each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]]
+    of_summary = [
+        (each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]
+    ]
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
     found = headlines(cast("Any", report))
-    in_top = " ".join(line.plain for line in all_findings(View("x", cast("Any", report), tuple(found)), 4000))
+    in_top = " ".join(
+        line.plain for line in all_findings(View("x", cast("Any", report), tuple(found)), 4000)
+    )
     assert shown_in_order(in_top, ends_of_sentences(report))
     assert all(each.cost in in_top for each in found if each.kind.startswith("straggler"))
     page = " ".join(cards({"report": report, "headlines": found, "tables": []}).itertext())  # type: ignore[typeddict-item]
@@ -160,7 +187,9 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
         figures = " ".join(" ".join(tiles.itertext()).split())
         per_second = re.search(r"([\d.]+) steps/s", short)
         assert per_second is None or f"{per_second[1]} steps per second" in figures
-        shares = re.findall(r"(data|forward|backward|optimizer|comm wait|CPU contention) ([\d.]+%)", figures)
+        shares = re.findall(
+            r"(data|forward|backward|optimizer|comm wait|CPU contention) ([\d.]+%)", figures
+        )
         if "█ " in short and "time" in short and head.kind != "straggler":
             assert all(f"{part} {share}" in short for part, share in shares)
 
@@ -173,7 +202,9 @@ def ends_of_sentences(report: dict[str, Any]) -> list[str]:
     return [head.sentence[-30:] for head in headlines(cast("Any", report))]
 
 
-def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+def alerts_and_assessment_have_the_figures_of_the_rows(
+    report: dict[str, Any], exporter: InMemoryExporter
+) -> None:
     now = {row["rank"]: row for row in report["verdicts"] if row["kind"] == "straggler"}
     before = {
         (row["rank"], row["since_step"]): row
@@ -189,7 +220,10 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
         if alert.change == ENDED:
-            assert (alert.cost_s_per_step, alert.cost_share) == (row["cost_s_per_step"], row["cost_share"])
+            assert (alert.cost_s_per_step, alert.cost_share) == (
+                row["cost_s_per_step"],
+                row["cost_share"],
+            )
             assert alert.until_step == row["held"]["until_step"]
             assert alert.sentence == row["text"] or len(alert.ranks) > 1
     assert exporter.assessment is not None
@@ -207,7 +241,10 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
     NodeMetrics(meter, time.monotonic).on_assessment(exporter.assessment)
     points = {metric.name: list(metric.data.data_points) for metric in meter.collect()}
     rows = [row for row in report["verdicts"] if row["kind"] == "straggler"]
-    costs_s = {point.attributes[semantics.RANK]: point.value for point in points.get(semantics.STRAGGLER_COST, ())}
+    costs_s = {
+        point.attributes[semantics.RANK]: point.value
+        for point in points.get(semantics.STRAGGLER_COST, ())
+    }
     for row in rows:
         if row["cost_s_per_step"] is not None:
             assert costs_s[row["rank"]] == row["cost_s_per_step"], row
@@ -220,7 +257,9 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
             assert point.value == row["evidence"].detectable_s
 
 
-def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+def loggers_have_the_figures_of_the_rows(
+    report: dict[str, Any], exporter: InMemoryExporter
+) -> None:
     """Check the output of `log_to()`: the slow rank, each alert, and the report."""
     board, figures = Board(), Figures()
     figures.add(checked_logger(board, 0.0, lambda: 1))
@@ -245,6 +284,10 @@ def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path)
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
     verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
     assert verdict is not None
-    assert (line.status, line.sentence, line.cost) == (verdict.status, verdict.sentence, verdict.cost)
+    assert (line.status, line.sentence, line.cost) == (
+        verdict.status,
+        verdict.sentence,
+        verdict.cost,
+    )
     assert (line.is_live, line.step_s) == (report["run"]["live"], report["steps"]["p50_s"])
     assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])

@@ -39,7 +39,9 @@ class Model(nn.Module):
         return self.third(x.relu())
 
 
-def train(model: nn.Module, folder: Path, steps: int = 3, micro_steps: int = 1, **settings: Any) -> Recording:
+def train(
+    model: nn.Module, folder: Path, steps: int = 3, micro_steps: int = 1, **settings: Any
+) -> Recording:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(folder, model, **{**EVERYTHING, **settings}) as recording:
         for _ in range(steps):
@@ -106,12 +108,17 @@ def test_recomputed_model_counts_as_one_forward_pass(early_stop: bool, tmp_path:
     """The second forward pass, inside the backward pass, ends no step and is not counted."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recorded(tmp_path, model, **EVERYTHING) as recording, set_checkpoint_early_stop(early_stop):
+    with (
+        recorded(tmp_path, model, **EVERYTHING) as recording,
+        set_checkpoint_early_stop(early_stop),
+    ):
         for _ in range(2):
             checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum().backward()
             optimizer.step()
 
-    assert [(each.flags & ~Flag.SAMPLED, each.value1) for each in recording.steps] == [(Flag(0), 1)] * 2
+    assert [(each.flags & ~Flag.SAMPLED, each.value1) for each in recording.steps] == [
+        (Flag(0), 1)
+    ] * 2
     assert recording.names(Kind.FORWARD) == ["forward Model"] * 2
     assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * 2
 
@@ -153,7 +160,9 @@ def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_accumulated_backward_passes_are_counted_as_micro_steps(micro_steps: int, tmp_path: Path) -> None:
+def test_accumulated_backward_passes_are_counted_as_micro_steps(
+    micro_steps: int, tmp_path: Path
+) -> None:
     recording = train(Model(), tmp_path, steps=2, micro_steps=micro_steps)
 
     assert [each.value1 for each in recording.steps] == [micro_steps] * 2
@@ -220,7 +229,10 @@ def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("detached", [False, True])
 def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_path: Path) -> None:
     """The loss of the generator comes after the discriminator's optimizer has ended the step."""
-    first, second = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
+    first, second = (
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 1)),
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
     settings = {**EVERYTHING, "backward_every": every}
     with recorded(tmp_path, {"generator": first, "discriminator": second}, **settings) as recording:
@@ -236,12 +248,16 @@ def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_p
                 each.zero_grad()
     spans = recording.of(Kind.MODULE_BACKWARD)
 
-    assert {"generator.0", "generator.1", "generator.2", "discriminator.0"} <= {each.name for each in spans}
+    assert {"generator.0", "generator.1", "generator.2", "discriminator.0"} <= {
+        each.name for each in spans
+    }
     passes = recording.of(Kind.BACKWARD)
     assert all(any(inside(each, whole) for whole in passes) for each in spans)
 
 
-@pytest.mark.parametrize(("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
+@pytest.mark.parametrize(
+    ("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])]
+)
 def test_backward_every_samples_and_flags_one_step_per_period(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,11 +280,17 @@ def test_sampling_becomes_rare_where_it_is_expensive(tmp_path: Path) -> None:
     assert min(map(len, sampled)) <= 4  # The interval grows by a factor of eight at most.
 
 
-def test_cost_of_a_sampled_step_excludes_work_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_a_sampled_step_excludes_work_of_other_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If only the model is timed, there is nothing to sample, and sampled steps cost no more."""
     costs_ns: dict[str, list[float]] = {"none": [], "all": []}
     for modules, seen in costs_ns.items():
-        monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns))
+        monkeypatch.setattr(
+            SamplingSchedule,
+            "sampled",
+            lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns),
+        )
         train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
 
     assert len(costs_ns["all"]) == 20
@@ -276,7 +298,9 @@ def test_cost_of_a_sampled_step_excludes_work_of_other_steps(tmp_path: Path, mon
     assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2
 
 
-def test_module_hooks_are_off_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_hooks_are_off_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", Counter())
     with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
@@ -306,7 +330,9 @@ def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
     early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
 
     # The last gradient of one call is the first one of the other call, and has the hooks of both.
-    assert early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
+    assert (
+        early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
+    )
 
 
 def test_module_without_a_backward_pass_has_no_interval(tmp_path: Path) -> None:
@@ -353,7 +379,9 @@ def test_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
     *_, last = recording.of(Kind.BACKWARD)
 
     assert recording.names(Kind.MODULE_BACKWARD).count("1") == 3
-    assert len([each for each in recording.of(Kind.MODULE_BACKWARD, "1") if inside(each, last)]) == 1
+    assert (
+        len([each for each in recording.of(Kind.MODULE_BACKWARD, "1") if inside(each, last)]) == 1
+    )
 
 
 # -- hooks and graphs are removed

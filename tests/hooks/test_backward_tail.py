@@ -57,14 +57,18 @@ def busy(nanoseconds: int) -> tuple[int, int]:
     return begin_ns, now_ns
 
 
-def test_wait_after_the_last_gradient_is_the_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_after_the_last_gradient_is_the_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A callback queued at the last gradient waits, as in DDP. The time is wait, not backward."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Model()
     waited = []
 
     def last_gradient(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: waited.append(busy(2_000_000)))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: waited.append(busy(2_000_000))
+        )
 
     model.first.weight.register_hook(last_gradient)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,7 +80,9 @@ def test_wait_after_the_last_gradient_is_the_tail(tmp_path: Path, monkeypatch: p
     assert len(waited) == 3
     tails = recording.of(Kind.WAIT)
     assert [(each.name, each.flags) for each in tails] == [("backward tail", Flag.TAIL)] * 3
-    for tail, whole, (begin_ns, end_ns) in zip(tails, recording.of(Kind.BACKWARD), waited, strict=True):
+    for tail, whole, (begin_ns, end_ns) in zip(
+        tails, recording.of(Kind.BACKWARD), waited, strict=True
+    ):
         assert tail.start_ns <= begin_ns
         assert end_ns <= tail.end_ns
         assert inside(tail, whole)
@@ -121,7 +127,9 @@ ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
 
 
 @pytest.mark.parametrize("roots", ROOTS.values(), ids=ROOTS)
-def test_tail_begins_before_callbacks_of_ddp(roots: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_begins_before_callbacks_of_ddp(
+    roots: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DDP queues its callback at its last bucket.
 
     The form of the model's result does not matter.
@@ -130,7 +138,9 @@ def test_tail_begins_before_callbacks_of_ddp(roots: Any, tmp_path: Path, monkeyp
     model, waited = Returning(), []
 
     def last_gradient(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: waited.append(busy(2_000_000)))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: waited.append(busy(2_000_000))
+        )
 
     model.first.weight.register_hook(last_gradient)
     with recorded(tmp_path, model) as recording:
@@ -147,14 +157,18 @@ def test_tail_begins_before_callbacks_of_ddp(roots: Any, tmp_path: Path, monkeyp
         assert end_ns <= each.end_ns
 
 
-def test_tail_with_the_last_gradient_inside_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_with_the_last_gradient_inside_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Callbacks queued in the checkpoint's own engine call run at the end of that call."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     waited = []
 
     def last_gradient(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: waited.append(busy(2_000_000)))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: waited.append(busy(2_000_000))
+        )
 
     first.weight.register_hook(last_gradient)
     with recorded(tmp_path, nn.ModuleList([first, second])) as recording:
@@ -169,7 +183,9 @@ def test_tail_with_the_last_gradient_inside_of_a_checkpoint(tmp_path: Path, monk
     assert outer.phase_ns >= nested.duration_ns, "waiting is not the backward pass's"
 
 
-def test_modules_end_with_the_outermost_pass(tmp_path: Path, session_of: Callable[[Recording], Session]) -> None:
+def test_modules_end_with_the_outermost_pass(
+    tmp_path: Path, session_of: Callable[[Recording], Session]
+) -> None:
     """A checkpoint's inner pass does not end modules whose pass is still in progress."""
     model = nn.Sequential(Model(use_reentrant=True), nn.Linear(4, 4))
     with recorded(tmp_path, model, **EVERYTHING) as recording:
@@ -205,7 +221,9 @@ def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Re
         torch.autograd.backward([loss, plain, penalty.sum()], [torch.tensor(2.0), None, None])
         batched = torch.autograd.grad((model(x)[0]), x, torch.ones(3, 2, 4), is_grads_batched=True)
         assert plain._backward_hooks is before is None
-        found.extend([penalty.detach(), *batched, x.grad, *(each.grad for each in model.parameters())])
+        found.extend(
+            [penalty.detach(), *batched, x.grad, *(each.grad for each in model.parameters())]
+        )
 
     if watched:
         with recorded(folder, model) as recording:
@@ -215,7 +233,9 @@ def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Re
     return found, calls, recording
 
 
-def test_gradients_and_hooks_of_the_users_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_and_hooks_of_the_users_are_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Passes with several roots, double backward, batched gradients, and a retained graph."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone, alone_calls, _ = compute(tmp_path, watched=False)

@@ -24,7 +24,14 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks import capture, capture_trace
 from torchlens_perf.recorder import torch_instruments
 from torchlens_perf.run import captures
-from torchlens_perf.run.captures import FLIGHT_RECORDER, RAW_TRACE, SNAPSHOT, TRACE, Outcome, Request
+from torchlens_perf.run.captures import (
+    FLIGHT_RECORDER,
+    RAW_TRACE,
+    SNAPSHOT,
+    TRACE,
+    Outcome,
+    Request,
+)
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import CAPTURING, Flag, Kind
 
@@ -52,8 +59,17 @@ class RequestedCapture:
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
         self.recording: Recording
         self._watching = recorded(folder / "runs", self.model)
-        asked = {"id": "one", "asked_by": "user", "asked_unix_s": 0.0, "attempt": 0, "ranks": (0,), **request}
-        self.request = Request(**{"from_step": 0, "steps": 2, "folder": str(folder / "files"), **asked})
+        asked = {
+            "id": "one",
+            "asked_by": "user",
+            "asked_unix_s": 0.0,
+            "attempt": 0,
+            "ranks": (0,),
+            **request,
+        }
+        self.request = Request(
+            **{"from_step": 0, "steps": 2, "folder": str(folder / "files"), **asked}
+        )
 
     def __enter__(self) -> RequestedCapture:
         self.recording = self._watching.__enter__()
@@ -84,12 +100,18 @@ class RequestedCapture:
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the trace."""
-        events: list[dict[str, Any]] = json.loads((self.folder / "files" / RAW_TRACE).read_text())["traceEvents"]
+        events: list[dict[str, Any]] = json.loads((self.folder / "files" / RAW_TRACE).read_text())[
+            "traceEvents"
+        ]
         return events
 
     def traced_steps(self) -> list[str]:
         """Return the numbers of the traced steps in order of time."""
-        steps = [each for each in self.events if each["name"].startswith("ProfilerStep#") and each.get("ph") == "X"]
+        steps = [
+            each
+            for each in self.events
+            if each["name"].startswith("ProfilerStep#") and each.get("ph") == "X"
+        ]
         return [each["name"] for each in sorted(steps, key=lambda each: each["ts"])]
 
 
@@ -106,8 +128,13 @@ def test_exactly_the_requested_steps_are_captured(tmp_path: Path) -> None:
     assert sum(each["name"] == "AddmmBackward0" for each in asked.events) == 2 * 3
     assert (outcome.first_step, outcome.steps, outcome.ended) == (2, 3, "")
     assert outcome.files == {TRACE: (tmp_path / "files" / RAW_TRACE).stat().st_size}
-    assert outcome.left_out == {FLIGHT_RECORDER: "there is no process group", SNAPSHOT: "no GPU is in use"}
-    assert [bool(step.flags & Flag.CAPTURED) for step in asked.recording.steps] == [False] + [True] * 4 + [False] * 3
+    assert outcome.left_out == {
+        FLIGHT_RECORDER: "there is no process group",
+        SNAPSHOT: "no GPU is in use",
+    }
+    assert [bool(step.flags & Flag.CAPTURED) for step in asked.recording.steps] == [False] + [
+        True
+    ] * 4 + [False] * 3
     assert [each.step for each in asked.recording.of(Kind.SECTION, CAPTURING)] == [1, 4]
     assert not captures.ask_path(asked.ring).exists()
 
@@ -128,7 +155,9 @@ def test_time_of_a_capture_is_overhead_of_the_step_that_waits(tmp_path: Path) ->
     table = assemble_steps(records_of(asked.recording))
     tool_ns = table.parts_ns[:, PARTS.index("tool")]
 
-    assert asked.outcome.paused_s == pytest.approx(sum(each.duration_ns for each in sections) / 1e9, rel=0.2)
+    assert asked.outcome.paused_s == pytest.approx(
+        sum(each.duration_ns for each in sections) / 1e9, rel=0.2
+    )
     assert tool_ns[2] > 0.8 * sections[1].duration_ns
     assert tool_ns[3] < 0.5 * sections[1].duration_ns
 
@@ -143,7 +172,11 @@ def test_capture_does_not_change_training(tmp_path: Path) -> None:
             for _ in range(8):
                 asked.step()
                 optimizer.step()
-        return {"model": asked.model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+        return {
+            "model": asked.model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
 
     captured, never_begun = run(tmp_path / "1", 2), run(tmp_path / "2", 1000)
 
@@ -191,10 +224,16 @@ def test_several_capture_requests_in_a_row_are_answered(tmp_path: Path) -> None:
 
 def test_capture_is_refused_while_a_profiler_is_on(tmp_path: Path) -> None:
     """The user's profiler continues, and the answer gives the reason."""
-    with RequestedCapture(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as users_profile:
+    with (
+        RequestedCapture(tmp_path) as asked,
+        profile(activities=[ProfilerActivity.CPU]) as users_profile,
+    ):
         asked.step(4)
 
-    assert (asked.outcome.first_step, asked.outcome.ended) == (None, "torch.profiler is on in this process")
+    assert (asked.outcome.first_step, asked.outcome.ended) == (
+        None,
+        "torch.profiler is on in this process",
+    )
     assert sum(each.name == "aten::addmm" for each in users_profile.events()) == 2 * 4
     assert not (tmp_path / "files").exists()
 
@@ -204,7 +243,8 @@ def test_capture_is_refused_while_a_profiler_warms_up(tmp_path: Path) -> None:
     with (
         RequestedCapture(tmp_path) as asked,
         profile(
-            activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=3, active=2, repeat=1)
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=0, warmup=3, active=2, repeat=1),
         ) as users_profile,
     ):
         for _ in range(5):
@@ -223,7 +263,9 @@ def test_capture_is_refused_while_ranges_are_emitted(tmp_path: Path) -> None:
     assert asked.outcome.first_step is None
 
 
-@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"])
+@pytest.mark.parametrize(
+    "variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"]
+)
 def test_capture_is_refused_if_a_tool_is_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
@@ -243,7 +285,9 @@ def on_another_thread(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("where", [lambda work: work(), on_another_thread])
-def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[Callable[[], None]], None]) -> None:
+def test_profiler_of_the_user_ends_the_capture(
+    tmp_path: Path, where: Callable[[Callable[[], None]], None]
+) -> None:
     """A user's profiler that starts in a captured step works as usual.
 
     The capture keeps complete steps.
@@ -261,7 +305,9 @@ def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[
         asked.step(3)
     outcome = asked.outcome
 
-    assert [each.name for each in users_profile[0].events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert [each.name for each in users_profile[0].events() if each.name == "aten::cumsum"] == [
+        "aten::cumsum"
+    ]
     assert (outcome.first_step, outcome.steps, outcome.ended) == (1, 3, "another profiler began")
     assert asked.traced_steps()[:3] == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
     assert not any(each["name"] == "aten::cumsum" for each in asked.events)
@@ -338,7 +384,9 @@ def test_profiler_is_off_after_an_error_in_the_trace(
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_profiler_is_off_if_the_answer_cannot_be_written(tmp_path: Path, swallowing: Counter[str]) -> None:
+def test_profiler_is_off_if_the_answer_cannot_be_written(
+    tmp_path: Path, swallowing: Counter[str]
+) -> None:
     with RequestedCapture(tmp_path) as asked:
         in_the_way = captures.answer_path(asked.ring)
         in_the_way.mkdir()
@@ -388,7 +436,9 @@ def test_profiler_of_the_user_begins_if_ending_the_capture_fails(
                 torch.ones(3).cumsum(0)
         asked.step(2)
 
-    assert [each.name for each in users_profile.events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert [each.name for each in users_profile.events() if each.name == "aten::cumsum"] == [
+        "aten::cumsum"
+    ]
     assert swallowing["ending a capture for another profiler"] >= 1
     assert asked.outcome.ended == "another profiler began"
 
@@ -404,7 +454,9 @@ def test_capture_ends_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked.outcome.ended.startswith("it took longer than")
 
 
-def test_trace_over_the_size_limit_is_removed_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_over_the_size_limit_is_removed_and_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(captures, "MAX_TRACE_BYTES", 1000)
     with RequestedCapture(tmp_path) as asked:
         asked.step(4)
@@ -443,7 +495,9 @@ def grown_bytes(operations: int) -> int:
     A profiler keeps about 1 KB per operation.
     """
     value = torch.ones(2)
-    for _ in range(operations):  # a child of a large process grows as it comes to files' pages that its parent has
+    for _ in range(
+        operations
+    ):  # a child of a large process grows as it comes to files' pages that its parent has
         value.add_(0.0)
     before = resident_bytes()
     for _ in range(operations):

@@ -42,7 +42,9 @@ def test_each_batch_is_a_span(tmp_path: Path) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_start_of_workers_is_a_span(persistent: bool, tmp_path: Path) -> None:
     """A persistent worker starts once."""
-    loader = DataLoader(TensorDataset(torch.arange(8)), 2, num_workers=2, persistent_workers=persistent)
+    loader = DataLoader(
+        TensorDataset(torch.arange(8)), 2, num_workers=2, persistent_workers=persistent
+    )
     with recorded(tmp_path) as recording:
         epochs = [torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2)]
 
@@ -100,7 +102,12 @@ def test_exception_of_the_data_set_is_passed_on_and_flagged(tmp_path: Path) -> N
         assert list(iterator) == []
 
     assert caught.value is data.error
-    assert [each.flags for each in recording.of(Kind.DATA)] == [Flag(0), Flag.EXCEPTION, Flag(0), Flag(0)]
+    assert [each.flags for each in recording.of(Kind.DATA)] == [
+        Flag(0),
+        Flag.EXCEPTION,
+        Flag(0),
+        Flag(0),
+    ]
 
 
 class Busy(Dataset):
@@ -137,7 +144,9 @@ def test_forked_workers_record_nothing(tmp_path: Path) -> None:
     assert all(alone.all() for _, _, alone in rows)
     assert {each.kind for each in recording.records} == {Kind.DATA, Kind.STEP}
     assert data_names(recording) == [WORKERS, *[BATCHES] * 5]
-    assert recording.known_names.isdisjoint({f"in a worker {index}" for index in range(8)} | {"optimizer RMSprop"})
+    assert recording.known_names.isdisjoint(
+        {f"in a worker {index}" for index in range(8)} | {"optimizer RMSprop"}
+    )
     assert (recording.unbalanced, recording.internal_errors) == (0, 0)
 
 

@@ -39,7 +39,9 @@ def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
-def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_memory_of_short_steps_is_read_once_in_50_ms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading costs as much as all other work at a step's end.
 
     The last reading is used in between.
@@ -56,7 +58,9 @@ def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, mo
             for _ in range(50):
                 recording.watch.step()
 
-    elapsed_ns = recording.steps[-1].start_ns + recording.steps[-1].duration_ns - recording.steps[0].start_ns
+    elapsed_ns = (
+        recording.steps[-1].start_ns + recording.steps[-1].duration_ns - recording.steps[0].start_ns
+    )
     assert 1 <= len(reads) <= 1 + elapsed_ns // 50_000_000
     assert all(step.value0 > 0 for step in recording.steps)
 
@@ -73,11 +77,15 @@ def test_source_of_the_memory_is_published(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         recording.watch.step()
 
-    expected = "device allocator, peak" if torch.cuda.is_available() else "resident memory of the process"
+    expected = (
+        "device allocator, peak" if torch.cuda.is_available() else "resident memory of the process"
+    )
     assert expected == recording.metadata["memory_source"]
 
 
-def test_failed_memory_reading_is_switched_off_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_memory_reading_is_switched_off_and_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step has no number, and a note gives the reason."""
 
     def fail(*args: object) -> bytes:

@@ -80,7 +80,11 @@ def time_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inside(inner: Record, outer: Record) -> bool:
-    return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns and inner.depth > outer.depth
+    return (
+        outer.start_ns <= inner.start_ns
+        and inner.end_ns <= outer.end_ns
+        and inner.depth > outer.depth
+    )
 
 
 def run(model: nn.Module, batch: Tensor | None = None) -> Tensor:
@@ -181,7 +185,10 @@ def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path
     assert recording.names(Kind.FORWARD) == ["forward Model"]
     assert [each.name for each in recomputed] == ["checkpoint"] * 2
     assert all(inside(each, backward) for each in recomputed)
-    assert [sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1")) for region in recomputed] == [
+    assert [
+        sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1"))
+        for region in recomputed
+    ] == [
         1,
         0,
     ]
@@ -192,7 +199,9 @@ def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(3)])
-def test_exception_of_a_module_is_passed_on_and_flagged(error: BaseException, tmp_path: Path) -> None:
+def test_exception_of_a_module_is_passed_on_and_flagged(
+    error: BaseException, tmp_path: Path
+) -> None:
     """The same exception object leaves the call, all spans are closed, and the loop continues."""
     model = nn.Sequential(Block(), nn.Sequential(Raises(error)))
     good = model[0]
@@ -205,7 +214,11 @@ def test_exception_of_a_module_is_passed_on_and_flagged(error: BaseException, tm
     assert error.__cause__ is None
     assert error.__context__ is None
     raised = [(each.kind, each.name) for each in recording.records if each.flags & Flag.EXCEPTION]
-    assert raised == [(Kind.MODULE, "1.0"), (Kind.MODULE, "1"), (Kind.FORWARD, "forward Sequential")]
+    assert raised == [
+        (Kind.MODULE, "1.0"),
+        (Kind.MODULE, "1"),
+        (Kind.FORWARD, "forward Sequential"),
+    ]
     assert recording.unbalanced == 0
     assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
 
@@ -230,7 +243,11 @@ def test_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str
         thread.start()
         thread.join()
 
-    flags = [each.flags for each in recording.records if (each.kind, each.name) == (Kind.MODULE, "linear")]
+    flags = [
+        each.flags
+        for each in recording.records
+        if (each.kind, each.name) == (Kind.MODULE, "linear")
+    ]
     assert flags == [Flag(0), Flag.OTHER_THREAD]
 
 
@@ -310,7 +327,12 @@ def test_levels_do_not_count_containers() -> None:
 
 
 def test_patterns_select_modules_and_the_root_is_always_timed() -> None:
-    assert names(Model(), ("blocks.*.linear", "st?m")) == ["Model", "stem", "blocks.0.linear", "blocks.1.linear"]
+    assert names(Model(), ("blocks.*.linear", "st?m")) == [
+        "Model",
+        "stem",
+        "blocks.0.linear",
+        "blocks.1.linear",
+    ]
     assert names(Model(), ("nothing",)) == ["Model"]
 
 
@@ -337,7 +359,9 @@ def test_pattern_without_a_match_raises_in_code_and_warns_in_the_environment(
         watch(model, modules=pattern, dir=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     example = '"model.stem"' if several else '"stem"'
-    assert str(raised.value).endswith(f"Names are matched against model.named_modules(), for example {example}")
+    assert str(raised.value).endswith(
+        f"Names are matched against model.named_modules(), for example {example}"
+    )
 
     monkeypatch.setenv("TORCHLENS_PERF_MODULES", ",".join(pattern))
     with watch(model, dir=str(tmp_path)) as off:
@@ -356,7 +380,9 @@ def test_pattern_without_a_match_in_a_found_model_warns(tmp_path: Path) -> None:
         run(model)
         optimizer.step()
 
-    assert [each for each in recording.notes if each.startswith('modules="Model.*" matches no module.')]
+    assert [
+        each for each in recording.notes if each.startswith('modules="Model.*" matches no module.')
+    ]
 
 
 class Wrapper(nn.Module):
@@ -389,12 +415,24 @@ def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "inside",
     [
-        pytest.param(lambda: {"convs": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}, id="list of layers"),
-        pytest.param(lambda: {"layers": nn.ModuleDict({"a": nn.Linear(4, 4)})}, id="dictionary of layers"),
-        pytest.param(lambda: {"act": nn.ReLU(), "lins": nn.ModuleList([nn.Linear(4, 4)])}, id="and an activation"),
-        pytest.param(lambda: {"net": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}, id="layers in a row"),
+        pytest.param(
+            lambda: {"convs": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])},
+            id="list of layers",
+        ),
+        pytest.param(
+            lambda: {"layers": nn.ModuleDict({"a": nn.Linear(4, 4)})}, id="dictionary of layers"
+        ),
+        pytest.param(
+            lambda: {"act": nn.ReLU(), "lins": nn.ModuleList([nn.Linear(4, 4)])},
+            id="and an activation",
+        ),
+        pytest.param(
+            lambda: {"net": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}, id="layers in a row"
+        ),
         pytest.param(lambda: {"rnn": nn.LSTM(4, 4)}, id="one layer"),
-        pytest.param(lambda: {"encoder": nn.TransformerEncoderLayer(4, 2, 4)}, id="a Transformer's layer"),
+        pytest.param(
+            lambda: {"encoder": nn.TransformerEncoderLayer(4, 2, 4)}, id="a Transformer's layer"
+        ),
     ],
 )
 def test_model_of_a_package_keeps_its_name(
@@ -430,7 +468,9 @@ def test_wrapper_of_a_users_model_is_seen_by_its_package(monkeypatch: pytest.Mon
 def test_modules_with_untimed_submodules_are_listed(modules: Any) -> None:
     """Users are advised to use deeper patterns for these modules."""
     selection = select(NamedModel(Model()), Config(modules=modules))
-    unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[modules]
+    unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[
+        modules
+    ]
     assert selection.unopened == unopened
     for name in unopened:
         assert len(names(Model(), (f"{name}.*",))) > 1
@@ -463,7 +503,9 @@ def test_wrappers_are_not_part_of_names() -> None:
     assert select(NamedModel(compiled), Config(modules="none")).modules[0].module is compiled
 
     model.blocks[0] = torch.compile(model.blocks[0])
-    chosen = {each.name: each.module for each in select(NamedModel(model), Config(modules="all")).modules}
+    chosen = {
+        each.name: each.module for each in select(NamedModel(model), Config(modules="all")).modules
+    }
     assert list(chosen) == names(Model(), "all")
     assert chosen["blocks.0"] is model.blocks[0]
 
@@ -491,7 +533,9 @@ def test_model_that_was_not_passed_is_found_by_its_optimizer(tmp_path: Path) -> 
             optimizer.step()
 
     assert TrainedModels().trained_by(optimizer) == [NamedModel(model)]
-    assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [("forward Sequential", 1)]
+    assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [
+        ("forward Sequential", 1)
+    ]
 
 
 def test_unfinished_modules_are_ignored(tmp_path: Path) -> None:
@@ -544,13 +588,21 @@ def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
     model.blocks[0].compile(backend="eager")
     run(model)  # Dynamo leaves its own marks in classes
     model.zero_grad()
-    untouched = {kind: dict(vars(kind)) for module in model.modules() for kind in type(module).__mro__}
+    untouched = {
+        kind: dict(vars(kind)) for module in model.modules() for kind in type(module).__mro__
+    }
     if way == "python":
         del untouched[nn.Module]
 
     def contents() -> list[Any]:
         return [
-            (name, {key: copy.copy(value) if key.startswith("_") else value for key, value in vars(module).items()})
+            (
+                name,
+                {
+                    key: copy.copy(value) if key.startswith("_") else value
+                    for key, value in vars(module).items()
+                },
+            )
             for name, module in model.named_modules()
         ]
 
@@ -566,7 +618,9 @@ def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
     assert dict(vars(nn.Module))["__call__"] is nn.Module._wrapped_call_impl
 
 
-def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:
+def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(
+    tmp_path: Path, way: str
+) -> None:
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -600,7 +654,9 @@ class OwnCall(nn.Module):
         pytest.param(lambda: torch.compile(Block(), backend="eager"), id="OptimizedModule"),
         pytest.param(lambda: torch.jit.script(Block()), id="ScriptModule"),
         pytest.param(lambda: nn.LSTM(4, 4), id="LSTM"),
-        pytest.param(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), id="parametrization"),
+        pytest.param(
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), id="parametrization"
+        ),
     ],
 )
 def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, way: str) -> None:
@@ -614,7 +670,9 @@ def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, wa
     assert recording.names(Kind.MODULE) == ["0"] * 3
 
 
-def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(tmp_path: Path, way: str) -> None:
+def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
+    tmp_path: Path, way: str
+) -> None:
     """torch.fx replaces nn.Module.__call__ while it traces, and then restores it."""
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:

@@ -15,7 +15,9 @@ from tests.support.recorders import IDS
 
 SOURCE = Path(__file__).parents[1] / "support" / "nvtx_counter.c"
 compiler = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(compiler is None, reason="the NVTX injection library needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    compiler is None, reason="the NVTX injection library needs a C compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
-def test_nvtx_ranges_are_balanced_even_if_code_raises(recorder: str, library: Path, tmp_path: Path) -> None:
+def test_nvtx_ranges_are_balanced_even_if_code_raises(
+    recorder: str, library: Path, tmp_path: Path
+) -> None:
     """Steps, phases, modules and sections are ranges that end even if they raise."""
     out = tmp_path / "counts"
     done = run_warm(
@@ -38,7 +42,11 @@ def test_nvtx_ranges_are_balanced_even_if_code_raises(recorder: str, library: Pa
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split("\t") for line in out.read_text().splitlines()]
-    counts = {message: (int(begun), int(ended)) for domain, message, begun, ended in rows if domain == "torchlens_perf"}
+    counts = {
+        message: (int(begun), int(ended))
+        for domain, message, begun, ended in rows
+        if domain == "torchlens_perf"
+    }
 
     assert counts == {
         "step": (8, 8),  # Seven, and the one in progress when the watch ends.

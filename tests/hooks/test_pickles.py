@@ -60,7 +60,11 @@ NOT_CONSTRUCTED = {"Module", "Container", "DataParallel"}
 
 
 def torch_modules() -> list[str]:
-    names = [name for name, each in vars(nn).items() if inspect.isclass(each) and issubclass(each, nn.Module)]
+    names = [
+        name
+        for name, each in vars(nn).items()
+        if inspect.isclass(each) and issubclass(each, nn.Module)
+    ]
     return sorted({*names} - NOT_CONSTRUCTED)
 
 
@@ -71,7 +75,8 @@ def make_torch_module(name: str) -> nn.Module:
     required = [
         each
         for each in inspect.signature(kind.__init__).parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     return kind(*[2] * (len(required) - 1))
 
@@ -197,7 +202,9 @@ def _swa() -> nn.Module:
 
 
 def _convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
+    )
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
@@ -270,7 +277,9 @@ def test_every_module_of_torch_is_saved_with_the_same_bytes(
     with recorded(tmp_path, nn.ModuleList(torch_models), **EVERYTHING):
         inside = [saved(each) for each in torch_models]
 
-    different = [name for name, a, b in zip(torch_modules(), without, inside, strict=True) if a != b]
+    different = [
+        name for name, a, b in zip(torch_modules(), without, inside, strict=True) if a != b
+    ]
     assert different == []
     assert len(torch_models) > 150
 
@@ -332,7 +341,11 @@ def test_distributed_model_is_saved_with_the_same_bytes(tmp_path: Path, way: str
 
         def state() -> list[Any]:
             attributes = model.__getstate__()
-            return [sorted(attributes), [str(each) for each in attributes.values()], pickle.dumps(model.module)]
+            return [
+                sorted(attributes),
+                [str(each) for each in attributes.values()],
+                pickle.dumps(model.module),
+            ]
 
         without = state()
         with recorded(tmp_path, model, **EVERYTHING):
@@ -346,7 +359,9 @@ def test_module_is_sent_to_another_process(method: str, tmp_path: Path) -> None:
     """A worker loads a watched module without importing this package."""
     script = tmp_path / "crosses.py"
     script.write_text(CROSSES.format(method=method, folder=str(tmp_path / "runs")))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
 
     assert done.stdout.split() == ["True"], done.stderr
 

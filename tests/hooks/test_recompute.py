@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf.recorder import torch_private
@@ -51,7 +58,9 @@ class ReentrantForward(CheckpointsForward):
 class Stack(nn.Module):
     """Calls its layers by the function `call`."""
 
-    def __init__(self, layer: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(
+        self, layer: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList([layer() for _ in range(LAYERS)])
         self.call = call
@@ -77,7 +86,9 @@ def checkpointed(**settings: Any) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 def selective() -> Any:
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+    return create_selective_checkpoint_contexts(
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    )
 
 
 def of_function(layer: nn.Module, x: Tensor) -> Tensor:
@@ -119,14 +130,18 @@ def outermost(records: list[Record]) -> list[Record]:
 
 @pytest.mark.parametrize("modules", ["none", "all"])
 @pytest.mark.parametrize(("make", "regions"), FORMS.values(), ids=FORMS)
-def test_recomputation_is_measured(make: Callable[[], nn.Module], regions: int, modules: str, tmp_path: Path) -> None:
+def test_recomputation_is_measured(
+    make: Callable[[], nn.Module], regions: int, modules: str, tmp_path: Path
+) -> None:
     """Each recomputed region is a span in the backward pass, with or without watched modules."""
     recording = train(make(), tmp_path, modules=modules)
     (backward,) = outermost(recording.of(Kind.BACKWARD))
     recomputed = recording.of(Kind.RECOMPUTE)
 
     assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * regions
-    assert all(backward.start_ns <= each.start_ns and each.end_ns <= backward.end_ns for each in recomputed)
+    assert all(
+        backward.start_ns <= each.start_ns and each.end_ns <= backward.end_ns for each in recomputed
+    )
     assert backward.phase_ns >= sum(each.duration_ns - each.phase_ns for each in recomputed)
     assert recording.metadata["not_measured"] == []
     assert recording.unbalanced == 0
@@ -138,7 +153,11 @@ def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) 
 
     passes = recording.of(Kind.BACKWARD)
     for recomputed in recording.of(Kind.RECOMPUTE):
-        inside = [each for each in passes if recomputed.start_ns <= each.start_ns and each.end_ns <= recomputed.end_ns]
+        inside = [
+            each
+            for each in passes
+            if recomputed.start_ns <= each.start_ns and each.end_ns <= recomputed.end_ns
+        ]
         assert len(outermost(inside)) == 1
         assert recomputed.phase_ns >= outermost(inside)[0].duration_ns
 
@@ -180,15 +199,21 @@ def test_foreign_checkpointing_without_watched_modules_is_not_measured(tmp_path:
 
 
 def test_watched_modules_show_foreign_recomputation(tmp_path: Path) -> None:
-    recording = train(Stack(Layer, lambda layer, x: Foreign.apply(layer, x)), tmp_path, modules="all")
+    recording = train(
+        Stack(Layer, lambda layer, x: Foreign.apply(layer, x)), tmp_path, modules="all"
+    )
 
     assert recording.names(Kind.RECOMPUTE) == ["layers.2", "layers.1", "layers.0"]
 
 
-def test_missing_functions_of_torch_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_functions_of_torch_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Watched modules still show recomputation, and the report says that it may be incomplete."""
     works = torch_private.works
-    monkeypatch.setattr(torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name))
+    monkeypatch.setattr(
+        torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name)
+    )
     recording = train(FORMS["module"][0](), tmp_path, modules="all")
 
     assert recording.names(Kind.RECOMPUTE) == ["layers.2", "layers.1", "layers.0"]
@@ -201,7 +226,8 @@ def test_patched_functions_of_torch_are_restored(tmp_path: Path) -> None:
 
     def state() -> list[dict[str, Any]]:
         return [
-            dict(vars(each)) for each in (torch_checkpoint._recomputation_hook, torch_checkpoint.CheckpointFunction)
+            dict(vars(each))
+            for each in (torch_checkpoint._recomputation_hook, torch_checkpoint.CheckpointFunction)
         ]
 
     before = state()

@@ -17,7 +17,9 @@ from torchlens_perf.run import tracer
 from torchlens_perf.run.directory import RunDirectory
 
 
-def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str) -> tuple[list[int], int]:
+def named_while_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> tuple[list[int], int]:
     """Return the pids that got permission in a short run, and the sidecar's pid."""
     named: list[int] = []
     real = tracer.name_tracer
@@ -26,7 +28,9 @@ def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: s
     tracer.YAMA.write_text(scope)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with perf.watch(model, optimizer, dir=str(folder), config=perf.Config(_exit_timeout_s=0)) as watch:
+    with perf.watch(
+        model, optimizer, dir=str(folder), config=perf.Config(_exit_timeout_s=0)
+    ) as watch:
         sidecar = 0
         for step in range(200):
             model(torch.ones(2, 4)).sum().backward()
@@ -38,7 +42,9 @@ def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: s
     return named, sidecar
 
 
-def test_sidecar_gets_permission_until_the_watch_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_gets_permission_until_the_watch_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With ptrace_scope 1. A kernel without Yama refuses the call, which has no effect."""
     named, sidecar = named_while_training(tmp_path, monkeypatch, "1")
 
@@ -55,8 +61,12 @@ def test_no_process_gets_permission_if_it_has_no_effect(
 
 def test_permission_call_succeeds_only_on_a_kernel_with_yama() -> None:
     """Without Yama the kernel refuses, and the process continues."""
-    program = "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout == f"{tracer.YAMA.exists()}\n"
 
@@ -68,14 +78,21 @@ def test_py_spy_is_a_dependency() -> None:
     (found,) = [each for each in map(Requirement, declared) if each.name == "py-spy"]
 
     assert found.marker is not None
-    assert [found.marker.evaluate({"platform_machine": machine}) for machine in ("x86_64", "aarch64")] == [True, True]
+    assert [
+        found.marker.evaluate({"platform_machine": machine}) for machine in ("x86_64", "aarch64")
+    ] == [True, True]
 
 
 def test_doctor_reports_if_py_spy_can_read_stacks() -> None:
     """The line shows whether py-spy can read the stack of this process."""
     program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.startswith(
-        ("ok      stacks of a hanging rank: py-spy can", "limited stacks of a hanging rank: none: not permitted")
+        (
+            "ok      stacks of a hanging rank: py-spy can",
+            "limited stacks of a hanging rank: none: not permitted",
+        )
     )

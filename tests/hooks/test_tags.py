@@ -118,7 +118,9 @@ def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
         recording.watch.step()
 
     assert flags(recording, Flag.CHECKPOINT) == [False, True, False]
-    assert [(each.step, each.depth, each.flags) for each in recording.of(Kind.SECTION, SAVE)] == [(1, 2, Flag(0))] * 2
+    assert [(each.step, each.depth, each.flags) for each in recording.of(Kind.SECTION, SAVE)] == [
+        (1, 2, Flag(0))
+    ] * 2
     for name in ("plain", "named"):
         loaded = torch.load(tmp_path / name)
         assert all(torch.equal(loaded[key], state[key]) for key in state)
@@ -268,7 +270,9 @@ X, Y = torch.ones(3, 5), torch.ones(2)
         (([], X), None),
     ],
 )
-def test_workload_of_a_batch_is_the_size_of_its_first_tensor(batch: Any, elements: int | None) -> None:
+def test_workload_of_a_batch_is_the_size_of_its_first_tensor(
+    batch: Any, elements: int | None
+) -> None:
     """Elements of the first tensor, three levels deep, or of a mapping's input_ids; else None."""
     assert batch_elements(batch) == elements
 

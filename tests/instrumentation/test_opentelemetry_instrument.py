@@ -18,7 +18,11 @@ pytestmark = pytest.mark.distributed
 
 TRAIN = str(SCRIPTS / "train_traced.py")
 # The console script `opentelemetry-instrument` makes the same call.
-INSTRUMENT = [sys.executable, "-c", "from opentelemetry.instrumentation.auto_instrumentation import run; run()"]
+INSTRUMENT = [
+    sys.executable,
+    "-c",
+    "from opentelemetry.instrumentation.auto_instrumentation import run; run()",
+]
 EVERY_STEP = {"TORCHLENS_PERF_TRACE_EVERY": "1"}
 # OpenTelemetry's loader logs this if an exporter or instrumentor cannot be loaded.
 LOADER_FAILED = "Failed to auto initialize OpenTelemetry"
@@ -64,14 +68,17 @@ def test_spans_of_both_ranks_are_exported_once(
     assert len({(span.trace_id, span.span_id) for span in spans}) == len(spans)
     user_spans, our_spans = by_rank(spans, "users"), by_rank(spans, semantics.SCOPE)
     assert user_spans == {
-        (rank, name): count for rank in (0, 1) for name, count in (("my training", 1), ("my step", 8))
+        (rank, name): count
+        for rank in (0, 1)
+        for name, count in (("my training", 1), ("my step", 8))
     }
     steps_of = {f"{semantics.SPAN_RANK} {rank}" for rank in (0, 1)}
     assert {key: count for key, count in our_spans.items() if key[1] in {semantics.SPAN_STEP, *steps_of}} == {
         (0, semantics.SPAN_STEP): 7, (0, f"{semantics.SPAN_RANK} 0"): 7, (1, f"{semantics.SPAN_RANK} 1"): 7,
     }  # fmt: skip
     assert {span.scope.partition(" ")[0] for span in spans} == {"users", semantics.SCOPE}
-    # Recording began in the first optimizer step: the span that was active then on rank 0 is the run's parent.
+    # Recording began in the first optimizer step: the span that was active then on rank 0 is the
+    # run's parent.
     (first,) = [s for s in spans if s.name == "my step" and s.resource[semantics.RANK] == 0][:1]
     (whole,) = [span for span in spans if span.name == semantics.SPAN_RUN]
     assert (whole.trace_id, whole.parent_id) == (first.trace_id, first.span_id)
@@ -86,7 +93,9 @@ def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
 
     The rank is in the resource: the resource detector or the exporter has set it.
     """
-    return Counter((span.resource[semantics.RANK], span.name) for span in spans if span.scope.startswith(scope))
+    return Counter(
+        (span.resource[semantics.RANK], span.name) for span in spans if span.scope.startswith(scope)
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,9 +112,14 @@ def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
     ],
 )
 def test_several_ways_to_start_make_one_run(
-    arguments: list[str], variables: dict[str, str], expected_losses: dict[int, list[str]], tmp_path: Path
+    arguments: list[str],
+    variables: dict[str, str],
+    expected_losses: dict[int, list[str]],
+    tmp_path: Path,
 ) -> None:
-    done = run([*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NO_EXPORTERS, **variables)
+    done = run(
+        [*INSTRUMENT, sys.executable, TRAIN, *arguments], tmp_path, **NO_EXPORTERS, **variables
+    )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == expected_losses[1]
     # With --watch the script records from its start, otherwise recording begins in the first step.
@@ -120,7 +134,10 @@ def test_several_ways_to_start_make_one_run(
             ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "*"}, ""),
             ({"TORCHLENS_PERF": "0"}, ""),
             ({"TORCHLENS_PERF": "perhaps"}, "torchlens_perf is off: TORCHLENS_PERF='perhaps'"),
-            ({"TORCHLENS_PERF_MODULEZ": "1"}, "torchlens_perf is off: TORCHLENS_PERF_MODULEZ is not a setting"),
+            (
+                {"TORCHLENS_PERF_MODULEZ": "1"},
+                "torchlens_perf is off: TORCHLENS_PERF_MODULEZ is not a setting",
+            ),
         ),
     ],
 )
@@ -136,7 +153,9 @@ def test_disabled_or_misconfigured_job_runs_unrecorded(
     assert runs(tmp_path) == []
 
 
-@pytest.mark.parametrize(("variables", "recorded"), [({}, False), *long(({"TORCHLENS_PERF": "1"}, True))])
+@pytest.mark.parametrize(
+    ("variables", "recorded"), [({}, False), *long(({"TORCHLENS_PERF": "1"}, True))]
+)
 def test_exporter_that_is_not_installed_prevents_instrumentation(
     variables: dict[str, str], recorded: bool, expected_losses: dict[int, list[str]], tmp_path: Path
 ) -> None:
@@ -156,7 +175,13 @@ def test_option_overrides_the_environment_variable(tmp_path: Path) -> None:
     """Each setting is an option of `opentelemetry-instrument`."""
     chosen = tmp_path / "chosen"
     done = run(
-        [*INSTRUMENT, "--torchlens_perf_dir", str(chosen / "torchlens-perf"), sys.executable, TRAIN],
+        [
+            *INSTRUMENT,
+            "--torchlens_perf_dir",
+            str(chosen / "torchlens-perf"),
+            sys.executable,
+            TRAIN,
+        ],
         tmp_path,
         TORCHLENS_PERF_DIR=str(tmp_path / "not this one"),
         **NO_EXPORTERS,

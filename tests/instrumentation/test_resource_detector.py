@@ -60,7 +60,10 @@ def test_srun_sets_rank_and_run_id() -> None:
 
 @pytest.mark.parametrize("environ", [{}, TORCHRUN, SRUN], ids=["alone", "torchrun", "srun"])
 def test_run_id_of_the_user_has_priority(environ: dict[str, str]) -> None:
-    assert resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID] == "mine"
+    assert (
+        resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID]
+        == "mine"
+    )
 
 
 DETECT = """
@@ -91,7 +94,12 @@ def test_sidecar_metrics_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SRUN, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "*"}.items():
         monkeypatch.setenv(name, value)
     identity = Identity("run", 1, 0, 2, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
-    process_attributes = {"process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT}
+    process_attributes = {
+        "process.pid",
+        semantics.RANK,
+        semantics.LOCAL_RANK,
+        semantics.RESTART_COUNT,
+    }
     found = node_resource(identity).attributes
     assert process_attributes & set(found) == set()
     assert found[semantics.RUN_ID] == "run"
@@ -100,9 +108,13 @@ def test_sidecar_metrics_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_entry_points_are_installed_and_list_every_setting() -> None:
     groups = ("instrumentor", "resource_detector", "environment_variables")
     for group in groups:
-        assert entry_points(group=f"opentelemetry_{group}", name="torchlens_perf"), "install the package again"
+        assert entry_points(group=f"opentelemetry_{group}", name="torchlens_perf"), (
+            "install the package again"
+        )
     (listed,) = entry_points(group="opentelemetry_environment_variables", name="torchlens_perf")
-    names = {name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")}
+    names = {
+        name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")
+    }
     # The token must not be an option: all users of a machine can read command lines.
     settings = variables().keys() - {EXCHANGE_TOKEN}
     assert names == {"TORCHLENS_PERF", "TORCHLENS_PERF_RUN_ID", *settings}

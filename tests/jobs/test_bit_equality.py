@@ -22,7 +22,14 @@ from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.run.ring import Kind
 
 # Eager cases, which run quickly. Together they use every hook that applies to one rank.
-FEW = ("inplace_residual", "dropout", "gradient_accumulation", "two_optimizers", "data_loader", "generation")
+FEW = (
+    "inplace_residual",
+    "dropout",
+    "gradient_accumulation",
+    "two_optimizers",
+    "data_loader",
+    "generation",
+)
 
 WITHOUT_BACKWARD = ("encoder_fast_path", "generation")
 # Cases that are compiled as a whole, or whose model is a single module.
@@ -51,9 +58,14 @@ def state_of(outcome: Outcome) -> dict[str, Any]:
     """Return everything that a watch could have changed."""
     return {
         "model": [model.state_dict() for model in outcome.models],
-        "gradients": [{name: p.grad for name, p in model.named_parameters()} for model in outcome.models],
+        "gradients": [
+            {name: p.grad for name, p in model.named_parameters()} for model in outcome.models
+        ],
         "modules": [
-            [(name, type(module).__qualname__, sorted(vars(module))) for name, module in model.named_modules()]
+            [
+                (name, type(module).__qualname__, sorted(vars(module)))
+                for name, module in model.named_modules()
+            ]
             for model in outcome.models
         ],
         "optimizer": [optimizer.state_dict() for optimizer in outcome.optimizers],
@@ -102,7 +114,9 @@ def assert_same(expected: Any, actual: Any, where: str = "") -> None:
 def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
     """Run without a watch. Return the state and the warnings."""
 
-    def watching(*models: nn.Module, optimizers: Iterable[Any] = ()) -> AbstractContextManager[None]:
+    def watching(
+        *models: nn.Module, optimizers: Iterable[Any] = ()
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     seed()
@@ -112,7 +126,9 @@ def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
     return state_of(outcome), [str(warning.message) for warning in caught]
 
 
-def watched(case: Case, folder: Path, **settings: Any) -> tuple[dict[str, Any], list[str], Recording]:
+def watched(
+    case: Case, folder: Path, **settings: Any
+) -> tuple[dict[str, Any], list[str], Recording]:
     """Run the same inside a watch. Return the state, the warnings and the recording."""
     recordings: list[Recording] = []
 
@@ -155,7 +171,9 @@ def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
     assert (Kind.BACKWARD in phases) == (name not in WITHOUT_BACKWARD)
     # A model inside the graph of a larger function is not called, so it is not recorded.
     assert (Kind.FORWARD in phases) == (name != "compiled_loop_body")
-    assert (Kind.MODULE_BACKWARD in phases) == (name not in {*WITHOUT_BACKWARD, *WITHOUT_EAGER_MODULES})
+    assert (Kind.MODULE_BACKWARD in phases) == (
+        name not in {*WITHOUT_BACKWARD, *WITHOUT_EAGER_MODULES}
+    )
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -14,7 +14,10 @@ from tests.support.processes import ROOT
 
 RUNS = 10
 PARTS = {
-    "training threads": ["tests/recorder/test_training_thread.py", "tests/jobs/test_training_threads.py"],
+    "training threads": [
+        "tests/recorder/test_training_thread.py",
+        "tests/jobs/test_training_threads.py",
+    ],
     "pickled models": ["tests/hooks/test_pickles.py"],
     "closed stderr": ["tests/jobs/test_stderr.py"],
     "frozen programs": ["tests/jobs/test_children.py"],
@@ -29,7 +32,9 @@ def test_recording_guarantees_hold_on_a_busy_machine(part: str) -> None:
     runs, began_s = share(RUNS), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]]
     with busy_machine(2 * PROCESSORS):
-        done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(runs)]
+        done = [
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(runs)
+        ]
     passed = sum(not each.returncode for each in done)
     note(
         f"{part} on a busy machine (`jobs/test_busy_machine.py`)",

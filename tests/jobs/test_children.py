@@ -70,7 +70,11 @@ KINDS = (
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_program_that_is_no_interpreter_is_not_started(
-    kind: str, sidecar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    sidecar: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Recording is off with one line, before a ring is created.
 
@@ -97,7 +101,9 @@ def test_program_that_is_no_interpreter_is_not_started(
         assert left_behind(folder) == []
 
 
-@pytest.mark.parametrize("function", [children.command, lambda: children.script("x.py"), children.check])
+@pytest.mark.parametrize(
+    "function", [children.command, lambda: children.script("x.py"), children.check]
+)
 def test_every_command_line_is_built_with_a_checked_interpreter(
     function: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +121,11 @@ def test_sys_executable_is_used_in_one_place() -> None:
         "sidecar/start/wait.py",  # this process replaces itself
     }
     package = Path(perf.__file__).parent
-    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "sys.executable" in path.read_text()
+    }
 
     assert found == allowed
 
@@ -131,7 +141,10 @@ def test_nothing_is_recorded_in_a_process_that_we_started(
     with perf.watch(dir=str(tmp_path / "runs")) as watch:
         pass
     autoload.autoload()
-    done = run([sys.executable, "-m", "torchlens_perf", "run", "-c", "import torch; print('ran')"], tmp_path)
+    done = run(
+        [sys.executable, "-m", "torchlens_perf", "run", "-c", "import torch; print('ran')"],
+        tmp_path,
+    )
 
     assert watch.run_dir is None
     assert not (tmp_path / "runs").exists()
@@ -150,15 +163,24 @@ def test_nothing_is_recorded_in_a_process_that_we_started(
         (["-W", "error", "-O", "-X", "importtime"], []),
     ],
 )
-def test_interpreter_options_for_module_paths_are_passed_to_children(typed: list[str], passed_on: list[str]) -> None:
+def test_interpreter_options_for_module_paths_are_passed_to_children(
+    typed: list[str], passed_on: list[str]
+) -> None:
     """Options that set module paths are passed on.
 
     Options that inspect the user's program are not.
     """
-    code = "from torchlens_perf.run import children; import json; print(json.dumps(children.command('x')))"
+    code = (
+        "from torchlens_perf.run import children; import json;"
+        " print(json.dumps(children.command('x')))"
+    )
     command = [sys.executable, *typed, "-c", code]
-    environ = {name: value for name, value in clean_environ().items() if not name.startswith("PYTHON")}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    environ = {
+        name: value for name, value in clean_environ().items() if not name.startswith("PYTHON")
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
     program, *options = json.loads(done.stdout)
 
     assert program == sys.executable
@@ -169,8 +191,14 @@ def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
     """A sitecustomize on PYTHONPATH runs neither in the job nor in its children."""
     mark, folder = tmp_path / "mark", tmp_path / "path"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import sys; open({str(mark)!r}, 'a').write(repr(sys.argv))")
-    done = run([sys.executable, "-I", "-c", TRAIN, str(tmp_path / "torchlens-perf")], tmp_path, PYTHONPATH=str(folder))
+    (folder / "sitecustomize.py").write_text(
+        f"import sys; open({str(mark)!r}, 'a').write(repr(sys.argv))"
+    )
+    done = run(
+        [sys.executable, "-I", "-c", TRAIN, str(tmp_path / "torchlens-perf")],
+        tmp_path,
+        PYTHONPATH=str(folder),
+    )
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)
 
@@ -192,7 +220,10 @@ def test_sidecar_uses_the_package_found_by_the_job(folder: str, first: str, tmp_
     main = copied / "__main__.py"
     main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
     # The path must come before the finder that the tests' editable installation has added.
-    finders = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+    finders = (
+        "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in"
+        " repr(each)]\n"
+    )
     script.write_text(finders + first.format(folder=str(target)) + TRAIN)
     command = [sys.executable, str(script), str(tmp_path / "torchlens-perf")]
     # Autoload would import the tests' package.
@@ -204,7 +235,9 @@ def test_sidecar_uses_the_package_found_by_the_job(folder: str, first: str, tmp_
     assert (tmp_path / "mark").read_text() == str(main)
 
 
-def test_missing_library_disables_recording_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_disables_recording_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recording would have no sidecar, so it is off before a ring is created.
 
     The line names the missing library.
@@ -214,7 +247,9 @@ def test_missing_library_disables_recording_with_one_line(tmp_path: Path, monkey
         children.check()
 
 
-def test_package_in_an_archive_disables_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_in_an_archive_disables_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other processes could not run a package in an archive."""
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
@@ -228,10 +263,15 @@ def test_page_of_a_process_that_aborts_after_writing_is_reported(
     made = RunDirectory(tmp_path / "run")
     made.path.mkdir()
     page = made.report.with_suffix(".html")
-    writes = f"import os; open('{page}.partial', 'w').write('page'); os.replace('{page}.partial', '{page}'); os.abort()"
+    writes = (
+        f"import os; open('{page}.partial', 'w').write('page'); os.replace('{page}.partial',"
+        f" '{page}'); os.abort()"
+    )
     said = []
     for code in ("import os; os.abort()", writes, "import os; os.abort()"):
-        monkeypatch.setattr(children, "command", lambda *arguments, code=code: [sys.executable, "-c", code])
+        monkeypatch.setattr(
+            children, "command", lambda *arguments, code=code: [sys.executable, "-c", code]
+        )
         said.append(page_file.written(made, lambda: False))
 
     assert said == ["its process ended with -6", "", "its process ended with -6"]
@@ -243,7 +283,10 @@ def test_exit_code_of_a_child_survives_an_abort_of_its_libraries(tmp_path: Path)
     """
     (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)")
     command = [sys.executable, "-m", "torchlens_perf", "report", str(tmp_path / "missing")]
-    codes = [run(command, tmp_path, PYTHONPATH=str(tmp_path), **more).returncode for more in ({CHILD: "1"}, {})]
+    codes = [
+        run(command, tmp_path, PYTHONPATH=str(tmp_path), **more).returncode
+        for more in ({CHILD: "1"}, {})
+    ]
 
     assert codes == [2, -6]
 
@@ -276,7 +319,17 @@ def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> No
     library = [f"-L{get('LIBDIR')}", f"-Wl,-rpath,{get('LIBDIR')}", f"-lpython{get('LDVERSION')}"]
     if not get("Py_ENABLE_SHARED"):
         library = [f"{get('LIBPL')}/{get('LIBRARY')}", *get("LINKFORSHARED").split()]
-    command = ["gcc", "app.c", f"-I{get('INCLUDEPY')}", "-o", "app", *library, *get("LIBS").split(), "-ldl", "-lm"]
+    command = [
+        "gcc",
+        "app.c",
+        f"-I{get('INCLUDEPY')}",
+        "-o",
+        "app",
+        *library,
+        *get("LIBS").split(),
+        "-ldl",
+        "-lm",
+    ]
     subprocess.run(command, cwd=tmp_path, check=True)
     path = os.pathsep.join([LIBRARIES, str(ROOT)])
     where = {"PYTHONHOME": sys.base_prefix, "PYTHONPATH": path}
@@ -285,7 +338,10 @@ def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained None\n"
     assert (tmp_path / "started").read_text() == "started\n"
-    assert f"torchlens_perf is off: no other process can be started: {tmp_path / 'app'} (sys.executable)" in done.stderr
+    assert (
+        f"torchlens_perf is off: no other process can be started: {tmp_path / 'app'}"
+        " (sys.executable)" in done.stderr
+    )
     assert not (tmp_path / "torchlens-perf").exists()
 
 
@@ -312,7 +368,16 @@ def test_pyinstaller_program_is_never_started_again(tmp_path: Path) -> None:
     stdlib = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]
     path, started = [*stdlib, LIBRARIES, str(ROOT)], tmp_path / "started"
     (tmp_path / "app.py").write_text(FROZEN.format(path=path, started=str(started), code=TRAIN))
-    build = [sys.executable, "-m", "PyInstaller", "--onedir", "--noconfirm", "--log-level", "ERROR", "app.py"]
+    build = [
+        sys.executable,
+        "-m",
+        "PyInstaller",
+        "--onedir",
+        "--noconfirm",
+        "--log-level",
+        "ERROR",
+        "app.py",
+    ]
     subprocess.run(build, cwd=tmp_path, env=dict(os.environ), check=True)
     app = tmp_path / "dist" / "app" / "app"
     done = run([str(app), str(tmp_path / "torchlens-perf")], tmp_path)
@@ -320,5 +385,10 @@ def test_pyinstaller_program_is_never_started_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained None\n"
     assert started.read_text() == f"True {app}\n"
-    assert done.stderr.count("torchlens_perf is off: no other process can be started: this program is frozen") == 1
+    assert (
+        done.stderr.count(
+            "torchlens_perf is off: no other process can be started: this program is frozen"
+        )
+        == 1
+    )
     assert not (tmp_path / "torchlens-perf").exists()

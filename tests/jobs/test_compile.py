@@ -97,7 +97,9 @@ def capture(run: Run, folder: Path | None) -> tuple[Captured, Recording | None]:
     counter = CompileCounterWithBackend("aot_eager")
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    context: Any = nullcontext() if folder is None else recorded(folder, model, optimizer, **EVERYTHING)
+    context: Any = (
+        nullcontext() if folder is None else recorded(folder, model, optimizer, **EVERYTHING)
+    )
     with context as recording:
         run(model, optimizer, counter)
     captured = Captured(
@@ -269,7 +271,9 @@ IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
 @pytest.mark.parametrize(
     ("run", "way"),
     [
-        pytest.param(run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long])
+        pytest.param(
+            run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long]
+        )
         for way, usual in (("native", USUAL), ("python", IN_PYTHON_TOO))
         for run in WAYS
     ],
@@ -286,7 +290,9 @@ def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, 
     assert expected[:3] == actual[:3]
     assert actual.breaks <= expected.breaks
     # Dynamo stops at a replaced function as at one of torch's, without a failed try inside it.
-    assert [reason for reason in actual.reasons if "Recorder" in reason or "memoryview" in reason] == []
+    assert [
+        reason for reason in actual.reasons if "Recorder" in reason or "memoryview" in reason
+    ] == []
     assert len(recording.steps) == STEPS
     assert recording.unbalanced == 0
 
@@ -403,9 +409,13 @@ def test_code_with_sections_compiled_before_the_watch_runs_inside_it(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
-@pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
+@pytest.mark.xfail(
+    reason="Dynamo is told of sections by a watch, and only once it has been imported"
+)
 def test_library_with_sections_compiles_to_the_same_graphs(watching: str, tmp_path: Path) -> None:
-    """A library with sections compiles to the same graphs as one without, with and without a watch."""
+    """A library with sections compiles to the same graphs as one without, with and
+    without a watch.
+    """
     program = f"""
 import contextlib, torch, torchlens_perf as perf
 
@@ -417,7 +427,9 @@ watch = perf.watch(torch.nn.Linear(1, 1), dir={str(tmp_path)!r}, sidecar=False, 
 with watch if {watching != "without a watch"} else contextlib.nullcontext():
     torch.compile(call, backend="eager", fullgraph=True)(torch.ones(3))
 """
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
 
     assert finished.returncode == 0, finished.stderr
 
@@ -432,7 +444,10 @@ def test_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> No
 
     assert str(expected.graph) == str(actual.graph)
     assert expected.graph_signature == actual.graph_signature
-    stacks = [[node.meta.get("nn_module_stack") for node in program.graph.nodes] for program in (expected, actual)]
+    stacks = [
+        [node.meta.get("nn_module_stack") for node in program.graph.nodes]
+        for program in (expected, actual)
+    ]
     assert stacks[0] == stacks[1]
 
 
@@ -451,7 +466,9 @@ def test_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
         actual = torch._dynamo.explain(call)(batch)
 
     assert (expected.graph_count, expected.op_count) == (actual.graph_count, actual.op_count)
-    assert [each.reason for each in expected.break_reasons] == [each.reason for each in actual.break_reasons]
+    assert [each.reason for each in expected.break_reasons] == [
+        each.reason for each in actual.break_reasons
+    ]
 
 
 def test_dynamo_never_compiles_functions_of_this_package(tmp_path: Path) -> None:

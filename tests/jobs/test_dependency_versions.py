@@ -82,7 +82,9 @@ def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> 
     return made
 
 
-def test_package_works_with_these_versions(environment: Environment, receiver: Receiver, tmp_path: Path) -> None:
+def test_package_works_with_these_versions(
+    environment: Environment, receiver: Receiver, tmp_path: Path
+) -> None:
     """Every module imports.
 
     One run is simulated, reported and replayed. Another one is recorded and sent both ways.
@@ -101,7 +103,9 @@ def test_package_works_with_these_versions(environment: Environment, receiver: R
     assert "rank 1 (" in environment.succeeds("torchlens-perf", "top", "--once", out)
     assert environment.succeeds("python", "-c", TOP, str(out)) == "drawn\n"
     broken = [
-        line for line in environment.succeeds("torchlens-perf", "doctor").splitlines() if line.startswith("broken")
+        line
+        for line in environment.succeeds("torchlens-perf", "doctor").splitlines()
+        if line.startswith("broken")
     ]
     assert broken == []
 
@@ -110,9 +114,16 @@ def test_package_works_with_these_versions(environment: Environment, receiver: R
         folder = tmp_path / protocol.replace("/", "-")
         folder.mkdir()
         (folder / "watched.py").write_text(WATCH)
-        sends = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint(protocol), "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+        sends = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint(protocol),
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        }
         done = environment.run(
-            "python", str(folder / "watched.py"), folder=folder, **sends, OTEL_EXPORTER_OTLP_INSECURE="true"
+            "python",
+            str(folder / "watched.py"),
+            folder=folder,
+            **sends,
+            OTEL_EXPORTER_OTLP_INSECURE="true",
         )
         assert done.returncode == 0, done.stderr
         assert [rank["steps"] for rank in only_report(folder)["ranks"]] == [12]

@@ -41,7 +41,12 @@ def unavoidable(call: str) -> bool:
 
 
 def cases(
-    folder: Path, sidecar: str, phase: str, errors: tuple[int, ...], timeout_s: float = 550, **environment: str
+    folder: Path,
+    sidecar: str,
+    phase: str,
+    errors: tuple[int, ...],
+    timeout_s: float = 550,
+    **environment: str,
 ) -> tuple[list[dict[str, Any]], Any]:
     """Return the result of each case, and of a later watch without failures."""
     (folder / "tmp").mkdir()
@@ -49,7 +54,13 @@ def cases(
         **os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder / "tmp"), RAISE: "0", **environment,
     }  # fmt: skip
-    script = [sys.executable, str(SCRIPTS / "each_call_fails.py"), str(folder / "runs"), sidecar, phase]
+    script = [
+        sys.executable,
+        str(SCRIPTS / "each_call_fails.py"),
+        str(folder / "runs"),
+        sidecar,
+        phase,
+    ]
     done = warm_python.run([*script, *map(str, errors)], timeout_s, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     *found, last = map(json.loads, done.stdout.splitlines())
@@ -58,7 +69,10 @@ def cases(
 
 @pytest.mark.parametrize(
     ("sidecar", "errors", "which"),
-    [("sidecar", USUAL, ""), *long(("sidecar", USUAL, "all"), ("none", USUAL, "all"), ("sidecar", MISLEADING, "all"))],
+    [
+        ("sidecar", USUAL, ""),
+        *long(("sidecar", USUAL, "all"), ("none", USUAL, "all"), ("sidecar", MISLEADING, "all")),
+    ],
     ids=["usual", "each call", "without a sidecar", "misleading"],
 )
 def test_failing_call_at_the_start_is_harmless(
@@ -82,7 +96,9 @@ def test_failing_call_at_the_start_is_harmless(
         assert "mistake" not in case["lines"][0], case
     # With a sidecar, the ring file may be elsewhere, and another process creates the folders.
     for part in (
-        ("gethostname", "pipe2", "sidecar.log") if sidecar == "sidecar" else ("mkdir", "posix_fallocate", "mmap")
+        ("gethostname", "pipe2", "sidecar.log")
+        if sidecar == "sidecar"
+        else ("mkdir", "posix_fallocate", "mmap")
     ):
         assert part in calls, f"{part} did not fail where it matters"
     assert len(found) >= 30

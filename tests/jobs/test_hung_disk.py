@@ -22,7 +22,14 @@ from tests.support import warm_python
 from tests.support.failing_calls import everything_ended, library
 from tests.support.leftovers import eventually, remove_local
 from tests.support.long import long
-from tests.support.processes import SCRIPTS, TRAIN, clean_environ, report, torchrun, wait_for_sidecar
+from tests.support.processes import (
+    SCRIPTS,
+    TRAIN,
+    clean_environ,
+    report,
+    torchrun,
+    wait_for_sidecar,
+)
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest, problem_with
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 
@@ -57,7 +64,11 @@ def train(command: list[str], runs: Path, **environment: str) -> subprocess.Comp
 
 def run_of(done: subprocess.CompletedProcess[str]) -> RunDirectory:
     """Return the run directory in the output."""
-    (path,) = [line.removeprefix("recorded ") for line in done.stdout.splitlines() if line.startswith("recorded ")]
+    (path,) = [
+        line.removeprefix("recorded ")
+        for line in done.stdout.splitlines()
+        if line.startswith("recorded ")
+    ]
     return RunDirectory(Path(path))
 
 
@@ -106,7 +117,9 @@ def test_training_completes_on_a_disk_that_never_answers(runs: Path, expected: l
     assert not runs.exists()
 
 
-def test_training_completes_on_a_disk_that_hangs_at_the_end(runs: Path, tmp_path: Path, expected: list[str]) -> None:
+def test_training_completes_on_a_disk_that_hangs_at_the_end(
+    runs: Path, tmp_path: Path, expected: list[str]
+) -> None:
     """The disk answers until the last step.
 
     The sidecar may continue for a second until it needs the disk.
@@ -132,7 +145,10 @@ def test_records_are_read_when_the_disk_recovers(since: str, runs: Path, tmp_pat
     if since == "start":
         flag.touch()
     done = train(
-        [sys.executable, WATCHED, str(runs), "20", str(flag)], runs, FAILING_WITH="hang", FAILING_WHILE=str(flag)
+        [sys.executable, WATCHED, str(runs), "20", str(flag)],
+        runs,
+        FAILING_WITH="hang",
+        FAILING_WHILE=str(flag),
     )
     assert done.returncode == 0, done.stderr
     flag.unlink()
@@ -150,7 +166,9 @@ def test_unmodified_script_trains_on_a_hung_disk(runs: Path) -> None:
     """TORCHLENS_PERF=1 with a hanging disk does not affect training."""
     command = [sys.executable, TRAIN, "--steps", "20"]
     unwatched = train(command, runs)
-    done = train(command, runs, FAILING_WITH="hang", TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(runs))
+    done = train(
+        command, runs, FAILING_WITH="hang", TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(runs)
+    )
 
     assert (unwatched.returncode, done.returncode) == (0, 0), done.stderr
     assert trained(done) == trained(unwatched)
@@ -177,15 +195,23 @@ def wait_until_unattended(run: RunDirectory) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("error", [errno.EROFS, *long(errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES)])
-def test_disk_error_at_the_end_is_reported(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    "error", [errno.EROFS, *long(errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES)]
+)
+def test_disk_error_at_the_end_is_reported(
+    error: int, runs: Path, tmp_path: Path, expected: list[str]
+) -> None:
     """The line gives the reason and the place of the records.
 
     They are read once the disk accepts writes.
     """
     flag = tmp_path / "refuses"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
-    environment = {"FAILING_WITH": str(error), "FAILING_WHILE": str(flag), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
+    environment = {
+        "FAILING_WITH": str(error),
+        "FAILING_WHILE": str(flag),
+        "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60",
+    }
     done = train(command, runs, **environment)
 
     assert done.returncode == 0, done.stderr
@@ -197,8 +223,15 @@ def test_disk_error_at_the_end_is_reported(error: int, runs: Path, tmp_path: Pat
     (ring,) = run.local_rings()
     assert f"The records stay in {ring.parent} until this node restarts." in done.stderr
     flag.unlink()
-    by_hand = [sys.executable, "-m", "torchlens_perf", *done.stderr.split("torchlens-perf ")[-1].split()]
-    assert eventually(lambda: subprocess.run(by_hand, env=clean_environ()).returncode == 0), "or another start reads it"
+    by_hand = [
+        sys.executable,
+        "-m",
+        "torchlens_perf",
+        *done.stderr.split("torchlens-perf ")[-1].split(),
+    ]
+    assert eventually(lambda: subprocess.run(by_hand, env=clean_environ()).returncode == 0), (
+        "or another start reads it"
+    )
     assert report(run)["ranks"][0]["steps"] == 20
     assert not ring.exists()
 
@@ -210,8 +243,8 @@ def test_sidecar_reports_a_disk_error_after_the_start(runs: Path, expected: list
     The sidecar retries, reports the reason, and leaves no file.
     """
     unanswered = (
-        "import runpy, sys; from torchlens_perf.run import make_folders; make_folders.__file__ = '/nonexistent'\n"
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import runpy, sys; from torchlens_perf.run import make_folders; make_folders.__file__ ="
+        " '/nonexistent'\nsys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", unanswered, WATCHED, str(runs), "20"]
     done = train(command, runs, FAILING_WITH=str(errno.EACCES), TORCHLENS_PERF_EXIT_TIMEOUT_S="60")
@@ -219,7 +252,9 @@ def test_sidecar_reports_a_disk_error_after_the_start(runs: Path, expected: list
     wait_for_sidecar(run)
 
     assert trained(done) == expected
-    assert done.stderr == f"torchlens_perf: no report: cannot write to {run.path}: Permission denied\n"
+    assert (
+        done.stderr == f"torchlens_perf: no report: cannot write to {run.path}: Permission denied\n"
+    )
     assert list(run._local_files("*")) == []
 
 
@@ -260,7 +295,9 @@ def test_folders_of_a_late_answer_are_removed(hanging: tuple[Path, Path]) -> Non
 
 
 def test_nested_folders_of_closed_requests_are_removed(tmp_path: Path) -> None:
-    """Folders that contain another request's folders are removed after this request is closed too."""
+    """Folders that contain another request's folders are removed after this request is closed
+    too.
+    """
     folder = tmp_path / "runs"
     first, second = FolderRequest([folder]), FolderRequest([folder / "one"])
     assert first.answer(60) == second.answer(60) == MADE
@@ -291,11 +328,14 @@ def test_kept_and_foreign_folders_stay(hanging: tuple[Path, Path]) -> None:
 def test_killed_parent_leaves_no_folder(tmp_path: Path) -> None:
     """The parent is killed between its request and its first record."""
     program = (
-        "import sys, time; from pathlib import Path; from torchlens_perf.recorder.folder_request import FolderRequest\n"
-        "request = FolderRequest([Path(sys.argv[1])]); print(request.answer(60), flush=True); time.sleep(600)\n"
+        "import sys, time; from pathlib import Path; from torchlens_perf.recorder.folder_request"
+        " import FolderRequest\nrequest = FolderRequest([Path(sys.argv[1])]);"
+        " print(request.answer(60), flush=True); time.sleep(600)\n"
     )
     folder = tmp_path / "runs" / "one"
-    parent = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout.readline() == "made\n"
     assert folder.is_dir()
     parent.send_signal(signal.SIGKILL)

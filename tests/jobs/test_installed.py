@@ -37,8 +37,10 @@ SCRIPTS = ROOT / "tests" / "scripts"
 ADDED = {
     f"{PACKAGE}/added/__init__.py": "",
     f"{PACKAGE}/added/inner/__init__.py": "",
-    f"{PACKAGE}/added/inner/module.py": "from importlib import resources\n"
-    "DATA = resources.files('torchlens_perf.added.inner').joinpath('table.new').read_text()\n",
+    f"{PACKAGE}/added/inner/module.py": (
+        "from importlib import resources\n"
+        "DATA = resources.files('torchlens_perf.added.inner').joinpath('table.new').read_text()\n"
+    ),
     f"{PACKAGE}/added/inner/table.new": "data of a kind that was not there before",
     f"{PACKAGE}/added_without_init/module.py": "import torchlens_perf.added\n",
     f"{PACKAGE}/report/added.pyi": "",
@@ -124,12 +126,18 @@ def files(made: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(made) as wheel:
             return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
     with tarfile.open(made) as sdist:
-        members = {member.name.partition("/")[2]: sdist.extractfile(member) for member in sdist if member.isfile()}
+        members = {
+            member.name.partition("/")[2]: sdist.extractfile(member)
+            for member in sdist
+            if member.isfile()
+        }
         return {name: file.read() for name, file in members.items() if file is not None}
 
 
 def metadata(made: Path) -> email.message.Message:
-    names = (name for name in files(made) if name.endswith(".dist-info/METADATA") or name == "PKG-INFO")
+    names = (
+        name for name in files(made) if name.endswith(".dist-info/METADATA") or name == "PKG-INFO"
+    )
     return email.message_from_bytes(files(made)[next(names)])
 
 
@@ -139,19 +147,28 @@ def requirements(made: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compiling(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+def compiling(
+    made: Made, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[str]]:
     """Run `torchlens-perf build-tap` in another home, in parallel with all tests that do not need
     the tap.
 
     If the tests have a tap of the same source, the compiler only checks its inputs and copies this
-    tap, because compiling takes half a minute. test_tap_compiles_from_the_sources_in_the_wheel() compiles it.
+    tap, because compiling takes half a minute. test_tap_compiles_from_the_sources_in_the_wheel()
+    compiles it.
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
     there = [path for path, refused in native_tap.find(native_tap.file_name()) if refused is None]
-    copies = {"CXX": str(compiler(home / "cxx", f'c++ -E $all && cp {there[0]} "$out"'))} if there else {}
+    copies = (
+        {"CXX": str(compiler(home / "cxx", f'c++ -E $all && cp {there[0]} "$out"'))}
+        if there
+        else {}
+    )
     environ = made.by_wheel.environ(HOME=str(home), **copies)
-    process = subprocess.Popen(program, cwd=made.by_wheel.work, env=environ, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        program, cwd=made.by_wheel.work, env=environ, stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.terminate()
     process.wait()
@@ -187,7 +204,11 @@ def simulated(installed: Environment) -> Path:
 
 
 def expected(folder: str = "") -> set[str]:
-    return {str(file) for file in (*installations.tree(), *map(Path, ADDED)) if str(file).startswith(folder)}
+    return {
+        str(file)
+        for file in (*installations.tree(), *map(Path, ADDED))
+        if str(file).startswith(folder)
+    }
 
 
 def test_wheel_contains_every_file_of_the_package(made: Made) -> None:
@@ -206,7 +227,9 @@ def test_wheel_contains_every_file_of_the_package(made: Made) -> None:
 
 def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
     """The wheel has no tests, benchmarks or docs, only the package and pip's metadata."""
-    others = {name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")}
+    others = {
+        name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")
+    }
 
     assert others == {f"{PACKAGE}-{metadata(made.wheel)['Version']}.dist-info"}
 
@@ -230,9 +253,13 @@ def test_files_equal_those_of_the_tree(made: Made) -> None:
 
 def test_no_path_of_the_build_machine_is_included(made: Made) -> None:
     """Neither the wheel nor the sdist contains a path of the build machine."""
-    folders = [str(folder).encode() for folder in (made.source, made.source.parents[1], ROOT, Path.cwd())]
+    folders = [
+        str(folder).encode() for folder in (made.source, made.source.parents[1], ROOT, Path.cwd())
+    ]
     for packed in (files(made.wheel), files(made.sdist)):
-        assert [name for name, content in packed.items() if any(folder in content for folder in folders)] == []
+        assert [
+            name for name, content in packed.items() if any(folder in content for folder in folders)
+        ] == []
 
 
 # -- what works
@@ -283,9 +310,13 @@ def test_every_command_has_help(installed: Environment) -> None:
     """Every command has a help text, by the program's name and by the module's."""
     listed = installed.succeeds("torchlens-perf", "--help")
     commands = re.findall(r"^  (\S+)  ", listed, flags=re.MULTILINE)
-    assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(commands)
+    assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(
+        commands
+    )
     for command in commands:
-        assert "usage: torchlens-perf" in installed.succeeds("python", "-m", PACKAGE, command, "--help")
+        assert "usage: torchlens-perf" in installed.succeeds(
+            "python", "-m", PACKAGE, command, "--help"
+        )
 
 
 def test_simulated_run_is_reported_and_replayed(simulated: Path, installed: Environment) -> None:
@@ -318,7 +349,9 @@ print(perf.__file__)
 
 
 @pytest.mark.parametrize("way", ["watch", "variable", "run"])
-def test_single_process_is_recorded_in_each_documented_way(way: str, installed: Environment, tmp_path: Path) -> None:
+def test_single_process_is_recorded_in_each_documented_way(
+    way: str, installed: Environment, tmp_path: Path
+) -> None:
     """One process is recorded by the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf
     run`.
     """
@@ -329,7 +362,11 @@ def test_single_process_is_recorded_in_each_documented_way(way: str, installed: 
     elif way == "variable":
         environment = {"TORCHLENS_PERF": "1"}
     command = ["torchlens-perf", "run", script] if way == "run" else ["python", script]
-    start = installed.run if way == "run" else lambda *each, **more: installed.run_warm(*each[1:], **more)
+    start = (
+        installed.run
+        if way == "run"
+        else lambda *each, **more: installed.run_warm(*each[1:], **more)
+    )
     done = start(*command, folder=tmp_path, **environment)
     value = only_report(tmp_path)
 
@@ -350,7 +387,9 @@ def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
     return Path(said.strip())
 
 
-def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(real_tap: Path, installed: Environment) -> None:
+def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(
+    real_tap: Path, installed: Environment
+) -> None:
     """The tap goes to the user's cache, because a group can write to the package.
 
     `doctor` finds no problem.
@@ -361,11 +400,15 @@ def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(real_tap: Pat
     assert real_tap.parent == home / ".cache" / PACKAGE
     assert [line for line in said if line.startswith("broken")] == []
     works = ("recorder: native", "tap on collectives: native")
-    entry_points = (f"entry point {group}: installed" for group in ("torch.backends", "torchrun.logs_specs"))
+    entry_points = (
+        f"entry point {group}: installed" for group in ("torch.backends", "torchrun.logs_specs")
+    )
     assert {f"ok      {each}" for each in (*works, *entry_points)} <= set(said)
 
 
-def test_second_run_uses_the_tap_built_by_the_first(real_tap: Path, installed: Environment, tmp_path: Path) -> None:
+def test_second_run_uses_the_tap_built_by_the_first(
+    real_tap: Path, installed: Environment, tmp_path: Path
+) -> None:
     """Under torchrun's flag, the first run uses the Python tap and reports it.
 
     The second run uses the native tap.
@@ -387,10 +430,18 @@ def test_second_run_uses_the_tap_built_by_the_first(real_tap: Path, installed: E
 
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert [[rank["steps"] for rank in each["ranks"]] for each in reports] == [[29, 29], [29, 29]]
-    tapped = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones; "
+    tapped = (
+        "collectives were recorded from Python: about 50 us each, without end times of asynchronous"
+        " ones; "
+    )
     planned = f"{tapped}the sidecar builds the native tap for the next run"
-    assert [[note for note in each["quality"]["notes"] if "tap" in note] for each in reports] == [[planned], []]
-    ended = [sum(row["ended"] for row in each["collectives"] if row["asynchronous"]) for each in reports]
+    assert [[note for note in each["quality"]["notes"] if "tap" in note] for each in reports] == [
+        [planned],
+        [],
+    ]
+    ended = [
+        sum(row["ended"] for row in each["collectives"] if row["asynchronous"]) for each in reports
+    ]
     assert ended[0] == 0 < ended[1]
     assert (cache / real_tap.name).stat().st_mode & 0o022 == 0
 
@@ -399,7 +450,9 @@ def test_second_run_uses_the_tap_built_by_the_first(real_tap: Path, installed: E
 def test_tap_compiles_from_the_sources_in_the_wheel(installed: Environment, tmp_path: Path) -> None:
     """The tap compiles from the sources in the wheel with the machine's compiler, and loads."""
     made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
-    said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)).splitlines()
+    said = installed.succeeds(
+        "torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)
+    ).splitlines()
 
     assert made.parent == tmp_path / ".cache" / PACKAGE
     assert "ok      tap on collectives: native" in said
@@ -413,7 +466,9 @@ def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
     fix.
     """
     environment = made.by_sdist
-    (tmp_path / "watched.py").write_text(f"{WATCH}from torchlens_perf.commands.cli import main\nmain(['doctor'])\n")
+    (tmp_path / "watched.py").write_text(
+        f"{WATCH}from torchlens_perf.commands.cli import main\nmain(['doctor'])\n"
+    )
     done = environment.run("python", str(tmp_path / "watched.py"), folder=tmp_path)
     value = only_report(tmp_path)
     where, *doctor = done.stdout.splitlines()
@@ -423,7 +478,10 @@ def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
     assert any("Python recorder" in note for note in value["quality"]["notes"])
     (at,) = [at for at, line in enumerate(doctor) if "the Python recorder" in line]
     assert "pip install" in doctor[at + 1]
-    installed_files = {str(path.relative_to(environment.package.parent)) for path in environment.package.rglob("*.*")}
+    installed_files = {
+        str(path.relative_to(environment.package.parent))
+        for path in environment.package.rglob("*.*")
+    }
     assert expected(f"{PACKAGE}/") <= installed_files
 
 

@@ -17,7 +17,11 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from tests.jobs.test_bit_equality import FEW, _one_thread, assert_harmless  # noqa: F401 - a fixture is among them
+from tests.jobs.test_bit_equality import (
+    FEW,
+    _one_thread,  # noqa: F401 - a fixture
+    assert_harmless,
+)
 from tests.support.model_zoo import CASES
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
@@ -37,7 +41,9 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_garbage_collection_at_each_allocation_is_harmless(name: str, collecting: None, tmp_path: Path) -> None:
+def test_garbage_collection_at_each_allocation_is_harmless(
+    name: str, collecting: None, tmp_path: Path
+) -> None:
     """Bits and recorded steps stay the same, whatever the collector frees or calls in the middle of
     a mark.
     """
@@ -72,7 +78,9 @@ def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+@pytest.mark.skipif(
+    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+)
 def test_low_recursion_limit_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under each limit near the lowest one for training, results are bit-equal or RecursionError is
     raised.
@@ -85,9 +93,14 @@ def test_low_recursion_limit_is_harmless(tmp_path: Path, monkeypatch: pytest.Mon
     plain = {limit: trained(lambda *given: nullcontext(), limit) for limit in limits}
     least = min(limit for limit in limits if plain[limit] is not None)
     near = range(max(here, least - 3), least + FRAMES_OF_OURS + 3)
-    watched = {limit: trained(lambda *given: recorded(tmp_path, *given, **EVERYTHING), limit) for limit in near}
+    watched = {
+        limit: trained(lambda *given: recorded(tmp_path, *given, **EVERYTHING), limit)
+        for limit in near
+    }
     swallowed.by_place.clear()
-    lowest = [min(limit for limit in near if found[limit] is not None) for found in (plain, watched)]
+    lowest = [
+        min(limit for limit in near if found[limit] is not None) for found in (plain, watched)
+    ]
 
     assert plain[limits[0]] is None
     assert 0 <= lowest[1] - lowest[0] <= FRAMES_OF_OURS

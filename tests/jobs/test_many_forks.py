@@ -1,4 +1,6 @@
-"""Forks while a watch records: every child ends with one thread, and the parent loses no records."""
+"""Forks while a watch records: every child ends with one thread, and the parent loses no
+records.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def test_forks_during_marks_lose_no_step(forks: int, tmp_path: Path) -> None:
     Children continue training alone, and all of the parent's steps are recorded.
     """
     began_s, number = time.monotonic(), forks if forks < FORKS else share(FORKS)
-    done = run_warm([sys.executable, STORM, str(tmp_path), str(number)], tmp_path, timeout_s=1700, PYTHONPATH=str(ROOT))
+    done = run_warm(
+        [sys.executable, STORM, str(tmp_path), str(number)],
+        tmp_path,
+        timeout_s=1700,
+        PYTHONPATH=str(ROOT),
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ends"] == {"well": number}
@@ -60,12 +67,22 @@ def test_new_workers_in_each_epoch_lose_no_step(forks: int, tmp_path: Path) -> N
     Every batch arrives, and every step is recorded with all its spans.
     """
     torch.set_num_threads(1)
-    model, began_s, number = nn.Linear(4, 2), time.monotonic(), forks if forks < FORKS else share(FORKS)
+    model, began_s, number = (
+        nn.Linear(4, 2),
+        time.monotonic(),
+        forks if forks < FORKS else share(FORKS),
+    )
     optimizer, epochs, batches = torch.optim.SGD(model.parameters(), lr=0.1), number // 2, 0
     loader = DataLoader(
-        TensorDataset(torch.ones(4, 4)), 2, num_workers=2, multiprocessing_context="fork", timeout=ENDS_WITHIN_S
+        TensorDataset(torch.ones(4, 4)),
+        2,
+        num_workers=2,
+        multiprocessing_context="fork",
+        timeout=ENDS_WITHIN_S,
     )
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off", ring_records=1 << 16) as watch:
+    with perf.watch(
+        model, optimizer, dir=str(tmp_path), sidecar=False, report="off", ring_records=1 << 16
+    ) as watch:
         for _ in range(epochs):
             for (batch,) in loader:
                 model(batch).sum().backward()
@@ -80,4 +97,10 @@ def test_new_workers_in_each_epoch_lose_no_step(forks: int, tmp_path: Path) -> N
     assert batches == 2 * epochs
     assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (batches, 0)
     if forks == FORKS:
-        note("forks of DataLoader", 2 * epochs, FORKS, f"0 of {batches:,} steps lost", time.monotonic() - began_s)
+        note(
+            "forks of DataLoader",
+            2 * epochs,
+            FORKS,
+            f"0 of {batches:,} steps lost",
+            time.monotonic() - began_s,
+        )

@@ -23,7 +23,9 @@ def refuse(constant: str) -> Any:
     raise AssertionError(f"{constant} is no JSON")
 
 
-def test_report_of_a_diverged_run_has_finite_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_diverged_run_has_finite_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every step is counted as usual, and every number in the report is finite."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)

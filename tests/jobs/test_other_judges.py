@@ -5,11 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.other_judges import below, individual_score, relative_score, slowest_forward, slowest_step
+from benchmarks.other_judges import (
+    below,
+    individual_score,
+    relative_score,
+    slowest_forward,
+    slowest_step,
+)
 from torchlens_perf.run.records import OWN_PARTS
 
 
-def parts(forward: list[list[float]], backward: float = 200.0, optimizer: float = 0.0) -> np.ndarray:
+def parts(
+    forward: list[list[float]], backward: float = 200.0, optimizer: float = 0.0
+) -> np.ndarray:
     """Return [ranks, steps, parts] with these forward times."""
     made = np.zeros((len(forward), len(forward[0]), len(OWN_PARTS)), np.float32)
     made[:, :, OWN_PARTS.index("forward")] = forward
@@ -48,5 +56,7 @@ def test_rules_for_the_longest_step_always_name_a_rank() -> None:
     differences.
     """
     assert slowest_forward(parts([[100, 100], [100, 100.01], [100, 100]])).named == {1}
-    equal = [slowest_step(np.full(20, 1e8), 50, np.random.default_rng(seed)).first for seed in range(200)]
+    equal = [
+        slowest_step(np.full(20, 1e8), 50, np.random.default_rng(seed)).first for seed in range(200)
+    ]
     assert len(set(equal)) > 40

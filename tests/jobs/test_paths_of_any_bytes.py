@@ -39,7 +39,9 @@ def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
     folder.mkdir()
     script = folder / f"{ODD}.py"
     script.write_text(SCRIPT)
-    done = run([sys.executable, str(script)], folder, SLURM_JOB_NAME=ODD, TORCHLENS_PERF_REPORT="page")
+    done = run(
+        [sys.executable, str(script)], folder, SLURM_JOB_NAME=ODD, TORCHLENS_PERF_REPORT="page"
+    )
     assert done.returncode == 0, done.stderr
     assert b"20 steps" in done.stderr, done.stderr
     (path,) = (folder / "torchlens-perf").iterdir()
@@ -50,7 +52,11 @@ def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
     assert made.report.with_suffix(".html").exists()
     page = folder / f"{ODD}.html"
     ours = [sys.executable, "-m", "torchlens_perf"]
-    for command in (["report"], ["report", str(path), "--json"], ["report", str(path), "--html", str(page)]):
+    for command in (
+        ["report"],
+        ["report", str(path), "--json"],
+        ["report", str(path), "--html", str(page)],
+    ):
         shown = run([*ours, *command], folder)
         assert shown.returncode == 0, shown.stderr
     assert page.exists()
@@ -63,8 +69,9 @@ def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
     """An interpreter in such a folder is accepted, and its child finds the package."""
     (tmp_path / ODD).symlink_to(sys.prefix)
     code = (
-        "import subprocess; from torchlens_perf.run import children; children.check();"
-        "subprocess.run(children.command('doctor', '--help'), env=children.environment(), cwd='/', check=True)"
+        "import subprocess; from torchlens_perf.run import children;"
+        " children.check();subprocess.run(children.command('doctor', '--help'),"
+        " env=children.environment(), cwd='/', check=True)"
     )
     done = run([str(tmp_path / ODD / "bin" / "python"), "-c", code], ROOT, TMPDIR=str(tmp_path))
 

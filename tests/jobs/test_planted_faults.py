@@ -104,7 +104,8 @@ def test_intermittent_fault_slows_two_steps_in_seven() -> None:
         (fault,) = truth.faults
         slow = steps_of(fault, truth.steps)
         assert all(
-            sum(begin <= step < begin + 7 for step in slow) == 2 for begin in range(fault.first_step, truth.steps - 7)
+            sum(begin <= step < begin + 7 for step in slow) == 2
+            for begin in range(fault.first_step, truth.steps - 7)
         )
         assert fault.slow_of is not None
         slots.add(fault.slow_of[1])
@@ -114,18 +115,26 @@ def test_intermittent_fault_slows_two_steps_in_seven() -> None:
 def test_planted_pause_is_recorded_in_its_phase(tmp_path: Path) -> None:
     """A pause in each phase is recorded completely in that phase and step."""
     ms, rank = 400, 1
-    pauses = {"data": (3, "sleep"), "forward": (5, "work"), "backward": (7, "sleep"), "host": (9, "write")}
+    pauses = {
+        "data": (3, "sleep"),
+        "forward": (5, "work"),
+        "backward": (7, "sleep"),
+        "host": (9, "write"),
+    }
     faults = tuple(Fault(rank, phase, step, step, ms, way) for phase, (step, way) in pauses.items())
     planted = Planted(Truth("clean", 1, 4, 12, faults), rank)
     model = Transformer(planted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Sequences(Truth("clean", 1, 4, 12, faults), rank, planted), batch_size=BATCH)
+    loader = DataLoader(
+        Sequences(Truth("clean", 1, 4, 12, faults), rank, planted), batch_size=BATCH
+    )
     with recording_of(tmp_path, model, optimizer, modules="none") as recording:
         assert len(train(model, optimizer, loader, planted)) == 12
 
     kinds = {"data": Kind.DATA, "forward": Kind.FORWARD, "backward": Kind.BACKWARD}
     durations_ns = {
-        phase: {each.step: each.duration_ns for each in recording.of(kind)} for phase, kind in kinds.items()
+        phase: {each.step: each.duration_ns for each in recording.of(kind)}
+        for phase, kind in kinds.items()
     }
     durations_ns["host"] = {each.step: each.duration_ns - each.phase_ns for each in recording.steps}
     for phase, (step, _) in pauses.items():
@@ -194,7 +203,12 @@ def test_lengths_vary_only_in_variable_length_runs() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "right", "phase"),
-    [("compute", "forward", True), ("compute", "compute", True), ("compute", "data", False), ("data", "data", True)],
+    [
+        ("compute", "forward", True),
+        ("compute", "compute", True),
+        ("compute", "data", False),
+        ("data", "data", True),
+    ],
 )
 def test_answer_counts_only_with_the_right_rank(kind: str, right: str, phase: bool) -> None:
     """The right rank counts alone, the phase only with the right rank.
@@ -231,7 +245,9 @@ def test_slowest_step_judge_names_the_largest_mean_step(tmp_path: Path) -> None:
         {
             "rank": rank,
             "step": step,
-            "duration_ns": 10_000 + (500 if rank == 2 else 0) + (10**9 if step < 3 and rank == 0 else 0),
+            "duration_ns": (
+                10_000 + (500 if rank == 2 else 0) + (10**9 if step < 3 and rank == 0 else 0)
+            ),
         }
         for rank in range(4)
         for step in range(20)
@@ -242,14 +258,23 @@ def test_slowest_step_judge_names_the_largest_mean_step(tmp_path: Path) -> None:
         pd.DataFrame(rows).to_parquet(steps / "host-000001.parquet")
         if name != "broken":
             kind, _, seed = name.partition("-")
-            truth = {**plant(kind, int(seed)).to_json(), "run": "run", "others_share": int(seed) / 10}
+            truth = {
+                **plant(kind, int(seed)).to_json(),
+                "run": "run",
+                "others_share": int(seed) / 10,
+            }
             (tmp_path / name / "truth.json").write_text(json.dumps(truth))
 
     assert slowest_step(tmp_path / "clean-0001") == Suspect(2, None)
-    assert [truth.name for _, truth in recorded(tmp_path, KINDS, None)] == ["data-0003", "clean-0001"]
+    assert [truth.name for _, truth in recorded(tmp_path, KINDS, None)] == [
+        "data-0003",
+        "clean-0001",
+    ]
     assert [truth.name for _, truth in recorded(tmp_path, ["clean"], [1])] == ["clean-0001"]
     assert recorded(tmp_path, ["clean"], [2]) == []
-    assert [truth.name for _, truth in recorded(tmp_path, KINDS, None, most_others=0.2)] == ["clean-0001"]
+    assert [truth.name for _, truth in recorded(tmp_path, KINDS, None, most_others=0.2)] == [
+        "clean-0001"
+    ]
     assert JUDGES["slowest step"] is slowest_step
 
 
@@ -266,11 +291,15 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
     run_sidecar(Sidecar(run, HOST, None, lambda *_: None), lock, None)
-    (run.path.parent / "truth.json").write_text(json.dumps({**truth.to_json(), "run": run.run_id, "others_share": 0.0}))
+    (run.path.parent / "truth.json").write_text(
+        json.dumps({**truth.to_json(), "run": run.run_id, "others_share": 0.0})
+    )
 
     assert print_judgement(tmp_path, ["data"], None, each=True) == 0
     line, *_, row = capsys.readouterr().out.splitlines()
-    assert line.startswith("data-0001: planted rank 1 data 5; torchlens_perf: rank 1 data; slowest step: rank ")
+    assert line.startswith(
+        "data-0001: planted rank 1 data 5; torchlens_perf: rank 1 data; slowest step: rank "
+    )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:11] == ["data", "1", "1/1", "1/1", "1/1", *[""] * 6]
     assert cells[-2:] == ["0/1", "1/1"]
@@ -287,7 +316,9 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
         ({"kind": "BALANCED", "ranks": []}, None),
     ],
 )
-def test_straggler_diagnoses_of_traceml_are_read_as_answers(diagnosis: dict[str, Any], named: Suspect | None) -> None:
+def test_straggler_diagnoses_of_traceml_are_read_as_answers(
+    diagnosis: dict[str, Any], named: Suspect | None
+) -> None:
     """Straggler diagnoses are answers.
 
     "cause not measured" has no phase, and diagnoses of all ranks have no rank.
@@ -300,7 +331,11 @@ def test_others_share_excludes_our_work() -> None:
     begin_s, machine_s, own_s = time.monotonic(), busy_s(), time.process_time()
     while time.process_time() - own_s < 0.5:
         pass
-    machine_s, own_s, elapsed_s = busy_s() - machine_s, time.process_time() - own_s, time.monotonic() - begin_s
+    machine_s, own_s, elapsed_s = (
+        busy_s() - machine_s,
+        time.process_time() - own_s,
+        time.monotonic() - begin_s,
+    )
 
     assert machine_s > 0.8 * own_s
     claimed, unclaimed = (others_share(ours, machine_s, elapsed_s) for ours in (own_s, 0.0))
@@ -320,7 +355,9 @@ def test_unknown_fault_kind_or_way_raises() -> None:
         plant("dta", 1)
     truth = plant("data", 1)
     (fault,) = truth.faults
-    planted = Planted(dataclasses.replace(truth, faults=(dataclasses.replace(fault, way="nap"),)), fault.rank)
+    planted = Planted(
+        dataclasses.replace(truth, faults=(dataclasses.replace(fault, way="nap"),)), fault.rank
+    )
     planted.step = fault.first_step
     with pytest.raises(ValueError, match="unknown way 'nap'"):
         planted.pause("data")

@@ -78,7 +78,12 @@ def run_until_end(kind: str, folder: Path, *, terminal: bool) -> str:
     del environ["TORCHLENS_PERF_REPORT"]
     reader, writer = pty.openpty() if terminal else os.pipe()
     process = subprocess.Popen(
-        [*command, *KINDS[kind]], cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer
+        [*command, *KINDS[kind]],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        stderr=writer,
     )
     os.close(writer)
     printed = b""
@@ -122,7 +127,10 @@ def test_report_is_printed_when_the_run_ends(tmp_path: Path) -> None:
             printed = run_until_end(kind, folder, terminal=number // len(KINDS) % 2 == 0)
             if not has_report(printed):
                 missing.append(f"{kind}:\n{printed}")
-    done = f"{len(kinds) - len(missing)} ended with their report, {2 * PROCESSORS} programs on {PROCESSORS} processors"
+    done = (
+        f"{len(kinds) - len(missing)} ended with their report, {2 * PROCESSORS} programs on"
+        f" {PROCESSORS} processors"
+    )
     note(
         "reports on a busy machine (`jobs/test_report_on_a_busy_machine.py`)",
         len(kinds),

@@ -20,7 +20,13 @@ AFTER_EIGHT, UNTIL_FIVE = 7, 4
 @pytest.mark.parametrize(
     ("command", "environment", "code", "program", "steps"),
     [
-        ("-m trainer.fit exit", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 3, "trainer.fit", AFTER_EIGHT),
+        (
+            "-m trainer.fit exit",
+            {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            3,
+            "trainer.fit",
+            AFTER_EIGHT,
+        ),
         *long(
             ("train.py everything", {}, 0, "train.py", AFTER_EIGHT),
             ("train.py SIGTERM no-autoload", {}, -signal.SIGTERM, "train.py", UNTIL_FIVE),
@@ -41,15 +47,29 @@ def test_training_ends_as_under_python(
     value = only_report(tmp_path)
 
     assert plain.returncode == code, plain.stderr
-    assert (recorded.stdout, recorded.stderr, recorded.returncode) == (plain.stdout, plain.stderr, code)
+    assert (recorded.stdout, recorded.stderr, recorded.returncode) == (
+        plain.stdout,
+        plain.stderr,
+        code,
+    )
     assert [rank["steps"] for rank in value["ranks"]] == [steps]
     assert value["run"]["program"] == program
 
 
 @pytest.mark.parametrize("more", ["", "import torchlens_perf; torchlens_perf.watch();"])
 def test_bad_variable_is_reported_once(more: str, tmp_path: Path) -> None:
-    """An invalid variable disables recording with one line, although it is read in several places."""
-    done = run([*RUN, "-c", f"import torch; {more} print('ran')"], tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
+    """An invalid variable disables recording with one line, although it is read in several
+    places.
+    """
+    done = run(
+        [*RUN, "-c", f"import torch; {more} print('ran')"],
+        tmp_path,
+        TORCHLENS_PERF_RING_RECORDS="many",
+    )
 
     assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert done.stderr == "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records\n"
+    assert (
+        done.stderr
+        == "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as"
+        " ring_records\n"
+    )

@@ -27,7 +27,17 @@ def _why_not() -> str:
     if os.geteuid():
         return "namespaces with mounts and process ids of their own need root"
     done = subprocess.run(
-        ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"],
+        [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "sh",
+            "-c",
+            "mount -t tmpfs tmpfs /dev/shm",
+        ],
         capture_output=True,
         text=True,
     )
@@ -65,7 +75,8 @@ def test_concurrent_threads_make_one_folder(tmp_path: Path) -> None:
 @in_namespaces
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("hosts", "memory"), [(("node-0", "node-1"), "own"), *long((("pod", "pod"), "own")), (("pod", "pod"), "shared")]
+    ("hosts", "memory"),
+    [(("node-0", "node-1"), "own"), *long((("pod", "pod"), "own")), (("pod", "pod"), "shared")],
 )
 def test_equal_process_ids_on_two_nodes_are_recorded_separately(
     hosts: tuple[str, str], memory: str, tmp_path: Path
@@ -83,15 +94,21 @@ def test_equal_process_ids_on_two_nodes_are_recorded_separately(
         }  # fmt: skip
         command = [sys.executable, "-c", _AS_A_NODE, WATCHED, str(tmp_path), "30"]
         nodes.append(
-            warm_python.WarmPython(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            warm_python.WarmPython(
+                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     said = [node.communicate(timeout=110) for node in nodes]
     run = RunDirectory(tmp_path / "shared")
     value = report(run)
 
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert len({out.partition("process ")[2].split()[0] for out, _ in said}) == 1, "their process ids are equal"
-    assert [(rank["rank"], rank["host"], rank["steps"], rank["state"]) for rank in value["ranks"]] == [
+    assert len({out.partition("process ")[2].split()[0] for out, _ in said}) == 1, (
+        "their process ids are equal"
+    )
+    assert [
+        (rank["rank"], rank["host"], rank["steps"], rank["state"]) for rank in value["ranks"]
+    ] == [
         (0, hosts[0], 30, "closed"),
         (1, hosts[1], 30, "closed"),
     ]
@@ -125,7 +142,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def in_mounts(setup: str, folder: Path, steps: int = 20, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_mounts(
+    setup: str, folder: Path, steps: int = 20, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Train after this shell script has mounted file systems.
 
     $RUNS is the folder of run directories, and $TMPDIR another folder.
@@ -139,7 +158,9 @@ def in_mounts(setup: str, folder: Path, steps: int = 20, **environment: str) -> 
     }  # fmt: skip
     script = f"mount --make-rprivate /\nmount -t tmpfs tmpfs /dev/shm\n{setup}"
     return warm_python.run(
-        [sys.executable, "-c", _WITH_MOUNTS, script, WATCHED, str(runs), str(steps)], 110, env=environ
+        [sys.executable, "-c", _WITH_MOUNTS, script, WATCHED, str(runs), str(steps)],
+        110,
+        env=environ,
     )
 
 
@@ -177,7 +198,9 @@ OFF = {
 
 @in_namespaces
 @pytest.mark.parametrize("name", long_but({"read-only"}, OFF))
-def test_unwritable_folder_disables_recording_with_one_line(name: str, tmp_path: Path, expected: str) -> None:
+def test_unwritable_folder_disables_recording_with_one_line(
+    name: str, tmp_path: Path, expected: str
+) -> None:
     """Training is the same as without recording, with one line."""
     setup, *words = OFF[name]
     done = in_mounts(setup, tmp_path)
@@ -191,21 +214,38 @@ def test_unwritable_folder_disables_recording_with_one_line(name: str, tmp_path:
 
 # The ring is in anonymous memory.
 ON: dict[str, tuple[str, Callable[[str], bool]]] = {
-    "no room in memory": (f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {SMALL_TMP}", lambda said: "20 steps" in said),
+    "no room in memory": (
+        f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {SMALL_TMP}",
+        lambda said: "20 steps" in said,
+    ),
     "no inodes in memory": (
         f"mount -t tmpfs -o nr_inodes=3 tmpfs /dev/shm; {SMALL_TMP}",
         lambda said: "20 steps" in said,
     ),
     "shared memory is full": (
-        "mount -t tmpfs -o size=1m tmpfs /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=4k 2> /dev/null || true",
+        (
+            "mount -t tmpfs -o size=1m tmpfs /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=4k 2>"
+            " /dev/null || true"
+        ),
         lambda said: said.startswith("torchlens_perf: "),
     ),
-    "small shared memory": ("mount -t tmpfs -o size=1m tmpfs /dev/shm", lambda said: "20 steps" in said),
-    "shared memory is read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", lambda said: "20 steps" in said),
+    "small shared memory": (
+        "mount -t tmpfs -o size=1m tmpfs /dev/shm",
+        lambda said: "20 steps" in said,
+    ),
+    "shared memory is read-only": (
+        "mount -t tmpfs -o ro tmpfs /dev/shm",
+        lambda said: "20 steps" in said,
+    ),
     "no shared memory": ("mount --bind /proc /dev/shm", lambda said: "20 steps" in said),
     "a full disk": (
-        'mount -t tmpfs -o size=64k tmpfs "$RUNS"; dd if=/dev/zero of="$RUNS/full" bs=4k 2> /dev/null || true',
-        lambda said: said.startswith("torchlens_perf: no report: ") and "No space left on device" in said,
+        (
+            'mount -t tmpfs -o size=64k tmpfs "$RUNS"; dd if=/dev/zero of="$RUNS/full" bs=4k 2>'
+            " /dev/null || true"
+        ),
+        lambda said: (
+            said.startswith("torchlens_perf: no report: ") and "No space left on device" in said
+        ),
     ),
 }
 

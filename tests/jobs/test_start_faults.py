@@ -50,7 +50,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that returns the lines logged since its last call."""
 
     def said() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        messages = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
         caplog.clear()
         return messages
 
@@ -75,7 +77,9 @@ def changed(before: dict[str, Any]) -> set[str]:
     gc.collect()
     now = state()
     # Only new threads count, because one of an earlier test may end meanwhile.
-    now["threads"] = [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
+    now["threads"] = (
+        [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
+    )
     return {name for name, value in now.items() if before[name] != value}
 
 
@@ -113,7 +117,9 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
     return [
         code
         for code, file in files.items()
-        if file != "errors.py" and (not sidecar or file in SIDECARS) and code is not SidecarLock.close.__code__
+        if file != "errors.py"
+        and (not sidecar or file in SIDECARS)
+        and code is not SidecarLock.close.__code__
     ]
 
 
@@ -143,11 +149,15 @@ def test_error_in_each_function_at_the_start_is_harmless(
     runs, expected = tmp_path / "runs", trained(model)
     # Remove leftovers of other tests on this node, which would cause calls that happen only once.
     monkeypatch.setattr(
-        dead_runs, "runs_on_this_node", lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0]))
+        dead_runs,
+        "runs_on_this_node",
+        lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0])),
     )
 
     def begin() -> perf.Watch:
-        return perf.watch(model, dir=str(runs), sidecar=sidecar, report="off", ring_records=1024).__enter__()
+        return perf.watch(
+            model, dir=str(runs), sidecar=sidecar, report="off", ring_records=1024
+        ).__enter__()
 
     gc.collect()
     # A collection could call our functions in one run and not in the next.
@@ -182,11 +192,15 @@ def test_error_in_each_function_at_the_start_is_harmless(
             end_sidecars()
             wrong = {
                 "was not called again": not raised,
-                "Ctrl-C did not go through, or an error did": interrupted != isinstance(error, KeyboardInterrupt),
+                "Ctrl-C did not go through, or an error did": (
+                    interrupted != isinstance(error, KeyboardInterrupt)
+                ),
                 "nothing was said": not interrupted and not said,
                 "records after Ctrl-C": recording and interrupted,
                 "trains otherwise": not same,
-                f"left files: {places(runs)}": not recording and not sidecar and bool(left_behind(runs)),
+                f"left files: {places(runs)}": (
+                    not recording and not sidecar and bool(left_behind(runs))
+                ),
             }
             remove(runs)
             different = changed(before)

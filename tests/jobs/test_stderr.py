@@ -14,7 +14,15 @@ import pytest
 
 from tests.support import warm_python
 from tests.support.long import long
-from tests.support.processes import SCRIPTS, clean_environ, report, run, run_warm, runs, wait_for_sidecar
+from tests.support.processes import (
+    SCRIPTS,
+    clean_environ,
+    report,
+    run,
+    run_warm,
+    runs,
+    wait_for_sidecar,
+)
 from torchlens_perf.run.directory import RunDirectory
 
 TRAINS = str(SCRIPTS / "train_with_stderr.py")
@@ -46,7 +54,9 @@ def assert_whole(found: RunDirectory, steps: int = 20) -> None:
 @pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
 def test_training_survives_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
     """Streams and handlers raise all kinds of errors. Nothing is printed on stdout instead."""
-    done = run_warm([sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0")
+    done = run_warm(
+        [sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0"
+    )
     lines = [line.split() for line in done.stdout.splitlines()]
 
     assert done.returncode == 0, done.stderr
@@ -66,11 +76,16 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
         "try: t.train(sys.argv[1])\n"
         "except {error}: print('passed')\n"
     )
-    for method, error in (("isatty", "KeyboardInterrupt"), ("write", "KeyboardInterrupt"), ("flush", "SystemExit")):
+    for method, error in (
+        ("isatty", "KeyboardInterrupt"),
+        ("write", "KeyboardInterrupt"),
+        ("flush", "SystemExit"),
+    ):
         filled = program.replace("{method}", method).replace("{error}", error)
         # The failing hook logs, which would raise the exception before the training.
         filled = filled.replace(
-            "import train_with_stderr as t\n", "import train_with_stderr as t; t.swallowed.add = print\n"
+            "import train_with_stderr as t\n",
+            "import train_with_stderr as t; t.swallowed.add = print\n",
         )
         done = run_warm([sys.executable, "-c", filled], tmp_path, LIMIT_S)
         assert done.stdout.endswith("passed\n"), done.stderr
@@ -85,16 +100,25 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
     [
         ("switch", "2>&-"),
         ("run", "0<&- 1>&- 2>&-"),
-        *long(("switch", "1>&- 2>&-"), ("switch", "0<&- 1>&- 2>&-"), ("run", "2>&-"), ("run", "1>&- 2>&-")),
+        *long(
+            ("switch", "1>&- 2>&-"),
+            ("switch", "0<&- 1>&- 2>&-"),
+            ("run", "2>&-"),
+            ("run", "1>&- 2>&-"),
+        ),
     ],
 )
-def test_script_with_closed_standard_streams_is_recorded(way: str, closed: str, tmp_path: Path) -> None:
+def test_script_with_closed_standard_streams_is_recorded(
+    way: str, closed: str, tmp_path: Path
+) -> None:
     """An unmodified script is recorded by the variable and by the command."""
     line, script = f'exec "$@" {closed}', tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["-m", "torchlens_perf", "run"] if way == "run" else []
     switch = {"TORCHLENS_PERF_EXIT_TIMEOUT_S": "0"} | ({} if command else {"TORCHLENS_PERF": "1"})
-    done = run([*SHELL, line, "sh", sys.executable, *command, str(script)], tmp_path, LIMIT_S, **switch)
+    done = run(
+        [*SHELL, line, "sh", sys.executable, *command, str(script)], tmp_path, LIMIT_S, **switch
+    )
     (found,) = runs(tmp_path)
 
     assert done.returncode == 0
@@ -141,7 +165,9 @@ def test_closed_standard_descriptor_is_not_reused_for_a_ring(tmp_path: Path) -> 
     Children see it closed too.
     """
     program = DESCRIPTORS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
-    done = run([*SHELL, 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-c", program], tmp_path, LIMIT_S)
+    done = run(
+        [*SHELL, 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-c", program], tmp_path, LIMIT_S
+    )
     assert done.returncode == 0
     before, inside = eval((tmp_path / "answer").read_text())
 
@@ -166,15 +192,26 @@ def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: P
         environ = clean_environ({"TORCHLENS_PERF_RAISE": "0"})
         done = warm_python.run([sys.executable, "-c", program], LIMIT_S, env=environ, stderr=stderr)
 
-    assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.returncode
+    assert done.returncode == 0, (
+        signal.Signals(-done.returncode).name if done.returncode < 0 else done.returncode
+    )
     assert_whole(RunDirectory(Path(done.stdout.strip())))
 
 
 def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
     """Tested in the C locale without UTF-8 mode and with strict errors."""
-    environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    environ = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii:strict",
+    }
     done = run(
-        [sys.executable, TRAINS, str(tmp_path), "ordinary"], tmp_path, LIMIT_S, TORCHLENS_PERF_RAISE="0", **environ
+        [sys.executable, TRAINS, str(tmp_path), "ordinary"],
+        tmp_path,
+        LIMIT_S,
+        TORCHLENS_PERF_RAISE="0",
+        **environ,
     )
 
     assert done.returncode == 0, done.stderr

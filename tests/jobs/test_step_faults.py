@@ -32,7 +32,9 @@ PACKAGE = str(Path(perf.__file__).parent)
 IN_TORCHS_PLACE = {"timed_next", "timed_iter", "timed_backward", "noticed_step"}
 
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,9 @@ def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Job:
-    """A deterministic loop with data, sections, gradient accumulation, a scaler and two optimizers."""
+    """A deterministic loop with data, sections, gradient accumulation, a scaler
+    and two optimizers.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -77,7 +81,13 @@ class Job:
 
 def begin(job: Job, folder: Path) -> perf.Watch:
     return perf.watch(
-        job.model, job.optimizers, dir=str(folder), sidecar=False, report="off", ring_records=4096, **EVERYTHING
+        job.model,
+        job.optimizers,
+        dir=str(folder),
+        sidecar=False,
+        report="off",
+        ring_records=4096,
+        **EVERYTHING,
     ).__enter__()
 
 
@@ -93,7 +103,9 @@ def functions_in_steps(folder: Path) -> list[CodeType]:
         functions = functions_called(job.steps, PACKAGE)
         watch.__exit__(None, None, None)
     return [
-        code for code in functions if not code.co_filename.endswith("errors.py") and code.co_name not in IN_TORCHS_PLACE
+        code
+        for code in functions
+        if not code.co_filename.endswith("errors.py") and code.co_name not in IN_TORCHS_PLACE
     ]
 
 
@@ -114,7 +126,10 @@ def test_error_in_each_function_in_the_steps_is_harmless(every: int, tmp_path: P
     before, problems = state(), []
     for number, code in enumerate(functions):
         for error in (RuntimeError("planted"), KeyboardInterrupt())[: 1 + (number % every == 0)]:
-            name = f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name} {type(error).__name__}"
+            name = (
+                f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"
+                f" {type(error).__name__}"
+            )
             swallowed.by_place.clear()
             job, found, interrupted, other = Job(), [], False, None
             watch = begin(job, tmp_path)
@@ -135,7 +150,9 @@ def test_error_in_each_function_in_the_steps_is_harmless(every: int, tmp_path: P
             wrong = {
                 "was not called again": not raised,
                 f"went through: {other!r}": other is not None,
-                "Ctrl-C did not go through": isinstance(error, KeyboardInterrupt) and not interrupted,
+                "Ctrl-C did not go through": (
+                    isinstance(error, KeyboardInterrupt) and not interrupted
+                ),
                 "trains otherwise": not interrupted and other is None and found != expected,
                 "was not counted": not interrupted and other is None and not counted,
                 f"left attached: {different}": bool(different),

@@ -27,14 +27,29 @@ RUNS = 50
 
 def train(folder: Path, like: str, watched: str, steps: int = 150) -> str:
     """Return the script's output. Fail if the script crashes."""
-    told = {"TORCHLENS_PERF": "1" if watched == "autoload" else "0"} if watched in ("autoload", "") else {}
+    told = (
+        {"TORCHLENS_PERF": "1" if watched == "autoload" else "0"}
+        if watched in ("autoload", "")
+        else {}
+    )
     told["TORCHLENS_PERF_REPORT"] = "off"
-    python = [sys.executable, *(["-m", "torchlens_perf", "run", "--quiet"] if watched == "run" else [])]
-    command = [*python, str(SCRIPT), like, watched if watched in ("all", "each") else "none", str(steps)]
+    python = [
+        sys.executable,
+        *(["-m", "torchlens_perf", "run", "--quiet"] if watched == "run" else []),
+    ]
+    command = [
+        *python,
+        str(SCRIPT),
+        like,
+        watched if watched in ("all", "each") else "none",
+        str(steps),
+    ]
     environ = environment(folder, told)
     # `run` replaces the process by a new interpreter.
     if watched == "run":
-        done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300
+        )
     else:
         done = warm_python.run(command, 300, env=environ, cwd=folder)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -71,6 +86,12 @@ def test_none_of_fifty_runs_crashes(tmp_path: Path, watched: str) -> None:
     with busy_machine(2):
         losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}
     counted = f"0 crashed, {len(losses)} result{'s' * (len(losses) > 1)}"
-    note(f"two training threads on a busy machine, {watched}", RUNS, RUNS, counted, time.monotonic() - began_s)
+    note(
+        f"two training threads on a busy machine, {watched}",
+        RUNS,
+        RUNS,
+        counted,
+        time.monotonic() - began_s,
+    )
 
     assert len(losses) == 1

@@ -29,7 +29,9 @@ TIMEOUT_S = 2
 
 
 def only_run(folder: Path) -> RunDirectory | None:
-    found = [path for path in folder.glob("*") if (path / "nodes").is_dir() and not path.is_symlink()]
+    found = [
+        path for path in folder.glob("*") if (path / "nodes").is_dir() and not path.is_symlink()
+    ]
     return RunDirectory(found[0]) if found else None
 
 
@@ -49,8 +51,21 @@ def test_setting_the_wall_clock_is_harmless(step_s: int, tmp_path: Path) -> None
 
     The report stays ordered in time.
     """
-    library, stepped, stop, runs = (tmp_path / name for name in ("clock.so", "stepped", "stop", "runs"))
-    built = ["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
+    library, stepped, stop, runs = (
+        tmp_path / name for name in ("clock.so", "stepped", "stop", "runs")
+    )
+    built = [
+        "gcc",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(library),
+        str(SOURCE),
+        "-ldl",
+    ]
     subprocess.run(built, check=True)
     slow = slowdown()
     with silent() as address:
@@ -59,7 +74,12 @@ def test_setting_the_wall_clock_is_harmless(step_s: int, tmp_path: Path) -> None
             "OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": str(TIMEOUT_S),
         }  # fmt: skip
         command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop)]
-        trainer = WarmPython(command, env=environment(runs, told), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        trainer = WarmPython(
+            command,
+            env=environment(runs, told),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             assert eventually(lambda: counted(runs) > 0)
             stepped.touch()
@@ -72,7 +92,11 @@ def test_setting_the_wall_clock_is_harmless(step_s: int, tmp_path: Path) -> None
         run = only_run(runs)
         assert run is not None
         ended_s = wait_for_sidecar(run, 120)
-    value, steps, log = report(run), pd.read_parquet(run.steps), run.node_log(node_name()).read_text()
+    value, steps, log = (
+        report(run),
+        pd.read_parquet(run.steps),
+        run.node_log(node_name()).read_text(),
+    )
 
     days = {line[:13] for line in log.splitlines() if line[:2] == "20"}
     assert len(days) > 1, f"the sidecar has not seen the step of its clock: {log}"

@@ -15,7 +15,15 @@ from torchlens_perf import _native
 from torchlens_perf.run.ring import Reader, RingFile
 
 CAPACITY = 64
-EXPECTED = (TypeError, ValueError, OverflowError, ReferenceError, RuntimeError, BufferError, AttributeError)
+EXPECTED = (
+    TypeError,
+    ValueError,
+    OverflowError,
+    ReferenceError,
+    RuntimeError,
+    BufferError,
+    AttributeError,
+)
 
 
 class Hostile:
@@ -80,16 +88,40 @@ class Fuzz:
 
     def number(self) -> int:
         return self.random.choice(
-            [0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 18, 63, 64, 255, 1 << 31, 1 << 32, (1 << 63) - 1, -1, -(1 << 63)]
+            [
+                0,
+                1,
+                2,
+                3,
+                4,
+                5,
+                6,
+                7,
+                8,
+                16,
+                18,
+                63,
+                64,
+                255,
+                1 << 31,
+                1 << 32,
+                (1 << 63) - 1,
+                -1,
+                -(1 << 63),
+            ]
         )
 
     def argument(self) -> Any:
         if self.random.random() < 0.9:
             return self.number()
-        return self.random.choice([None, "x", b"", 1.5, 1 << 64, -(1 << 70), [], Hostile(self), self.recorder, True])
+        return self.random.choice(
+            [None, "x", b"", 1.5, 1 << 64, -(1 << 70), [], Hostile(self), self.recorder, True]
+        )
 
     def function(self) -> Any:
-        return self.random.choice([None, Hostile(self), len, lambda *args, **kwargs: 1, "no function"])
+        return self.random.choice(
+            [None, Hostile(self), len, lambda *args, **kwargs: 1, "no function"]
+        )
 
     def call(self) -> None:
         """Make one random call with random arguments."""
@@ -118,11 +150,17 @@ class Fuzz:
         if name == "issue":
             self._issued[self.random.randrange(2)] = result
         if self.random.random() < 0.1:
-            recorder.returned(self.random.choice(self._issued), self.random.randrange(-1, 6), *[1][: number_of(self)])
+            recorder.returned(
+                self.random.choice(self._issued),
+                self.random.randrange(-1, 6),
+                *[1][: number_of(self)],
+            )
 
     def _section(self) -> None:
         name = self.random.choice(self._names)
-        section = _native.section(name if self.random.random() < 0.99 else self.random.choice([None, 3, b"x"]))
+        section = _native.section(
+            name if self.random.random() < 0.99 else self.random.choice([None, 3, b"x"])
+        )
         choice = self.random.random()
         if choice < 0.5:
             with section:
@@ -135,8 +173,14 @@ class Fuzz:
 
     def _module(self, recorder: Any) -> None:
         if len(self._modules) < 50:
-            observers = {key: self.function() for key in ("before", "after", "forward") if self.random.random() < 0.3}
-            self._modules.append(_native.ModuleCall(recorder, self.argument(), self.function(), **observers))
+            observers = {
+                key: self.function()
+                for key in ("before", "after", "forward")
+                if self.random.random() < 0.3
+            }
+            self._modules.append(
+                _native.ModuleCall(recorder, self.argument(), self.function(), **observers)
+            )
         else:
             self._modules.pop(self.random.randrange(50))
         if self._modules:
@@ -147,7 +191,9 @@ class Fuzz:
         if choice == 0:
             recorder.set_nvtx(self.function(), self.function(), ["step"] * self.random.randrange(3))
         elif choice == 1:
-            recorder.set_device_clock(*(self.function() for _ in range(self.random.randrange(2, 5))))
+            recorder.set_device_clock(
+                *(self.function() for _ in range(self.random.randrange(2, 5)))
+            )
         elif choice == 2:
             recorder.sampled = self.random.choice([0, 1, -1, 1 << 40, "x"])
         elif choice == 3:
@@ -170,10 +216,20 @@ class Fuzz:
                 [_native.Recorder, _native.ModuleCall, _native.Section, type(_native.section("x"))]
             )
             made = bare.__new__(bare)
-            for name in ("now_ns", "close", "begin_wait", "activate", "__call__", "step", "written"):
+            for name in (
+                "now_ns",
+                "close",
+                "begin_wait",
+                "activate",
+                "__call__",
+                "step",
+                "written",
+            ):
                 getattr(made, name, lambda: None)()
         elif choice == 8:
-            _native.Recorder(bytearray(self.random.randbytes(self.random.randrange(0, 5000))), self._intern)
+            _native.Recorder(
+                bytearray(self.random.randbytes(self.random.randrange(0, 5000))), self._intern
+            )
         elif choice == 9:
             _native.timed_wait(self.function())(self.argument())
         elif choice == 10:

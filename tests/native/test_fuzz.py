@@ -22,19 +22,47 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.ring import Reader, RingFile
 
 QUICK, LONG = 10_000, 1_000_000
-INTERESTING = (0, 1, 2, 63, 64, 65, 255, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+INTERESTING = (
+    0,
+    1,
+    2,
+    63,
+    64,
+    65,
+    255,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 CAPACITY = 64
 MAX_GROWTH_MB = 64
 
 
-@pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+@pytest.mark.skipif(
+    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+)
 @pytest.mark.parametrize(("seed", "calls"), [(1, QUICK), *long((2, LONG // 2), (3, LONG // 2))])
 @pytest.mark.timeout(1200)
 def test_recorder_survives_random_arguments(seed: int, calls: int) -> None:
     """The fuzzer runs in a separate process, which must end regularly (fuzz_recorder.py)."""
-    program = [sys.executable, "-X", "faulthandler", "-W", "ignore", str(Path(__file__).with_name("fuzz_recorder.py"))]
+    program = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("fuzz_recorder.py")),
+    ]
     finished = subprocess.run(
-        [*program, str(seed), str(calls)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=1000
+        [*program, str(seed), str(calls)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1000,
     )
 
     assert finished.returncode == 0, finished.stderr
@@ -54,17 +82,32 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
             struct.pack_into("<Q", damaged, 8 * word, value)
         elif kind < 0.6:
             struct.pack_into(
-                "<Q", damaged, 8 * chosen.randrange(8), chosen.choice([*INTERESTING, chosen.getrandbits(64)])
+                "<Q",
+                damaged,
+                8 * chosen.randrange(8),
+                chosen.choice([*INTERESTING, chosen.getrandbits(64)]),
             )
         elif kind < 0.7:
             text = chosen.choice(
-                [b"[" * 8192, b'{"a":' * 1500, b"9" * 8000, b'"\\ud800"', b"\xff\xfe[\x00", b"NaN", b"[]"]
+                [
+                    b"[" * 8192,
+                    b'{"a":' * 1500,
+                    b"9" * 8000,
+                    b'"\\ud800"',
+                    b"\xff\xfe[\x00",
+                    b"NaN",
+                    b"[]",
+                ]
             )
             damaged[ring.METADATA_OFFSET : ring.METADATA_OFFSET + len(text)] = text
             used = zlib.crc32(text) << 32 | len(text)
-            struct.pack_into("<QQ", damaged, 8 * ring.METADATA_REVISION, 2 * chosen.randrange(3), used)
+            struct.pack_into(
+                "<QQ", damaged, 8 * ring.METADATA_REVISION, 2 * chosen.randrange(3), used
+            )
         else:
-            start = chosen.choice([0, 64, 192, ring.METADATA_OFFSET, ring.NAMES_OFFSET, ring.RECORDS_OFFSET])
+            start = chosen.choice(
+                [0, 64, 192, ring.METADATA_OFFSET, ring.NAMES_OFFSET, ring.RECORDS_OFFSET]
+            )
             start = min(start + chosen.randrange(4096), len(damaged) - 64)
             damaged[start : start + 64] = chosen.randbytes(64)
     return bytes(damaged)
@@ -83,11 +126,19 @@ def test_reader_survives_random_bytes(seed: int, files: int, tmp_path: Path) -> 
     made.add_group("group")
     made.set_metadata({"rank": 1})
     made.close()
-    whole, path, chosen = (tmp_path / "whole").read_bytes(), tmp_path / "hostile", random.Random(seed)
+    whole, path, chosen = (
+        (tmp_path / "whole").read_bytes(),
+        tmp_path / "hostile",
+        random.Random(seed),
+    )
     before_kb, opened, longest_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0
 
     for _ in range(files):
-        path.write_bytes(hostile(chosen, whole)[: None if chosen.random() < 0.95 else chosen.randrange(len(whole))])
+        path.write_bytes(
+            hostile(chosen, whole)[
+                : None if chosen.random() < 0.95 else chosen.randrange(len(whole))
+            ]
+        )
         start_s = time.process_time()
         try:
             reader = Reader(path)

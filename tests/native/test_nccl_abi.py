@@ -65,7 +65,13 @@ class KernelCh(ctypes.Structure):
 class Details(ctypes.Union):
     """Depends on the event's type."""
 
-    _fields_ = [("coll_api", CollApi), ("p2p_api", P2pApi), ("coll", Coll), ("p2p", P2p), ("kernel_ch", KernelCh)]
+    _fields_ = [
+        ("coll_api", CollApi),
+        ("p2p_api", P2pApi),
+        ("coll", Coll),
+        ("p2p", P2p),
+        ("kernel_ch", KernelCh),
+    ]
 
 
 class EventV4(ctypes.Structure):
@@ -113,10 +119,16 @@ def test_offsets_equal_those_of_the_documented_layout() -> None:
 def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     """The compiler finds the same offsets in the plugin's header."""
     wanted = {
-        **{f"offsetof(NcclEventV{version}, {name})": value for version in (4, 5) for name, value in EVENT.items()},
+        **{
+            f"offsetof(NcclEventV{version}, {name})": value
+            for version in (4, 5)
+            for name, value in EVENT.items()
+        },
         **{f"offsetof(NcclDetails, {path})": value for path, value in FIELDS.items()},
         **{
-            f"offsetof(NcclProfilerV{version}, {name})": value for version in (4, 5) for name, value in PROFILER.items()
+            f"offsetof(NcclProfilerV{version}, {name})": value
+            for version in (4, 5)
+            for name, value in PROFILER.items()
         },
         **VALUES,
         "sizeof(((NcclEventV4 *)0)->type)": 1,
@@ -125,10 +137,22 @@ def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     }
     prints = "".join(f'    printf("%d\\n", (int)({expression}));\n' for expression in wanted)
     source = tmp_path / "print.c"
-    source.write_text(f'#include <stdio.h>\n#include "nccl_abi.h"\nint main(void)\n{{\n{prints}    return 0;\n}}\n')
-    command = [str(COMPILER), "-std=gnu11", f"-I{HEADERS}", "-o", str(tmp_path / "print"), str(source)]
+    source.write_text(
+        f'#include <stdio.h>\n#include "nccl_abi.h"\nint main(void)\n{{\n{prints}    return'
+        " 0;\n}\n"
+    )
+    command = [
+        str(COMPILER),
+        "-std=gnu11",
+        f"-I{HEADERS}",
+        "-o",
+        str(tmp_path / "print"),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True)
-    printed = subprocess.run([str(tmp_path / "print")], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [str(tmp_path / "print")], check=True, capture_output=True, text=True
+    ).stdout
     assert dict(zip(wanted, map(int, printed.split()), strict=True)) == wanted
 
 

@@ -32,7 +32,9 @@ from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler"),
+    pytest.mark.skipif(
+        IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
+    ),
 ]
 
 DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5
@@ -47,10 +49,14 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> OnDevice:
-        return torch.Tensor._make_wrapper_subclass(cls, (8,), dtype=torch.float32, device=f"{DEVICE}:0")
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (8,), dtype=torch.float32, device=f"{DEVICE}:0"
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
 
@@ -113,7 +119,9 @@ def one_rank(folder: Path) -> dict[str, Any]:
             last_ns = int(end_ns)
             first_ns = last_ns - TRANSFER_NS - (0 if rank == RANKS - 1 else LATE_NS)
             time.sleep(max(0, last_ns - time.monotonic_ns()) / 1e9)
-            nccl.kernel(context, under_way.pop(), first_ns + NCCL_S_CLOCK_NS, last_ns + NCCL_S_CLOCK_NS)
+            nccl.kernel(
+                context, under_way.pop(), first_ns + NCCL_S_CLOCK_NS, last_ns + NCCL_S_CLOCK_NS
+            )
             by_plugin.watch.step()
     mask_afterwards = nccl.mask
 
@@ -146,7 +154,9 @@ def one_rank_in_python(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     if request.param == "native":
         tap_build.build()
     folder = tmp_path_factory.mktemp("ranks")
@@ -183,7 +193,11 @@ def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> 
     join.join()
     (row,) = (row for row in collective_rows([join]) if row["operation"] == "allreduce")
 
-    assert (row["joined"], row["by_device"], row["slowest_rank"]) == (ROUNDS, RANKS * ROUNDS, RANKS - 1)
+    assert (row["joined"], row["by_device"], row["slowest_rank"]) == (
+        ROUNDS,
+        RANKS * ROUNDS,
+        RANKS - 1,
+    )
     assert row["by_rank"][str(RANKS - 1)]["last"] == ROUNDS
     assert row["by_rank"]["0"]["overlapped_wait_s"] == pytest.approx(ROUNDS * LATE_NS / 1e9)
     assert row["transfer_s"]["p50_s"] == pytest.approx(TRANSFER_NS / 1e9, rel=0.05)
@@ -195,8 +209,13 @@ def test_ends_are_known_by_events_without_the_plugin(ranks: list[dict[str, Any]]
     the host's on CPUs.
     """
     for told in ranks:
-        waited_for, asynchronous, on_cpu = sorted(reduced(told["events"]), key=lambda each: each.value1 & 0xFFFFFFFF)
-        assert (waited_for.flags, waited_for.duration_ns) == (Flag.COMPLETED | Flag.DEVICE, MILLISECOND)
+        waited_for, asynchronous, on_cpu = sorted(
+            reduced(told["events"]), key=lambda each: each.value1 & 0xFFFFFFFF
+        )
+        assert (waited_for.flags, waited_for.duration_ns) == (
+            Flag.COMPLETED | Flag.DEVICE,
+            MILLISECOND,
+        )
         assert not asynchronous.flags & Flag.COMPLETED
         assert on_cpu.flags & (Flag.COMPLETED | Flag.DEVICE) == Flag.COMPLETED
         assert told["marks"] == 2

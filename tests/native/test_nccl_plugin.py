@@ -21,7 +21,9 @@ from torchlens_perf.recorder.nccl_plugin import Cause
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.run.ring import Flag
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
+)
 
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
 # The values in native/nccl_operations.c and native/collective_parts.c.
@@ -89,7 +91,9 @@ def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
 
 
 def test_late_reported_end_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
-    """An end that is reported late is placed correctly by means of ends that were reported at once."""
+    """An end that is reported late is placed correctly by means of ends that were
+    reported at once.
+    """
     rig = make(6)
     for number in range(20):
         rig.kernel(rig.collective(number))
@@ -115,7 +119,9 @@ def test_operations_may_end_in_any_order(rig: NcclRig) -> None:
     def proxy() -> None:
         for index in (1, 0):
             for channel in (1, 0):
-                rig.nccl.kernel_began(rig.context, tasks[index], channel, base_ns + 100 * index + channel)
+                rig.nccl.kernel_began(
+                    rig.context, tasks[index], channel, base_ns + 100 * index + channel
+                )
         for channel, index in ((0, 1), (1, 0), (0, 0), (1, 1)):
             rig.nccl.kernel_ended(tasks[index], channel, base_ns + 1_000 * (index + 1) + channel)
 
@@ -172,7 +178,9 @@ def test_oldest_running_operations_are_dropped(rig: NcclRig) -> None:
 
 
 def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) -> None:
-    """An all-to-all of many ranks whose parts were lost has no end, once all other parts are over."""
+    """An all-to-all of many ranks whose parts were lost has no end, once all other parts are
+    over.
+    """
     rig = make(6)
     issued = rig.issue(0)
     rig.nccl.group_start()
@@ -275,7 +283,9 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_calls_of_a_coalesced_group_get_their_times(interface: int, make: Callable[[int], NcclRig]) -> None:
+def test_calls_of_a_coalesced_group_get_their_times(
+    interface: int, make: Callable[[int], NcclRig]
+) -> None:
     """torch's coalescing launches two calls of a group together, after both have returned."""
     rig = make(interface)
     rig.nccl.group_start()
@@ -291,7 +301,9 @@ def test_calls_of_a_coalesced_group_get_their_times(interface: int, make: Callab
     assert [number for number, _ in ends(rig)] == [1, 0]
 
 
-def test_coalesced_group_is_counted_and_untimed_with_interface_4(make: Callable[[int], NcclRig]) -> None:
+def test_coalesced_group_is_counted_and_untimed_with_interface_4(
+    make: Callable[[int], NcclRig],
+) -> None:
     """Interface 4 reports the group only at its launch.
 
     It is counted, and the records are as without the plugin.
@@ -307,7 +319,9 @@ def test_coalesced_group_is_counted_and_untimed_with_interface_4(make: Callable[
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_operation_without_a_kernel_has_no_end(interface: int, make: Callable[[int], NcclRig]) -> None:
+def test_operation_without_a_kernel_has_no_end(
+    interface: int, make: Callable[[int], NcclRig]
+) -> None:
     """With copy engines and symmetric memory, NCCL reports the call but no kernel.
 
     Nothing waits or is lost.
@@ -338,7 +352,9 @@ def test_operations_of_other_libraries_are_not_recorded(rig: NcclRig) -> None:
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_collectives_beyond_64_in_a_group_have_no_end(interface: int, make: Callable[[int], NcclRig]) -> None:
+def test_collectives_beyond_64_in_a_group_have_no_end(
+    interface: int, make: Callable[[int], NcclRig]
+) -> None:
     """The 65th collective of one NCCL group has no end and is counted once."""
     rig = make(interface)
     rig.nccl.group_start()
@@ -356,13 +372,20 @@ def test_collectives_beyond_64_in_a_group_have_no_end(interface: int, make: Call
 
 
 def test_host_times_replace_a_missing_device_clock(rig: NcclRig) -> None:
-    """Without a device clock, host times of NCCL's reports are used and not marked as device times."""
+    """Without a device clock, host times of NCCL's reports are used and not marked
+    as device times.
+    """
     task = rig.collective(0)
     before_ns = rig.recorder.now_ns()
     rig.nccl.kernel(rig.context, task, 0, 0)
     (record,) = rig.collectives()
     assert record["flags"] == Flag.ASYNC | Flag.COMPLETED
-    assert before_ns <= record["start_ns"] <= record["start_ns"] + record["duration_ns"] <= rig.recorder.now_ns()
+    assert (
+        before_ns
+        <= record["start_ns"]
+        <= record["start_ns"] + record["duration_ns"]
+        <= rig.recorder.now_ns()
+    )
 
 
 def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
@@ -418,7 +441,10 @@ def test_impossible_times_stop_timing(wrong: str, rig: NcclRig) -> None:
     rig.kernel(under_way)
     rig.collective(3)
     assert ends(rig) == [(0, TIMED), (1, Flag.ASYNC), (2, Flag.ASYNC), (3, Flag.ASYNC)]
-    assert (rig.nccl.plugin.counters().given_up, rig.recorder.lost_ends) == (Cause.IMPOSSIBLE_TIME, 0)
+    assert (rig.nccl.plugin.counters().given_up, rig.recorder.lost_ends) == (
+        Cause.IMPOSSIBLE_TIME,
+        0,
+    )
     rig.nccl.communicator()
     rig.nccl.plugin.switch(on=True)
     assert rig.nccl.mask == 0
@@ -507,7 +533,10 @@ def test_cost_of_an_operation_is_bounded(make: Callable[[int], NcclRig]) -> None
     """
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
     floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
-    floors = {name: (found[name] - found[f"{name} idle"]) / floor_ns for name in ("1", "32", "between", "off")}
+    floors = {
+        name: (found[name] - found[f"{name} idle"]) / floor_ns
+        for name in ("1", "32", "between", "off")
+    }
     assert floors["1"] < 8, floors
     assert floors["32"] < 40, floors
     assert floors["between"] < 2, floors
@@ -521,10 +550,22 @@ def test_thread_sanitizer_finds_no_race_in_the_plugin(tmp_path: Path) -> None:
     One is switched, recreated and stopped. All claims are reported.
     """
     compiler = shutil.which("gcc") or "cc"
-    sources = [str(NATIVE / name) for name in ("nccl_profiler.c", "nccl_operations.c", "nccl_mask.c")]
-    flags = ["-std=gnu11", "-g", "-O1", "-fsanitize=thread", "-fvisibility=hidden", "-shared", "-fPIC"]
+    sources = [
+        str(NATIVE / name) for name in ("nccl_profiler.c", "nccl_operations.c", "nccl_mask.c")
+    ]
+    flags = [
+        "-std=gnu11",
+        "-g",
+        "-O1",
+        "-fsanitize=thread",
+        "-fvisibility=hidden",
+        "-shared",
+        "-fPIC",
+    ]
     plugin = tmp_path / "plugin.so"
-    built = subprocess.run([compiler, *flags, "-o", str(plugin), *sources], capture_output=True, text=True)
+    built = subprocess.run(
+        [compiler, *flags, "-o", str(plugin), *sources], capture_output=True, text=True
+    )
     if "cannot find" in built.stderr and "tsan" in built.stderr:
         pytest.skip("the compiler came without the thread sanitizer's library")
     assert built.returncode == 0, built.stderr

@@ -19,7 +19,9 @@ from torchlens_perf.recorder.nccl_plugin import POOL_BYTES, Cause
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.run.ring import Flag
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
+)
 
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
 RING = 64
@@ -141,7 +143,9 @@ def test_switching_timing_in_a_capture_confuses_nccl(make: Callable[[int], Job])
 
 @pytest.mark.parametrize("interface", [5, 6])
 @pytest.mark.parametrize("timing", [True, False])
-def test_captured_operation_stops_timing(timing: bool, interface: int, make: Callable[[int], Job]) -> None:
+def test_captured_operation_stops_timing(
+    timing: bool, interface: int, make: Callable[[int], Job]
+) -> None:
     """A capture stops timing, with NCCL timing on or off during the capture."""
     job = make(interface)
     assert set(job.eager(3)) == {0}

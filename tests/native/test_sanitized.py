@@ -41,7 +41,9 @@ def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
     Return the environment to run it.
     """
     paths = [
-        subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            ["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for name in libraries
     ]
     if not all(Path(each).is_absolute() for each in paths):
@@ -53,7 +55,12 @@ def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
         shutil.copy(ROOT / name, folder)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     built = subprocess.run(
-        command, cwd=folder, env={**os.environ, "CFLAGS": flags}, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, "CFLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert list((folder / "torchlens_perf").glob("_native*.so")), built.stdout + built.stderr
     return {**os.environ, "PYTHONPATH": str(folder), "LD_PRELOAD": " ".join(paths)}
@@ -88,7 +95,9 @@ def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         **build(folder, f"{THREADS} -Wno-tsan", "libtsan.so"),
         "TSAN_OPTIONS": f"exitcode=66:suppressions={suppressions}:log_path={folder / 'races'}",
     }
-    started = subprocess.run([sys.executable, "-c", ""], env=environment, capture_output=True, text=True, check=False)
+    started = subprocess.run(
+        [sys.executable, "-c", ""], env=environment, capture_output=True, text=True, check=False
+    )
     if started.returncode:
         pytest.skip(f"ThreadSanitizer does not start here: {started.stderr[-300:]}")
     return folder, environment
@@ -98,7 +107,13 @@ def run(sanitized: tuple[Path, dict[str, str]], *arguments: str) -> str:
     folder, environment = sanitized
     command = [sys.executable, "-W", "ignore", *arguments]
     finished = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1000
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1000,
     )
     said = finished.stdout + finished.stderr
     assert finished.returncode == 0, said[-6000:]
@@ -107,7 +122,10 @@ def run(sanitized: tuple[Path, dict[str, str]], *arguments: str) -> str:
 
 
 def test_sanitizers_are_enabled(sanitized: tuple[Path, dict[str, str]]) -> None:
-    program = "import torchlens_perf._native as n; print(n.__file__, 'libasan' in open('/proc/self/maps').read())"
+    program = (
+        "import torchlens_perf._native as n; print(n.__file__, 'libasan' in"
+        " open('/proc/self/maps').read())"
+    )
     file, is_in = run(sanitized, "-c", program).split()
     assert Path(file).is_relative_to(sanitized[0])
     assert is_in == "True"
@@ -115,14 +133,20 @@ def test_sanitizers_are_enabled(sanitized: tuple[Path, dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("file", TESTS)
-def test_native_tests_pass_with_sanitizers(sanitized: tuple[Path, dict[str, str]], file: str) -> None:
+def test_native_tests_pass_with_sanitizers(
+    sanitized: tuple[Path, dict[str, str]], file: str
+) -> None:
     marked = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile", f"tests/{file}"]
     assert "passed" in run(sanitized, *marked)
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-def test_fuzzed_recorder_passes_with_sanitizers(sanitized: tuple[Path, dict[str, str]], seed: int) -> None:
-    assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith("100000 ")
+def test_fuzzed_recorder_passes_with_sanitizers(
+    sanitized: tuple[Path, dict[str, str]], seed: int
+) -> None:
+    assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith(
+        "100000 "
+    )
 
 
 def test_thread_sanitizer_is_enabled(raced: tuple[Path, dict[str, str]]) -> None:
@@ -132,10 +156,23 @@ def test_thread_sanitizer_is_enabled(raced: tuple[Path, dict[str, str]]) -> None
 
 
 @pytest.mark.parametrize("file", THREADED)
-def test_threaded_tests_pass_with_thread_sanitizer(raced: tuple[Path, dict[str, str]], file: str) -> None:
+def test_threaded_tests_pass_with_thread_sanitizer(
+    raced: tuple[Path, dict[str, str]], file: str
+) -> None:
     """No two threads of these tests race in the recorder."""
     folder, environment = raced
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not compile",
+    ]
     finished = subprocess.run(
         [*command, f"tests/{file}"],
         cwd=folder,
@@ -147,4 +184,6 @@ def test_threaded_tests_pass_with_thread_sanitizer(raced: tuple[Path, dict[str, 
     )
     races = [path.read_text()[:6000] for path in folder.glob("races.*")]
 
-    assert (races, finished.returncode) == ([], 0), finished.stdout[-6000:] + finished.stderr[-6000:]
+    assert (races, finished.returncode) == ([], 0), (
+        finished.stdout[-6000:] + finished.stderr[-6000:]
+    )

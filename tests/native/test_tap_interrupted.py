@@ -76,8 +76,20 @@ def test_interruption_reaches_the_loop(place: str, tmp_path: Path) -> None:
     """
     if native_tap.load() is None:
         pytest.skip("the native tap is not built")
-    run = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", PROGRAM, str(tmp_path), place]
-    finished = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    run = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-W",
+        "ignore",
+        "-c",
+        PROGRAM,
+        str(tmp_path),
+        place,
+    ]
+    finished = subprocess.run(
+        run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+    )
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
 

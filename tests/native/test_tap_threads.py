@@ -14,8 +14,8 @@ from tests.support.long import long
 from tests.support.processes import ROOT
 from torchlens_perf.recorder import native_tap
 
-# When the end of a watch removed the tap, one of some ten thousand ends raised "fallthrough_kernel was executed"
-# in an all_reduce.
+# When the end of a watch removed the tap, one of some ten thousand ends raised "fallthrough_kernel
+# was executed" in an all_reduce.
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
@@ -118,15 +118,32 @@ print(*done)
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("tap", "watches"), [("native", 3_000), ("python", 1_000), *long(("native", 100_000), ("python", 20_000))]
+    ("tap", "watches"),
+    [("native", 3_000), ("python", 1_000), *long(("native", 100_000), ("python", 20_000))],
 )
-def test_watches_do_not_harm_operations_of_other_threads(tap: str, watches: int, tmp_path: Path) -> None:
-    """Each operation of the threads succeeds, and a child that is forked meanwhile ends its watch."""
+def test_watches_do_not_harm_operations_of_other_threads(
+    tap: str, watches: int, tmp_path: Path
+) -> None:
+    """Each operation of the threads succeeds, and a child that is forked meanwhile ends its
+    watch.
+    """
     if tap == "native" and native_tap.load() is None:
         pytest.skip("the native tap is not built")
     program = PROGRAM if tap == "native" else PYTHON_PROGRAM
-    run = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", program, str(tmp_path), str(watches)]
-    finished = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    run = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-W",
+        "ignore",
+        "-c",
+        program,
+        str(tmp_path),
+        str(watches),
+    ]
+    finished = subprocess.run(
+        run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500
+    )
 
     assert finished.returncode == 0, finished.stderr
     assert all(int(count) > 0 for count in finished.stdout.split())

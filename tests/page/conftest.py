@@ -21,7 +21,11 @@ FAULT = f"constant:rank={SLOW_RANK},share=0.3,phase=forward,since={SINCE_STEP}"
 
 
 def recorded(
-    folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
+    folder: Path,
+    *faults: str,
+    steps: int = STEPS,
+    device: SimulatedDevice | None = None,
+    **more: Any,
 ) -> RunDirectory:
     """Simulate a run and write its directory like a sidecar."""
     # A run can have only one sidecar, and other processes simulate at the same time.
@@ -34,7 +38,9 @@ def recorded(
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Eight ranks in a mesh of two dimensions, of which SLOW_RANK is slow."""
-    return recorded(tmp_path_factory.mktemp("simulated"), FAULT, topology=Topology(4, 2, node_size=4))
+    return recorded(
+        tmp_path_factory.mktemp("simulated"), FAULT, topology=Topology(4, 2, node_size=4)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -47,5 +53,9 @@ def on_device(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Four ranks that work on devices. One of them is slow there."""
     fault = "constant:rank=2,share=0.3,phase=backward"
     return recorded(
-        tmp_path_factory.mktemp("device"), fault, steps=96, device=SimulatedDevice(), topology=Topology(4, node_size=4)
+        tmp_path_factory.mktemp("device"),
+        fault,
+        steps=96,
+        device=SimulatedDevice(),
+        topology=Topology(4, node_size=4),
     )

@@ -1,4 +1,6 @@
-"""`torchlens-perf report RUN --html FILE` writes a file and a line on stderr, or fails with exit code 2."""
+"""`torchlens-perf report RUN --html FILE` writes a file and a line on stderr, or fails with exit
+code 2.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def test_page_is_written_and_its_path_printed(
     ],
 )
 def test_failed_page_command_prints_one_line_and_leaves_no_file(
-    simulated: RunDirectory, tmp_path: Path, run: str, page: str, message: str, capsys: pytest.CaptureFixture[str]
+    simulated: RunDirectory,
+    tmp_path: Path,
+    run: str,
+    page: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "folder").mkdir()
     which = str(tmp_path / run) if run else str(simulated.path)

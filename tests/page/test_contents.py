@@ -31,7 +31,9 @@ RANKS = 8
 
 def table_of(run: RunDirectory, kind: str) -> Any:
     """All rows of a kind of file, as a pandas-like dictionary of arrays."""
-    table = pa.concat_tables([pq.read_table(path) for path in sorted((run.path / kind).glob("*.parquet"))])
+    table = pa.concat_tables(
+        [pq.read_table(path) for path in sorted((run.path / kind).glob("*.parquet"))]
+    )
     return {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
 
 
@@ -40,7 +42,9 @@ def cells(matrix: Matrix) -> np.ndarray:
 
 
 def near(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Return True if both are equal to within the matrix's accuracy, with the same missing cells."""
+    """Return True if both are equal to within the matrix's accuracy, with the same missing
+    cells.
+    """
     assert (np.isnan(found) == np.isnan(expected)).all()
     known = np.isfinite(expected) & (expected > 1e-9)
     return bool((np.abs(np.log(found[known] / expected[known])) <= LOG_STEP / 2 * 1.001).all())
@@ -53,8 +57,12 @@ def test_report_in_the_page_equals_report_json(simulated: RunDirectory, shown: C
     assert json.loads(json.dumps(shown["thinned_report"])) == expected
 
 
-def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, shown: Contents) -> None:
-    """Durations, parts and work of each step and rank equal those in the Parquet files, to within the stated error."""
+def test_matrices_are_the_steps_in_the_run_directory(
+    simulated: RunDirectory, shown: Contents
+) -> None:
+    """Durations, parts and work of each step and rank equal those in the Parquet files, to within
+    the stated error.
+    """
     steps, matrices = table_of(simulated, "steps"), shown["steps"]
     assert matrices is not None
     assert matrices["columns"]["width"] == 1
@@ -80,7 +88,11 @@ def test_places_have_hosts_and_mesh_coordinates(shown: Contents) -> None:
     places = shown["steps"]["places"]
 
     assert [place["rank"] for place in places] == list(range(RANKS))
-    assert [place["mesh"] for place in places[:3]] == [{"tp": 0, "dp": 0}, {"tp": 1, "dp": 0}, {"tp": 0, "dp": 1}]
+    assert [place["mesh"] for place in places[:3]] == [
+        {"tp": 0, "dp": 0},
+        {"tp": 1, "dp": 0},
+        {"tp": 0, "dp": 1},
+    ]
     assert len({place["host"] for place in places}) == 2
 
 
@@ -113,11 +125,15 @@ def test_ranks_of_other_populations_are_not_compared() -> None:
     work = np.array([[1.0, 2.0], [1.0, np.nan], [3.0, 4.0], [5.0, 6.0], [1.0, 0.0]])
     others = step_matrices._others_s(work, ["first", "first", "last", "last", "alone"])
 
-    np.testing.assert_allclose(others, [[1.0, np.nan], [1.0, np.nan], [5.0, 6.0], [3.0, 4.0], [np.nan] * 2])
+    np.testing.assert_allclose(
+        others, [[1.0, np.nan], [1.0, np.nan], [5.0, 6.0], [3.0, 4.0], [np.nan] * 2]
+    )
 
 
 def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown: Contents) -> None:
-    """Each record of the rank is a span with its kind, name, start and duration, and no span is missing."""
+    """Each record of the rank is a span with its kind, name, start and duration, and no span is
+    missing.
+    """
     spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
     left_out = {"step", "thread_time", "memory"}
     for step in shown["traces"]["steps"][:6]:
@@ -141,7 +157,9 @@ def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown
 
 
 def test_chosen_steps_have_the_stated_reasons(simulated: RunDirectory, shown: Contents) -> None:
-    """The most informative come first: a typical slow step, the slowest one, and the first slow one."""
+    """The most informative come first: a typical slow step, the slowest one, and the first slow
+    one.
+    """
     steps = table_of(simulated, "steps")
     longest = {step: steps["duration_ns"][steps["step"] == step].max() for step in range(3, STEPS)}
     found = {row["why"]: row["step"] for row in reversed(shown["traces"]["steps"])}
@@ -156,7 +174,9 @@ def test_chosen_steps_have_the_stated_reasons(simulated: RunDirectory, shown: Co
     assert len(set(numbers)) == len(numbers) > 20
 
 
-def test_collectives_of_whole_steps_have_last_rank_and_waits(simulated: RunDirectory, shown: Contents) -> None:
+def test_collectives_of_whole_steps_have_last_rank_and_waits(
+    simulated: RunDirectory, shown: Contents
+) -> None:
     """The last rank has the shortest duration.
 
     The wait of the others is their additional duration.
@@ -166,26 +186,36 @@ def test_collectives_of_whole_steps_have_last_rank_and_waits(simulated: RunDirec
     of_world = [each for each in step["collectives"] if each["group"] == "default_pg"]
     of_step = (spans["step"] == step["step"]) & (spans["kind"] == "collective")
     world = of_step & (spans["name"] == "allreduce group=0 dtype=bfloat16")
-    durations = dict(zip(spans["rank"][world].tolist(), spans["duration_ns"][world].tolist(), strict=True))
+    durations = dict(
+        zip(spans["rank"][world].tolist(), spans["duration_ns"][world].tolist(), strict=True)
+    )
     shortest = min(durations, key=lambda rank: durations[rank])
 
     (row,) = of_world
     assert row["last_rank"] == shortest
     assert row["wait_us"] == {
-        str(rank): pytest.approx((length - durations[shortest]) / 1e3, abs=0.06) for rank, length in durations.items()
+        str(rank): pytest.approx((length - durations[shortest]) / 1e3, abs=0.06)
+        for rank, length in durations.items()
     }
     longest = max(durations.values())
     assert row["arrival_us"] == {
-        str(rank): pytest.approx((longest - length) / 1e3, abs=0.06) for rank, length in durations.items()
+        str(rank): pytest.approx((longest - length) / 1e3, abs=0.06)
+        for rank, length in durations.items()
     }
     data_groups = [each for each in step["collectives"] if each["group"] == "mesh_dp"]
-    assert {each["last_rank"] for each in data_groups if str(SLOW_RANK) in each["wait_us"]} == {SLOW_RANK}
-    operations = zip(spans["name"][of_step].tolist(), spans["value1"][of_step].tolist(), strict=True)
+    assert {each["last_rank"] for each in data_groups if str(SLOW_RANK) in each["wait_us"]} == {
+        SLOW_RANK
+    }
+    operations = zip(
+        spans["name"][of_step].tolist(), spans["value1"][of_step].tolist(), strict=True
+    )
     assert len(step["collectives"]) == len(set(operations))
 
 
 @pytest.mark.parametrize("budget_bytes", [48_000, 80_000, 150_000])
-def test_small_budget_widens_columns_and_drops_steps(simulated: RunDirectory, budget_bytes: int) -> None:
+def test_small_budget_widens_columns_and_drops_steps(
+    simulated: RunDirectory, budget_bytes: int
+) -> None:
     """The page has a note, and still has all verdicts."""
     small = contents(simulated, budget_bytes)
     whole = contents(simulated)
@@ -199,12 +229,17 @@ def test_small_budget_widens_columns_and_drops_steps(simulated: RunDirectory, bu
         assert f"means over {small['steps']['columns']['width']} steps" in said
     fewer = len(whole["traces"]["steps"]) - len(small["traces"]["steps"])
     assert fewer > 0
-    assert f"Of {len(whole['traces']['steps'])} steps that were to be shown whole, {fewer} are left out." in said
+    assert (
+        f"Of {len(whole['traces']['steps'])} steps that were to be shown whole, {fewer} are left"
+        " out." in said
+    )
     assert whole["thinned"]["sentences"] == []
 
 
 def test_work_of_ranks_judged_by_devices_is_by_the_device_clock(on_device: RunDirectory) -> None:
-    """Ranks that are judged by their devices have work and device parts by that clock, equal to the report."""
+    """Ranks that are judged by their devices have work and device parts by that clock, equal to the
+    report.
+    """
     shown = contents(on_device)
     matrices = shown["steps"]
     assert matrices is not None
@@ -236,10 +271,14 @@ def test_damaged_file_is_noted_and_the_rest_is_shown(
 
     assert shown["steps"] is not None
     assert shown["traces"]["steps"] == []
-    assert any("node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"])
+    assert any(
+        "node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"]
+    )
 
 
-def test_files_without_work_use_own_time(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_files_without_work_use_own_time(
+    simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A single note says so."""
     copy = RunDirectory(tmp_path_factory.mktemp("earlier") / "run")
     shutil.copytree(simulated.path, copy.path)
@@ -247,7 +286,11 @@ def test_files_without_work_use_own_time(simulated: RunDirectory, tmp_path_facto
     pq.write_table(pq.read_table(path).drop_columns(["work_ns"]), path)
     shown, before = contents(copy), contents(simulated)
 
-    assert [line for line in shown["thinned"]["sentences"] if line.startswith("Recorded by an earlier version")] != []
+    assert [
+        line
+        for line in shown["thinned"]["sentences"]
+        if line.startswith("Recorded by an earlier version")
+    ] != []
     assert shown["steps"] is not None
     assert before["steps"] is not None
     # A simulation has no CPU contention, so own time equals work.
@@ -270,7 +313,12 @@ def test_report_windows_are_shown_if_device_steps_are_too_many(
     assert shown["steps"] is not None
 
     assert each["thinned"]["sentences"] == []
-    assert any(line.startswith("Steps by the devices' clocks are medians") for line in shown["thinned"]["sentences"])
-    exact, windows = (decoded(found["steps"]["work"], 4) for found in (each, shown) if found["steps"] is not None)
+    assert any(
+        line.startswith("Steps by the devices' clocks are medians")
+        for line in shown["thinned"]["sentences"]
+    )
+    exact, windows = (
+        decoded(found["steps"]["work"], 4) for found in (each, shown) if found["steps"] is not None
+    )
     for row in range(4):
         assert np.nanmean(windows[row]) == pytest.approx(np.nanmean(exact[row]), rel=0.02)

@@ -1,4 +1,6 @@
-"""The page as a file: outside text is never markup, nothing is fetched, and it is readable without scripts."""
+"""The page as a file: outside text is never markup, nothing is fetched, and it is readable without
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Table
 from torchlens_perf.view.theme import PARTS
 
-HOSTILE = "</script><img src=x onerror=alert(1)> <b>\x1b[31m\u202egnp\u2066\u2028 'q' \"dq\" &amp; ]]> --> \ud800"
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)> <b>\x1b[31m\u202egnp\u2066\u2028 'q' \"dq\" &amp; ]]>"
+    " --> \ud800"
+)
 VOID = {"meta", "br", "link", "input", "img", "hr"}
 
 
@@ -96,9 +101,17 @@ def test_every_section_is_there_without_scripts(page: Parsed, shown: Contents) -
     expected = [key for key, _, section in SECTIONS if section(shown) is not None]
 
     assert sections == ["figures", *expected]
-    assert {"verdicts", "ranks", "steps", "heat", "phases", "step", "modules", "collectives", "quality"} <= set(
-        expected
-    )
+    assert {
+        "verdicts",
+        "ranks",
+        "steps",
+        "heat",
+        "phases",
+        "step",
+        "modules",
+        "collectives",
+        "quality",
+    } <= set(expected)
     assert {f"#{key}" for key in expected} <= set(links)
 
 
@@ -109,22 +122,36 @@ def test_heat_map_is_directly_below_the_verdict(page: Parsed) -> None:
 
 
 def test_charts_say_that_they_need_scripts(page: Parsed) -> None:
-    charts = [attributes["data-chart"] for _, attributes in page.elements if "data-chart" in attributes]
-    waiting = [attributes for _, attributes in page.elements if attributes.get("class") == "note unscripted"]
+    charts = [
+        attributes["data-chart"] for _, attributes in page.elements if "data-chart" in attributes
+    ]
+    waiting = [
+        attributes
+        for _, attributes in page.elements
+        if attributes.get("class") == "note unscripted"
+    ]
 
     assert charts == ["heat", "steps", "step"]
     assert len(waiting) == len(charts)
 
 
 def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: Contents) -> None:
-    """Each rank's bar has its parts in seconds, lengths on one scale, and shares of the rank's own step."""
+    """Each rank's bar has its parts in seconds, lengths on one scale, and shares of the rank's own
+    step.
+    """
     figure = text.partition('id="phases-host"')[2].partition("</figure>")[0]
-    typical = {rank["rank"]: rank["typical"] for rank in shown["report"]["ranks"] if rank["typical"] is not None}
+    typical = {
+        rank["rank"]: rank["typical"]
+        for rank in shown["report"]["ranks"]
+        if rank["typical"] is not None
+    }
     longest = max(each["s"] for each in typical.values())
     for rank, each in typical.items():
         row = re.search(rf'<div [^>]*data-rank="{rank}">.*?</div>', figure, re.S)
         assert row is not None
-        found = re.findall(r'width="([\d.]+)%"[^>]*data-part="(\w+)" data-value="([^"]+)"><title>([^<]*)<', row[0])
+        found = re.findall(
+            r'width="([\d.]+)%"[^>]*data-part="(\w+)" data-value="([^"]+)"><title>([^<]*)<', row[0]
+        )
         assert {part: float(value) for _, part, value, _ in found} == pytest.approx(
             {part: value for part, value in each["parts"].items() if value > 0}, rel=1e-5
         )
@@ -145,13 +172,15 @@ def test_page_has_the_facts_of_the_report(text: str, shown: Contents) -> None:
     assert headline.cost_share is not None
     assert steps["p50_s"] is not None
     assert (
-        f"{duration(headline.cost_s_per_step)} {headline.per_step} {percent(headline.cost_share)} of step time" in page
+        f"{duration(headline.cost_s_per_step)} {headline.per_step} {percent(headline.cost_share)}"
+        " of step time" in page
     )
     assert f"{percent(headline.cost_share)} of step time lost" in page
     assert f"{duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
     rows = re.findall(
-        r'<tr[^>]*><th scope="row">(\d+)</th>', text.partition('id="ranks"')[2].partition("</section>")[0]
+        r'<tr[^>]*><th scope="row">(\d+)</th>',
+        text.partition('id="ranks"')[2].partition("</section>")[0],
     )
     assert rows[0] == str(SLOW_RANK)
     assert len(rows) == len(shown["report"]["ranks"])
@@ -177,7 +206,17 @@ def test_nothing_is_fetched(page: Parsed, text: str) -> None:
     """No attribute leads out of the page, no style has a URL, and the policy forbids requests."""
     for tag, attributes in page.elements:
         for name, value in attributes.items():
-            if name in ("href", "src", "action", "data", "poster", "srcset", "xlink:href", "ping", "background"):
+            if name in (
+                "href",
+                "src",
+                "action",
+                "data",
+                "poster",
+                "srcset",
+                "xlink:href",
+                "ping",
+                "background",
+            ):
                 assert (value or "").startswith(("#", "data:image/svg+xml,")), (tag, name, value)
             assert not name.startswith("on"), (tag, name)
             assert name != "style", tag
@@ -215,7 +254,11 @@ def test_data_in_the_page_are_inert_json(text: str, shown: Contents) -> None:
     assert found[1].isascii()
     assert json.loads(found[1]) == json.loads(as_json(shown))
     made_for_scripts = {"named_ranks", "prominent_ranks"}
-    assert set(json.loads(found[1])) - made_for_scripts == set(shown) - {"headlines", "tables", "thinned_report"}
+    assert set(json.loads(found[1])) - made_for_scripts == set(shown) - {
+        "headlines",
+        "tables",
+        "thinned_report",
+    }
 
 
 def hostile(value: Any, key: str = "") -> Any:
@@ -226,10 +269,14 @@ def hostile(value: Any, key: str = "") -> Any:
         return [hostile(each, key) for each in value]
     if isinstance(value, Headline):
         facts = tuple((name, HOSTILE) for name, _ in value.facts)
-        return dataclasses.replace(value, facts=facts, sentence=HOSTILE, action=HOSTILE, command=HOSTILE)
+        return dataclasses.replace(
+            value, facts=facts, sentence=HOSTILE, action=HOSTILE, command=HOSTILE
+        )
     if isinstance(value, Table):
         columns = [
-            dataclasses.replace(each, values=[HOSTILE if isinstance(one, str) else one for one in each.values])
+            dataclasses.replace(
+                each, values=[HOSTILE if isinstance(one, str) else one for one in each.values]
+            )
             for each in value.columns
         ]
         return dataclasses.replace(value, title=HOSTILE, note=HOSTILE, columns=columns)
@@ -242,7 +289,9 @@ def hostile(value: Any, key: str = "") -> Any:
 
 
 def test_hostile_texts_are_shown_as_text(shown: Contents) -> None:
-    """The page has the same elements as without them, and no text controls a terminal or reverses letters."""
+    """The page has the same elements as without them, and no text controls a terminal or reverses
+    letters.
+    """
     expected = [tag for tag, _ in Parsed(document(shown)).elements]
     attacked = hostile(copy.deepcopy(shown))
     text = document(cast("Contents", attacked))
@@ -263,7 +312,11 @@ def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
     changed = copy.deepcopy(shown)
     changed["report"]["modules"][0]["name"] = "layer." * 1700
     page = Parsed(document(changed))
-    titles = [attributes["title"] for tag, attributes in page.elements if tag == "span" and "title" in attributes]
+    titles = [
+        attributes["title"]
+        for tag, attributes in page.elements
+        if tag == "span" and "title" in attributes
+    ]
 
     assert any((title or "").startswith("layer.layer.") for title in titles)
     assert max(len(each) for each in page.text["span"] + page.text["p"]) < 1000
@@ -277,10 +330,20 @@ def test_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
     empty["tables"] = []
     report = empty["report"]
     report["ranks"], report["modules"], report["collectives"], report["links"] = [], [], [], []
-    report["steps"] = {**report["steps"], "count": 0, "p50_s": None, "p95_s": None, "p99_s": None, "max_s": None}
+    report["steps"] = {
+        **report["steps"],
+        "count": 0,
+        "p50_s": None,
+        "p95_s": None,
+        "p99_s": None,
+        "max_s": None,
+    }
     page = Parsed(document(empty))
 
-    assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == ["verdicts", "quality"]
+    assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == [
+        "verdicts",
+        "quality",
+    ]
     words = " ".join(page.all_text().split())
     assert "no step was recorded" in words
     assert "of steps complete" not in words
@@ -289,7 +352,12 @@ def test_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
 def test_cards_have_the_location_of_the_rank(shown: Contents) -> None:
     """Values that are equal on all ranks are left out."""
     placed = copy.deepcopy(shown)
-    places = {"host.name": "a", "torch.elastic.run_id": "x-1", "slurm.job.id": "77", "host.rack": "rack 12"}
+    places = {
+        "host.name": "a",
+        "torch.elastic.run_id": "x-1",
+        "slurm.job.id": "77",
+        "host.rack": "rack 12",
+    }
     placed["report"]["verdicts"][0]["where"] = places
     text = document(placed).partition('id="heat"')[0]
 

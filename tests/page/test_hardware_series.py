@@ -27,7 +27,9 @@ def processes(run: RunDirectory) -> dict[int, ProcessState]:
     made = {}
     for rank in (0, 1):
         process = ProcessState(identity_of(run, rank), Anchor(0, 0, 0), RankStatistics())
-        made[rank] = dataclasses.replace(process, gpus=[{"uuid": f"GPU-{rank}", "name": "H100", "index": 0}])
+        made[rank] = dataclasses.replace(
+            process, gpus=[{"uuid": f"GPU-{rank}", "name": "H100", "index": 0}]
+        )
     return made
 
 
@@ -37,7 +39,9 @@ def written(run: RunDirectory, gpus: list[GpuSample], links: list[LinkSample]) -
 
 def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]:
     notes: list[str] = []
-    found = hardware_series(run, processes(run), dict.fromkeys((0, 1), NODE), ranks, BEGIN_NS, notes)
+    found = hardware_series(
+        run, processes(run), dict.fromkeys((0, 1), NODE), ranks, BEGIN_NS, notes
+    )
     assert notes == []
     return {(each["title"], each["where"]): each for each in found}
 
@@ -83,7 +87,12 @@ def test_reset_counter_of_a_port_is_not_negative(run: RunDirectory) -> None:
     counts = [100, 300, 50, 150]
     links = [
         LinkSample(
-            "mlx5_0", 1, second * SECOND, BEGIN_NS + second * SECOND, transmitted_bytes=count, link_downs=second // 3
+            "mlx5_0",
+            1,
+            second * SECOND,
+            BEGIN_NS + second * SECOND,
+            transmitted_bytes=count,
+            link_downs=second // 3,
         )
         for second, count in enumerate(counts)
     ]
@@ -106,7 +115,15 @@ def test_points_of_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
 
 def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
     """The first quantities of all objects have priority."""
-    written(run, [gpu(f"GPU-{rank}", second, sm_clock_hz=1, power_w=1.0) for second in range(9) for rank in (0, 1)], [])
+    written(
+        run,
+        [
+            gpu(f"GPU-{rank}", second, sm_clock_hz=1, power_w=1.0)
+            for second in range(9)
+            for rank in (0, 1)
+        ],
+        [],
+    )
     every = list(series_of(run, [0, 1]).values())
     notes: list[str] = []
     kept = within(every, 400, notes)
@@ -141,5 +158,7 @@ def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: Ru
 
 
 def test_one_sample_of_a_process_has_no_rate(run: RunDirectory) -> None:
-    SampleWriter(run, NODE).write({PROCESSES: [ProcessSample(0, 0, BEGIN_NS, read_bytes=5, resident_bytes=9)]}, 1 << 20)
+    SampleWriter(run, NODE).write(
+        {PROCESSES: [ProcessSample(0, 0, BEGIN_NS, read_bytes=5, resident_bytes=9)]}, 1 << 20
+    )
     assert {title for title, _ in series_of(run, [0])} == {"Resident memory, with workers"}

@@ -1,4 +1,6 @@
-"""The page of a job of many nodes: small and fast, with the important ranks and notes on omitted data."""
+"""The page of a job of many nodes: small and fast, with the important ranks and notes on omitted
+data.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_page_data_have_the_slow_rank_and_ranks_of_whole_steps(many: Contents) -
         line.startswith(f"Interaction with ranks is limited to {len(rows)} of {RANKS}: ")
         for line in many["thinned"]["sentences"]
     )
-    assert all(set(module["by_rank"]) <= set(map(str, rows)) for module in many["thinned_report"]["modules"])
+    assert all(
+        set(module["by_rank"]) <= set(map(str, rows))
+        for module in many["thinned_report"]["modules"]
+    )
     assert len(many["report"]["ranks"]) == RANKS
 
 
@@ -70,7 +75,9 @@ def test_whole_steps_of_several_nodes_are_on_one_clock(many: Contents) -> None:
 
 
 def test_document_does_not_grow_with_ranks(many: Contents) -> None:
-    text = re.sub(r"<script(?! type=\"application/json\").*?</script>", "", document(many), flags=re.S)
+    text = re.sub(
+        r"<script(?! type=\"application/json\").*?</script>", "", document(many), flags=re.S
+    )
     data = text.partition('<script type="application/json"')[2].partition("</script>")[0]
 
     assert len(text) - len(data) < 300_000
@@ -83,7 +90,9 @@ def test_last_rank_of_a_collective_stays_in_its_row(many: Contents) -> None:
     (row,) = report["collectives"]
     shown = {rank["rank"] for rank in thinned_report(report, {SLOW_RANK}, 0, [])["ranks"]}
     last = max(rank for rank in map(int, row["by_rank"]) if rank not in shown)
-    thinned = thinned_report({**report, "collectives": [{**row, "slowest_rank": last}]}, {SLOW_RANK}, 0, [])
+    thinned = thinned_report(
+        {**report, "collectives": [{**row, "slowest_rank": last}]}, {SLOW_RANK}, 0, []
+    )
 
     assert str(last) in thinned["collectives"][0]["by_rank"]
 

@@ -1,4 +1,6 @@
-"""Durations as 16-bit codes: decoded values have the promised accuracy, and missing ones stay missing."""
+"""Durations as 16-bit codes: decoded values have the promised accuracy, and missing ones stay
+missing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hypothesis.extra.numpy import arrays
 from tests.support.page_matrices import decoded
 from torchlens_perf.page.matrix import SMALLEST_S, encoded
 
-DURATIONS = st.one_of(st.floats(0, 1e7, allow_nan=False), st.just(float("nan")), st.floats(1e-9, 1e-3))
+DURATIONS = st.one_of(
+    st.floats(0, 1e7, allow_nan=False), st.just(float("nan")), st.floats(1e-9, 1e-3)
+)
 
 
 @given(arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=DURATIONS))

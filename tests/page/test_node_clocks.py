@@ -1,4 +1,6 @@
-"""Clocks of several nodes are aligned by the ends of shared collectives, or are reported as unknown."""
+"""Clocks of several nodes are aligned by the ends of shared collectives, or are reported as
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ AHEAD_NS = {"one": 0, "other": 5_000 * MS}
 
 
 def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0) -> RankRecords:
-    """A step of 100 ms for each collective: the rank arrives at the given time, and all leave it at 80 ms."""
+    """A step of 100 ms for each collective: the rank arrives at the given time, and all leave it at
+    80 ms.
+    """
     records = np.zeros((len(arrives_ms), 2), record_dtype())
     for step, arrives in enumerate(arrives_ms):
         begin_ns = 10**9 + step * 100 * MS + AHEAD_NS[node]
@@ -37,7 +41,11 @@ def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0
 
 def of_step(ranks: list[RankRecords], step: int) -> list[RankRecords]:
     return [
-        each._replace(records=each.records._replace(records=each.records.records[each.records.records["step"] == step]))
+        each._replace(
+            records=each.records._replace(
+                records=each.records.records[each.records.records["step"] == step]
+            )
+        )
         for each in ranks
     ]
 
@@ -58,7 +66,9 @@ def test_clocks_5_s_apart_are_aligned() -> None:
     clock = NodeClocks([of_step(ranks, step) for step in range(5)], ()).of(of_step(ranks, 2))
 
     assert clock.offset_ns == {0: 0, 1: 0, 2: -AHEAD_NS["other"], 3: -AHEAD_NS["other"]}
-    assert clock.words.startswith("The clocks of 2 nodes are laid together by the ends of 5 or more collectives")
+    assert clock.words.startswith(
+        "The clocks of 2 nodes are laid together by the ends of 5 or more collectives"
+    )
 
 
 def test_clocks_of_a_single_node_are_not_corrected() -> None:
@@ -77,21 +87,32 @@ def test_clocks_of_a_single_node_are_not_corrected() -> None:
         pytest.param(0, 5, ("0",), id="sequence numbers do not compare"),
     ],
 )
-def test_ranks_with_unknown_clocks_are_left_out(jitter_ns: int, steps: int, uncomparable: tuple[str, ...]) -> None:
+def test_ranks_with_unknown_clocks_are_left_out(
+    jitter_ns: int, steps: int, uncomparable: tuple[str, ...]
+) -> None:
     ranks = job(jitter_ns)
-    clock = NodeClocks([of_step(ranks, step) for step in range(steps)], uncomparable).of(of_step(ranks, 0))
+    clock = NodeClocks([of_step(ranks, step) for step in range(steps)], uncomparable).of(
+        of_step(ranks, 0)
+    )
 
     assert clock.offset_ns == {0: 0, 1: 0}
     assert clock.words == "The clocks of 2 nodes cannot be compared."
 
 
 def test_waits_are_known_without_synchronized_clocks() -> None:
-    """The nodes' clocks differ by seconds, but the last rank and the waits follow from durations."""
+    """The nodes' clocks differ by seconds, but the last rank and the waits follow from
+    durations.
+    """
     found = joined_by_step(job(), [0, 1, 2], ())
 
     assert sorted(found) == [0, 1, 2, 3, 4]
     (row,) = found[2]
-    assert (row["last_rank"], row["group"], row["bytes"], row["asynchronous"]) == (1, "default_pg", 4096, False)
+    assert (row["last_rank"], row["group"], row["bytes"], row["asynchronous"]) == (
+        1,
+        "default_pg",
+        4096,
+        False,
+    )
     assert row["wait_us"] == {"0": 40e3, "1": 0.0, "2": 40e3}
     assert row["arrival_us"] == {"0": 0.0, "1": 40e3, "2": 0.0}
 

@@ -1,4 +1,6 @@
-"""A run in a notebook cell: its content, that it is inert and small, and needs no scripts or style sheets."""
+"""A run in a notebook cell: its content, that it is inert and small, and needs no scripts or style
+sheets.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
-# What JupyterLab leaves of the HTML of a notebook that is not trusted (packages/apputils/src/sanitizer.ts), as far as
-# it is used here: tags with their attributes, and styles with their values.
+# What JupyterLab leaves of the HTML of a notebook that is not trusted
+# (packages/apputils/src/sanitizer.ts), as far as it is used here: tags with their attributes, and
+# styles with their values.
 TAGS: dict[str, set[str]] = {
     "div": {"style"}, "p": set(), "b": set(), "br": set(), "small": set(), "img": {"alt", "src", "style"},
     "table": set(), "thead": set(), "tbody": set(), "tr": set(), "th": set(), "td": set(),
@@ -37,7 +40,10 @@ STYLES = {
 }  # fmt: skip
 VOID = {"br", "img"}
 SVG = {"svg", "style", "rect", "title", "text", "path", "polyline", "polygon", "circle"}
-HOSTILE = "\"></div><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u202e\u2028 ' ]]> &#60;b&#62; </svg>"
+HOSTILE = (
+    "\"></div><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u202e\u2028 ' ]]>"
+    " &#60;b&#62; </svg>"
+)
 
 
 class Page(HTMLParser):
@@ -168,7 +174,9 @@ def contrast(first: str, second: str) -> float:
     def luminance(color: str) -> float:
         digits = color[1:] if len(color) == 7 else "".join(2 * each for each in color[1:])
         parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     high, low = sorted((luminance(first), luminance(second)), reverse=True)
@@ -197,7 +205,11 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
     for field in ("run", "verdicts", "quality"):
         bad = {
             **report,
-            field: [bad_verdict(each) for each in report[field]] if field == "verdicts" else planted(report[field]),
+            field: (
+                [bad_verdict(each) for each in report[field]]
+                if field == "verdicts"
+                else planted(report[field])
+            ),
         }
         page = Page(cell(bad, HOSTILE))
         assert "<script>alert(1)</script>" in page.words
@@ -224,7 +236,9 @@ def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
     """A cell is always smaller than its limit, and omitted data are counted."""
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
-    large["verdicts"] = [{**large["verdicts"][0], "explanation": "x" * 5000, "text": " Next: " + "y" * 5000}] * 100
+    large["verdicts"] = [
+        {**large["verdicts"][0], "explanation": "x" * 5000, "text": " Next: " + "y" * 5000}
+    ] * 100
     large["quality"]["notes"] = ["z" * 5000] * 100
     columns = range(64)
     large["history"] = {
@@ -252,7 +266,9 @@ def test_chart_shows_slow_ranks_and_a_sample_of_others() -> None:
 
 def test_chart_lengths_are_proportional_to_the_numbers() -> None:
     """A bar's pieces are as long as the parts, and a point is as high as the step."""
-    chart = parts_chart({0: {"forward": 0.1, "backward": 0.3}, 1: {"forward": 0.1, "backward": 0.1}}, "typical step")
+    chart = parts_chart(
+        {0: {"forward": 0.1, "backward": 0.3}, 1: {"forward": 0.1, "backward": 0.1}}, "typical step"
+    )
     assert chart is not None
     lengths = [float(each) for each in re.findall(r'width="([\d.]+)%"[^>]* data-part', chart[0])]
     assert [round(each / lengths[0], 2) for each in lengths] == [1.0, 3.0, 1.0, 1.0]
@@ -279,7 +295,9 @@ def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
     (steps, _), (parts, _) = Page(cell(by_device, "")).images
 
     assert steps.startswith("Step time on the device over steps")
-    assert parts.startswith("A step on the device, by part. rank 0 35.0 ms: forward 10.0 ms, backward 20.0 ms")
+    assert parts.startswith(
+        "A step on the device, by part. rank 0 35.0 ms: forward 10.0 ms, backward 20.0 ms"
+    )
 
 
 def test_summary_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
@@ -288,7 +306,10 @@ def test_summary_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
 
     assert value["text"] == "the text"
     assert summary["verdicts"][0] == {
-        **{name: verdict[name] for name in ("kind", "rank", "phase", "cost_s_per_step", "cost_share", "since_step")},
+        **{
+            name: verdict[name]
+            for name in ("kind", "rank", "phase", "cost_s_per_step", "cost_share", "since_step")
+        },
         "text": verdict["text"].partition(" Next: ")[0],
         "next": verdict["text"].partition(" Next: ")[2],
     }

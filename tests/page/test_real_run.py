@@ -1,4 +1,6 @@
-"""Pages of real training: written by the sidecar when the run has ended, and by w.report_html() at any time."""
+"""Pages of real training: written by the sidecar when the run has ended, and by w.report_html() at
+any time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ dist.destroy_process_group()
 
 
 def contents_of(page: Path) -> Any:
-    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', page.read_text(), re.S)
+    found = re.search(
+        r'<script type="application/json" id="contents">(.*?)</script>', page.read_text(), re.S
+    )
     assert found is not None
     return json.loads(found[1])
 
@@ -67,15 +71,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirector
     """Return folder, run, and output of the job."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.py").write_text(_JOB)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"]
-    done = run_warm(command, folder, TORCHLENS_PERF_REPORT="page", PYTHONPATH=str(Path(__file__).parents[2]))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "job.py",
+    ]
+    done = run_warm(
+        command, folder, TORCHLENS_PERF_REPORT="page", PYTHONPATH=str(Path(__file__).parents[2])
+    )
     assert done.returncode == 0, done.stderr
     (made,) = runs(folder)
     return folder, made, done.stdout
 
 
 def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> None:
-    """The page is stored with report.txt, agrees with the report, and is readable only by its user."""
+    """The page is stored with report.txt, agrees with the report, and is readable only
+    by its user.
+    """
     _, made, _ = trained
     page = made.report.with_suffix(".html")
     command = [sys.executable, "-m", "torchlens_perf", "report", str(made.path), "--json"]
@@ -92,7 +108,9 @@ def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> Non
     assert max(wait["0"] for wait in waits) > 5000 > max(wait["1"] for wait in waits)
 
 
-def test_report_html_writes_the_page_in_another_process(trained: tuple[Path, RunDirectory, str]) -> None:
+def test_report_html_writes_the_page_in_another_process(
+    trained: tuple[Path, RunDirectory, str],
+) -> None:
     """The training process imports only the module that starts it."""
     folder, made, printed = trained
 
@@ -109,9 +127,10 @@ def test_report_html_without_a_recorded_run_raises() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
 
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "torchlens_perf.errors.RunStoreError: there is no run to show: enter the watch first; where it is switched "
-        "off, the log says why"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "torchlens_perf.errors.RunStoreError: there is no run to show: enter the watch first;"
+        " where it is switched off, the log says why"
     )
 
 
@@ -172,14 +191,21 @@ def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> N
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_page_written_before_its_process_aborted_is_kept(
-    writes: bool, trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writes: bool,
+    trained: tuple[Path, RunDirectory, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A library may abort the process at its exit, after the page was written."""
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
     ordinary = page_file.children.command("report", str(made.path), "--html", str(page))
-    aborts = f"import os, subprocess\nif {writes}: subprocess.run({ordinary!r}, check=True)\nos.abort()"
-    monkeypatch.setattr(page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts])
+    aborts = (
+        f"import os, subprocess\nif {writes}: subprocess.run({ordinary!r}, check=True)\nos.abort()"
+    )
+    monkeypatch.setattr(
+        page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts]
+    )
 
     why_not = page_file.written(made, lambda: False)
     assert (why_not == "") is writes

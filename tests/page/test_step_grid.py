@@ -1,4 +1,6 @@
-"""Sums of steps in windows equal a calculation by hand, in any order of steps and with bounded memory."""
+"""Sums of steps in windows equal a calculation by hand, in any order of steps and with bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def steps(seed: int = 0) -> Batch:
 
 
 def chosen(batch: Batch, places: npt.NDArray[np.int64]) -> Batch:
-    return Batch(**{field.name: getattr(batch, field.name)[places] for field in dataclasses.fields(Batch)})
+    return Batch(
+        **{field.name: getattr(batch, field.name)[places] for field in dataclasses.fields(Batch)}
+    )
 
 
 def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
@@ -73,7 +77,9 @@ def test_cpu_contention_is_a_share_or_nan() -> None:
     assert (grid.no_cpu_share(1) == grid.ready_ns[1] / grid.step_ns[1]).all()
 
 
-def test_widened_grid_equals_one_that_was_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_grid_equals_one_that_was_wide_from_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Widening equals a grid that was created with wide windows.
 
     Both begin at multiples of the width.
@@ -134,7 +140,9 @@ def test_steps_beyond_the_range_are_left_out() -> None:
     assert grid.steps.sum() == len(batch.row)
 
 
-def test_steps_beyond_the_range_in_the_last_column_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_beyond_the_range_in_the_last_column_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(step_grid, "MAX_COLUMNS", 10)
     batch = steps()
     later = dataclasses.replace(batch, step=batch.step + 1)

@@ -27,7 +27,9 @@ RANK = "torch_distributed_rank"
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
     """Return /metrics of four ranks, of which one is slow."""
-    with ScrapedSimulation(tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3") as run:
+    with ScrapedSimulation(
+        tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3"
+    ) as run:
         run.goes_on(20)
         yield run.scraped()
 
@@ -44,9 +46,14 @@ def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -
 
 
 def test_counts_sums_and_buckets_are_those_of_the_steps(answer: Scrape) -> None:
-    """Counts, sums and buckets are those of the steps. All metrics that can show the slow rank do."""
+    """Counts, sums and buckets are those of the steps.
+
+    All metrics that can show the slow rank do.
+    """
     name = "torch_train_step_own_time_seconds"
-    steps = {rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    steps = {
+        rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)
+    }
     assert len(set(steps.values())) == 1
     assert steps[0] > 500
     own = {rank: answer.value(f"{name}_sum", **{RANK: str(rank)}) for rank in range(RANKS)}
@@ -58,10 +65,16 @@ def test_counts_sums_and_buckets_are_those_of_the_steps(answer: Scrape) -> None:
         assert (buckets[-1].labels["le"], values[-1]) == ("+Inf", steps[rank])
         below = max(float(each.labels["le"]) for each in buckets if each.value == 0)
         assert below < own[rank] / steps[rank]
-    last = {rank: answer.value("torch_collective_arrived_last_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    last = {
+        rank: answer.value("torch_collective_arrived_last_total", **{RANK: str(rank)})
+        for rank in range(RANKS)
+    }
     assert last[SLOW] > 3 * max(last[rank] for rank in range(RANKS) if rank != SLOW)
     assert sum(last.values()) == answer.value("torch_collective_compared_total", **{RANK: "0"})
-    waits = {rank: answer.value("torch_collective_wait_seconds_total", **{RANK: str(rank)}) for rank in range(RANKS)}
+    waits = {
+        rank: answer.value("torch_collective_wait_seconds_total", **{RANK: str(rank)})
+        for rank in range(RANKS)
+    }
     assert min(waits, key=lambda rank: waits[rank]) == SLOW
     slowest = answer.value("torch_train_step_own_time_slowest_seconds")
     assert slowest > 1.2 * answer.value("torch_train_step_own_time_fastest_seconds")
@@ -106,12 +119,19 @@ def test_every_metric_name_is_derived_from_otlp(answer: Scrape) -> None:
         ("hw.gpu.io", "By", "counter", "hw_gpu_io_bytes_total"),
         ("hw.gpu.utilization", "1", "gauge", "hw_gpu_utilization_ratio"),
         ("hw.network.up", "1", "updown", "hw_network_up"),
-        ("hw.network.bandwidth.limit", "By/s", "updown", "hw_network_bandwidth_limit_bytes_per_second"),
+        (
+            "hw.network.bandwidth.limit",
+            "By/s",
+            "updown",
+            "hw_network_bandwidth_limit_bytes_per_second",
+        ),
         ("hw.temperature", "Cel", "gauge", "hw_temperature_celsius"),
         ("hw.gpu.throttle.duration", "s", "counter", "hw_gpu_throttle_duration_seconds_total"),
     ],
 )
-def test_names_are_converted_by_the_opentelemetry_specification(name: str, unit: str, kind: str, series: str) -> None:
+def test_names_are_converted_by_the_opentelemetry_specification(
+    name: str, unit: str, kind: str, series: str
+) -> None:
     assert series_name(name, unit, kind=kind) == series
 
 
@@ -127,18 +147,26 @@ def test_exemplars_lie_in_their_buckets() -> None:
     histogram.show({}, [Example(0.012, 10**18, 7, 8), Example(0.31, 10**18 + 5 * 10**8, 9, 10)])
     for _ in range(2):
         (family,) = [each for each in families(meter.collect(), {}) if each.type == "histogram"]
-        found = {sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar}
+        found = {
+            sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar
+        }
         assert set(found) == {"0.025", "0.4"}
         assert found["0.4"].labels == {"trace_id": f"{9:032x}", "span_id": f"{10:016x}"}
         assert (found["0.4"].value, found["0.4"].timestamp) == (0.31, 10**9 + 0.5)
 
 
 def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
-    """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series than 8."""
+    """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series
+    than 8.
+    """
     with ScrapedSimulation(tmp_path, 80, "constant:rank=77,share=0.4") as run:
         run.goes_on(12)
         found = run.scraped()
-    named = {sample.labels[RANK] for sample in found.samples("torch_train_steps_total") if RANK in sample.labels}
+    named = {
+        sample.labels[RANK]
+        for sample in found.samples("torch_train_steps_total")
+        if RANK in sample.labels
+    }
     assert named <= {"77"}
     assert len({s.labels[RANK] for s in found.samples("torch_collective_arrived_last_total")}) == 8
     assert "77" in {s.labels[RANK] for s in found.samples("torch_collective_arrived_last_total")}
@@ -172,7 +200,12 @@ def test_memory_gauge_ends_with_its_process() -> None:
 
     def samples(gone: set[int]) -> set[str]:
         found = families(meter.collect(), {}, gone)
-        return {sample.name for family in found for sample in family.samples if sample.labels.get(RANK) == "1"}
+        return {
+            sample.name
+            for family in found
+            for sample in family.samples
+            if sample.labels.get(RANK) == "1"
+        }
 
     assert samples(set()) == {"torch_train_memory_usage_bytes", "torch_train_steps_total"}
     assert samples({1}) == {"torch_train_steps_total"}

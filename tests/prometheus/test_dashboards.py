@@ -29,7 +29,8 @@ from torchlens_perf.exporters.prometheus.names import prometheus_name
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
 SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
-# Queries without data for a healthy CPU job, with the reason. GPU panels use a target with simulated hardware.
+# Queries without data for a healthy CPU job, with the reason. GPU panels use a target with
+# simulated hardware.
 NO_GPU = {
     "Device memory: highest rank", "Free device memory: lowest rank", "cudaMalloc retries", "Out-of-memory errors",
     "Device time of the chosen ranks", "SM utilization", "GPU utilization", "Tensor core utilization",
@@ -52,7 +53,9 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(not SDK, reason="grafana_foundation_sdk is not here: make test-prometheus installs it")
+@pytest.mark.skipif(
+    not SDK, reason="grafana_foundation_sdk is not here: make test-prometheus installs it"
+)
 def test_shipped_dashboards_equal_the_output_of_their_script() -> None:
     """If this fails, a file was edited by hand or the script was not run."""
     made = generator().files()
@@ -69,14 +72,18 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def queries() -> Iterator[tuple[str, str]]:
     """Return titles and expressions of all panels."""
-    return ((panel["title"], target["expr"]) for _, panel in panels() for target in panel["targets"])
+    return (
+        (panel["title"], target["expr"]) for _, panel in panels() for target in panel["targets"]
+    )
 
 
 def test_every_query_uses_existing_metrics() -> None:
     names = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     others = {"target_info", "process_cpu_seconds_total"}
     for _, query in queries():
-        for metric in re.findall(r"\b(?:torch_train|torch_coll|torchlens|hw_|process_|target_)\w+", query):
+        for metric in re.findall(
+            r"\b(?:torch_train|torch_coll|torchlens|hw_|process_|target_)\w+", query
+        ):
             assert metric in others or any(metric.startswith(name) for name in names), metric
 
 
@@ -88,7 +95,13 @@ def test_no_query_averages_over_ranks() -> None:
 
 def filled(expression: str, run_id: str) -> str:
     """Return the query with values for Grafana's variables."""
-    for name, value in (("job", ".*"), ("run", run_id), ("rank", ".*"), ("__rate_interval", "10s"), ("__range", "1m")):
+    for name, value in (
+        ("job", ".*"),
+        ("run", run_id),
+        ("rank", ".*"),
+        ("__rate_interval", "10s"),
+        ("__range", "1m"),
+    ):
         expression = re.sub(rf"\${name}\b", value, expression)
     return expression
 
@@ -103,9 +116,12 @@ def test_every_query_returns_data(tmp_path: Path) -> None:
     try:
         with Prometheus(tmp_path / "prometheus", f"127.0.0.1:{at}", gpus.address) as prometheus:
             environment = {"TORCHLENS_PERF": "1", "SLOW_RANK": "1", "STEPS": "1000000"}
-            with LiveRanks(tmp_path, 3, script=SCRIPT, TORCHLENS_PERF_PROMETHEUS=str(at), **environment) as ranks:
+            with LiveRanks(
+                tmp_path, 3, script=SCRIPT, TORCHLENS_PERF_PROMETHEUS=str(at), **environment
+            ) as ranks:
                 run_of = {
-                    panel["title"]: gpus.run_id if panel["title"] in NO_GPU else ranks.run_id for _, panel in panels()
+                    panel["title"]: gpus.run_id if panel["title"] in NO_GPU else ranks.run_id
+                    for _, panel in panels()
                 }
                 asked = [(title, query) for title, query in queries() if title not in NO_HANG]
                 deadline_s = time.monotonic() + 120 * slowdown()
@@ -123,6 +139,10 @@ def test_every_query_returns_data(tmp_path: Path) -> None:
                 found = prometheus.query(filled(share, ranks.run_id))
                 last = {labels["torch_distributed_rank"]: value for labels, value in found}
                 assert max(last, key=lambda rank: last[rank]) == "1"
-                assert [title for title, query in asked if prometheus.query(filled(query, "no-such-run"))] == []
+                assert [
+                    title
+                    for title, query in asked
+                    if prometheus.query(filled(query, "no-such-run"))
+                ] == []
     finally:
         gpus.close()

@@ -1,4 +1,6 @@
-"""The commands in docs/guides/prometheus.md, kubernetes.md and slurm.md work as they are printed there."""
+"""The commands in docs/guides/prometheus.md, kubernetes.md and slurm.md work as they are printed
+there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.support.processes import ROOT, clean_environ, runs
 from tests.support.prometheus_server import IS_THERE, MISSING
 
 DOCS = ROOT / "docs" / "guides"
-_RETRY = "for i in $(seq 300); do curl -sf {} | grep -q torch_train_steps_total && break; sleep 0.2; done\n"
+_RETRY = (
+    "for i in $(seq 300); do curl -sf {} | grep -q torch_train_steps_total && break; sleep 0.2;"
+    " done\n"
+)
 
 
 def commands(page: str) -> str:
@@ -34,14 +39,27 @@ def test_documented_commands_run(page: str, tmp_path: Path) -> None:
     """
     shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path / "train.py")
     url = "http://127.0.0.1:9464/metrics"
-    script = commands(page).replace("pip install '.[prometheus]'\n", "").replace(f"curl -s {url}", f"curl -sf {url}")
-    script = script.replace(f"curl -sf {url}", _RETRY.format(url) + f"curl -sf {url}").replace("9464", str(free_port()))
+    script = (
+        commands(page)
+        .replace("pip install '.[prometheus]'\n", "")
+        .replace(f"curl -s {url}", f"curl -sf {url}")
+    )
+    script = script.replace(f"curl -sf {url}", _RETRY.format(url) + f"curl -sf {url}").replace(
+        "9464", str(free_port())
+    )
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    for name, module in (("torchlens-perf", "torchlens_perf"), ("torchrun", "torch.distributed.run")):
+    for name, module in (
+        ("torchlens-perf", "torchlens_perf"),
+        ("torchrun", "torch.distributed.run"),
+    ):
         (bin_folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         (bin_folder / name).chmod(0o755)
-    added = {"PATH": f"{bin_folder}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "STEPS": "300"}
+    added = {
+        "PATH": f"{bin_folder}:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "STEPS": "300",
+    }
     done = subprocess.run(
         ["sh", "-ec", f"{script}\nwait"],
         cwd=tmp_path,

@@ -92,7 +92,9 @@ def test_malformed_requests_are_dropped(endpoint: Endpoint) -> None:
 
 def test_slow_client_is_cut_off() -> None:
     """A client that sends single bytes is cut off after the timeout, and the next one is served."""
-    endpoint = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5)
+    endpoint = Endpoint(
+        Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5
+    )
     try:
         with socket.create_connection(endpoint.address) as slow:
             slow.sendall(b"G")
@@ -107,7 +109,11 @@ def test_slow_client_is_cut_off() -> None:
 
 def test_client_that_does_not_read_is_cut_off() -> None:
     """A client that does not read is cut off too. The kernel's buffers bound what it can hold."""
-    large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)), answer_timeout_s=0.5)
+    large = Endpoint(
+        Address.of("0"),
+        lambda accept: Answer("text/plain", b"x" * (64 << 20)),
+        answer_timeout_s=0.5,
+    )
     try:
         with socket.create_connection(large.address) as deaf:
             deaf.sendall(get())

@@ -24,7 +24,9 @@ from torchlens_perf.run.identity import _ATTRIBUTES
 
 _REASON = "is not in this environment: make test-prometheus installs it"
 yaml = pytest.importorskip("yaml", reason=f"PyYAML {_REASON}")
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason=f"kubernetes-validate {_REASON}")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason=f"kubernetes-validate {_REASON}"
+)
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]
 
@@ -40,12 +42,19 @@ def pods(name: str) -> list[dict[str, Any]]:
         if each["kind"] == "Job":
             found.append(each["spec"]["template"])
         if each["kind"] == "PyTorchJob":
-            found += [replica["template"] for replica in each["spec"]["pytorchReplicaSpecs"].values()]
+            found += [
+                replica["template"] for replica in each["spec"]["pytorchReplicaSpecs"].values()
+            ]
     return found
 
 
 def as_template(pod: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "of-an-operator"}, "template": pod}
+    return {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": "of-an-operator"},
+        "template": pod,
+    }
 
 
 JOBS = ["training-job.yaml", "pytorch-job.yaml"]
@@ -56,7 +65,12 @@ def test_kubernetes_resources_match_their_schemas(version: str) -> None:
     """Resources of Kubernetes itself are strictly valid. An invalid one is detected."""
     valid = [*documents("training-job.yaml"), *documents("network-policy.yaml")]
     valid += [as_template(pod) for name in JOBS for pod in pods(name)]
-    assert [each["kind"] for each in valid] == ["Service", "Job", "NetworkPolicy", *["PodTemplate"] * 3]
+    assert [each["kind"] for each in valid] == [
+        "Service",
+        "Job",
+        "NetworkPolicy",
+        *["PodTemplate"] * 3,
+    ]
     for each in valid:
         kubernetes_validate.validate(each, version, strict=True)
         wrong = copy.deepcopy(each)
@@ -119,7 +133,9 @@ def test_scrape_config_relabels_pods(tmp_path: Path) -> None:
     discovery = "    kubernetes_sd_configs:\n      - role: pod\n"
     assert discovery in config
     path = tmp_path / "prometheus.yml"
-    path.write_text(config.replace(discovery, f"    file_sd_configs:\n      - files: [{tmp_path}/pods.json]\n"))
+    path.write_text(
+        config.replace(discovery, f"    file_sd_configs:\n      - files: [{tmp_path}/pods.json]\n")
+    )
     command = ["promtool", "check", "service-discovery", "--timeout=3s", str(path), "training"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,10 +94,14 @@ def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
     close(sidecar, ranks)
 
 
-def test_missing_prometheus_client_is_noted(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prometheus_client_is_noted(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without prometheus_client a note names the package to install, and the sidecar continues."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    for name in [name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")]:
+    for name in [
+        name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     sidecar, ranks = of_ranks(run, prometheus="0")
     port = MetricsPort()
@@ -120,7 +124,12 @@ def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> 
         assert simulation.scraped().samples("torch_train_alert") == [before]
         simulation.goes_on(60)
         assert simulation.scraped().samples("torch_train_alert") == []
-        assert simulation.scraped().value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 0
+        assert (
+            simulation.scraped().value(
+                "torch_train_stragglers", torch_train_straggler_class="slow_compute"
+            )
+            == 0
+        )
 
 
 def test_hanging_client_does_not_delay_the_sidecar(tmp_path: Path) -> None:
@@ -225,4 +234,6 @@ def _listens(pid: int, port: int) -> bool:
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     listening = [f"0100007F:{port:04X}", "00000000:0000", "0A"]
     (inode,) = [line.split()[9] for line in lines if line.split()[1:4] == listening]
-    return any(os.readlink(each) == f"socket:[{inode}]" for each in Path(f"/proc/{pid}/fd").iterdir())
+    return any(
+        os.readlink(each) == f"socket:[{inode}]" for each in Path(f"/proc/{pid}/fd").iterdir()
+    )

@@ -22,12 +22,16 @@ from torchlens_perf.config import from_environment
 
 TASK_PROLOG, EPILOG = DEPLOY / "slurm" / "task-prolog.sh", DEPLOY / "slurm" / "epilog.sh"
 NOBODY = 65534
-REASON = why_no_nodes() or ("" if shutil.which("slurmctld") else "Slurm is not installed: docs/guides/launchers.md")
+REASON = why_no_nodes() or (
+    "" if shutil.which("slurmctld") else "Slurm is not installed: docs/guides/launchers.md"
+)
 
 
 def printed(**environment: str) -> dict[str, str]:
     """Return the variables that the task prolog sets."""
-    done = subprocess.run(["sh", str(TASK_PROLOG)], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", str(TASK_PROLOG)], env=environment, capture_output=True, text=True, check=True
+    )
     lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert {word for word, _ in lines} <= {"export"}
     return dict(pair.split("=", 1) for _, pair in lines)
@@ -57,7 +61,9 @@ def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -
     (precious / "file").write_text("kept")
 
     def epilog(uid: str) -> None:
-        subprocess.run(["sh", str(EPILOG)], env={"SLURM_JOB_UID": uid, "PATH": os.environ["PATH"]}, check=True)
+        subprocess.run(
+            ["sh", str(EPILOG)], env={"SLURM_JOB_UID": uid, "PATH": os.environ["PATH"]}, check=True
+        )
 
     try:
         epilog("")
@@ -101,7 +107,9 @@ def test_unchanged_script_under_slurm_is_recorded_and_scraped(open_folder: Path)
             "STEPS": "400", "PYTHONPATH": str(ROOT), "TORCHLENS_PERF_PROMETHEUS": str(free_port()),
         }  # fmt: skip
         command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", sys.executable, SCRIPT]
-        done = subprocess.run(command, cwd=work, env=clean_environ(added), capture_output=True, text=True, timeout=150)
+        done = subprocess.run(
+            command, cwd=work, env=clean_environ(added), capture_output=True, text=True, timeout=150
+        )
         assert done.returncode == 0, done.stderr
         (run,) = {each.path.resolve(): each for each in runs(work)}.values()
         logs = [path.read_text() for path in sorted(run.nodes.glob("*.log"))]
@@ -113,7 +121,17 @@ def test_unchanged_script_under_slurm_is_recorded_and_scraped(open_folder: Path)
         name = f"torchlens-perf-{NOBODY}"
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
         wrapped = f"--wrap=mkdir -p /dev/shm/{name}/run && sleep 2"
-        batch = [*user, "sbatch", "-N1", "-n1", "-w", "node-a", "--output=/dev/null", "--chdir=/", wrapped]
+        batch = [
+            *user,
+            "sbatch",
+            "-N1",
+            "-n1",
+            "-w",
+            "node-a",
+            "--output=/dev/null",
+            "--chdir=/",
+            wrapped,
+        ]
         subprocess.run(batch, cwd="/", env={**os.environ, **environ}, check=True, timeout=20)
 
         def left() -> str:

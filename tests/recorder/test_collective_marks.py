@@ -19,7 +19,9 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.run.ring import Flag, Kind
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+)
 
 MAX_PENDING = 1024  # native/collective.c
 
@@ -55,7 +57,10 @@ class NativeMarks:
 
     def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        pointer_of.restype, pointer_of.argtypes = (
+            ctypes.c_void_p,
+            [ctypes.py_object, ctypes.c_char_p],
+        )
         capsule = implementation.collective_marks()
         marks = _Marks.from_address(pointer_of(capsule, b"torchlens_perf._native.collective_marks"))
         made = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
@@ -111,7 +116,10 @@ def test_operation_is_written_once_despite_a_late_end(native: CollectiveRig) -> 
     before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
     marks.completed(ended)
     native.recorder.close()
-    assert [(sequence(each), each["flags"]) for each in native.records()] == [(1, Flag.COMPLETED), (0, 0)]
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [
+        (1, Flag.COMPLETED),
+        (0, 0),
+    ]
 
     following = CollectiveRig(native.implementation, native.ring.path.parent)
     operation = marks.start(following.ring.intern(NAME), 5)
@@ -132,7 +140,9 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
     under_way = [marks.start(name_id, number) for number in range(MAX_PENDING)]
     assert native.records() == []
     surplus = [marks.start(name_id, MAX_PENDING + number) for number in range(3)]
-    assert [(sequence(each), each["flags"]) for each in native.records()] == [(MAX_PENDING + n, 0) for n in range(3)]
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [
+        (MAX_PENDING + n, 0) for n in range(3)
+    ]
 
     for operation in (*surplus, *under_way):
         marks.completed(operation)
@@ -142,7 +152,9 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
     again = marks.start(name_id, 5000)
     assert native.records() == []
     marks.completed(again)
-    assert [(sequence(each), each["flags"]) for each in native.records()] == [(5000, Flag.COMPLETED)]
+    assert [(sequence(each), each["flags"]) for each in native.records()] == [
+        (5000, Flag.COMPLETED)
+    ]
 
 
 def test_wait_that_raised_is_flagged(native: CollectiveRig) -> None:
@@ -204,7 +216,14 @@ def test_waits_without_the_gil_survive_watches_that_begin_and_end(tmp_path: Path
     """Nothing of a recorder is touched that is closed, freed, or has just been given Python
     functions to call.
     """
-    program = [sys.executable, "-X", "faulthandler", "-c", WAITS_WHILE_WATCHES_COME_AND_GO, str(tmp_path)]
+    program = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-c",
+        WAITS_WHILE_WATCHES_COME_AND_GO,
+        str(tmp_path),
+    ]
     done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
@@ -224,7 +243,10 @@ def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
         threads = [ctypes.c_ulong() for _ in under_way]
         for thread, operation in zip(threads, under_way, strict=True):
             completed = ctypes.cast(marks.completed, ctypes.c_void_p)
-            assert libc.pthread_create(ctypes.byref(thread), None, completed, ctypes.byref(operation)) == 0
+            assert (
+                libc.pthread_create(ctypes.byref(thread), None, completed, ctypes.byref(operation))
+                == 0
+            )
             for _ in range(sections_each):
                 rig.recorder.begin(Kind.SECTION, section)
                 rig.recorder.end(Kind.SECTION, section)

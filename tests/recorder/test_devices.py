@@ -55,7 +55,9 @@ def test_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         accelerator_in_use("npu", computes_there=True)
 
 
-def test_current_device_is_in_use_if_the_allocator_has_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_device_is_in_use_if_the_allocator_has_no_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The current device counts once a watched object is on a device."""
     use(monkeypatch, Accelerator(None, current=1))
     assert accelerator_in_use("npu", computes_there=False) is None
@@ -72,18 +74,23 @@ def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("found", "sees", "kind"), [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")]
+    ("found", "sees", "kind"),
+    [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")],
 )
 def test_cuda_build_without_a_gpu_has_no_device(
     monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str
 ) -> None:
     current = None if found is None else types.SimpleNamespace(type=found)
-    monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(current_accelerator=lambda: current))
+    monkeypatch.setattr(
+        torch, "accelerator", types.SimpleNamespace(current_accelerator=lambda: current)
+    )
     monkeypatch.setattr(devices, "has_devices", lambda: sees)
     assert devices.accelerator() == kind
 
 
-def test_device_without_timed_events_returns_its_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_timed_events_returns_its_own_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A device without timed events returns its own message, and nothing is raised."""
 
     def no_events(*given: Any, **settings: Any) -> Any:
@@ -94,5 +101,10 @@ def test_device_without_timed_events_returns_its_own_message(monkeypatch: pytest
         found = device_abilities.problem(ability, torch.device("cpu"))
         assert found, ability.name
         assert "\n" not in found
-    assert device_abilities.problem(device_abilities.Ability("yes", bool, ""), torch.device("cpu")) == ""
-    assert "wrong" in device_abilities.problem(device_abilities.Ability("no", lambda device: False, ""), None)
+    assert (
+        device_abilities.problem(device_abilities.Ability("yes", bool, ""), torch.device("cpu"))
+        == ""
+    )
+    assert "wrong" in device_abilities.problem(
+        device_abilities.Ability("no", lambda device: False, ""), None
+    )

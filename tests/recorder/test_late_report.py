@@ -1,4 +1,7 @@
-"""The message at a run's end if the report is late: the reason, and what to do. Sidecars are real."""
+"""The message at a run's end if the report is late: the reason, and what to do.
+
+Sidecars are real.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,15 @@ def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
     """Return the message for a running sidecar whose activity is `why`."""
     where = re.escape(str(watch.run_dir))
     return re.compile(
-        rf"torchlens_perf: the report is not ready after \d+\.\d s \(the sidecar {why}\); it will be in "
+        rf"torchlens_perf: the report is not ready after \d+\.\d s \(the sidecar {why}\); it will"
+        r" be in "
         rf"{where}/report\.txt; show it with: torchlens-perf report {where}"
     )
 
 
-def test_no_wait_with_an_exit_timeout_of_zero(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_wait_with_an_exit_timeout_of_zero(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With an exit timeout of 0 there is no wait. The report appears at the path in the message."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0)) as watch:
         sidecar_of(watch)
@@ -145,7 +151,11 @@ def test_message_for_a_killed_sidecar(
     ],
 )
 def test_message_for_a_slow_sidecar(
-    import_of: str, doing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    import_of: str,
+    doing: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line says that the program waits, and the last one what the sidecar is doing."""
     (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
@@ -196,12 +206,11 @@ def test_message_if_the_sidecar_could_not_start(works_otherwise: bool, tmp_path:
     python.write_text(f'#!/bin/sh\nif {ends}; then exit 1; fi\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     program = (
-        "import sys, torch, torchlens_perf as perf\n"
-        f"sys.executable = {str(python)!r}\n"
-        "model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        f"with perf.watch(model, optimizer, dir={str(tmp_path)!r}, config=perf.Config(_exit_timeout_s=0.2)):\n"
-        "    for _ in range(20):\n"
-        "        model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+        f"import sys, torch, torchlens_perf as perf\nsys.executable = {str(python)!r}\nmodel ="
+        " torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwith"
+        f" perf.watch(model, optimizer, dir={str(tmp_path)!r},"
+        " config=perf.Config(_exit_timeout_s=0.2)):\n    for _ in range(20):\n       "
+        " model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
     )
     done = run([sys.executable, "-c", program], tmp_path)
     printed = done.stderr.splitlines()[-1]
@@ -210,6 +219,8 @@ def test_message_if_the_sidecar_could_not_start(works_otherwise: bool, tmp_path:
     made = RunDirectory(Path(command.split()[-1]))
 
     assert done.returncode == 0
-    assert begin.startswith("torchlens_perf: there is no report: the sidecar could not be started (see ")
+    assert begin.startswith(
+        "torchlens_perf: there is no report: the sidecar could not be started (see "
+    )
     assert by_hand.returncode == 0, by_hand.stderr
     assert report(made)["ranks"][0]["steps"] == 20

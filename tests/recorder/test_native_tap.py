@@ -20,7 +20,9 @@ from torchlens_perf.run import tap_requirements
 __all__ = ["cache", "load_anew", "tap"]
 SOMEBODY = 54321
 
-pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
+)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -45,7 +47,10 @@ def test_tap_is_searched_in_the_package_before_the_cache(
     assert tap_requirements.places() == [tap_requirements.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
-    assert tap_requirements.places() == [tap_requirements.SOURCES, tmp_path / "elsewhere" / "torchlens_perf"]
+    assert tap_requirements.places() == [
+        tap_requirements.SOURCES,
+        tmp_path / "elsewhere" / "torchlens_perf",
+    ]
 
 
 def test_tap_is_loaded_from_the_package_or_the_cache(cache: Path, tap: Path) -> None:
@@ -68,7 +73,12 @@ def test_tap_in_the_cache_is_loaded_if_the_other_is_damaged(cache: Path, tap: Pa
 @pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
 @pytest.mark.parametrize("cache_home", [None, "", ".", "cache", "./.cache", "../cache"])
 def test_working_directory_is_not_searched(
-    cache_home: str | None, home: str | None, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache_home: str | None,
+    home: str | None,
+    cache: Path,
+    tap: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a relative, empty or missing HOME and XDG_CACHE_HOME nothing is loaded from the working
     directory.
@@ -81,7 +91,14 @@ def test_working_directory_is_not_searched(
     here = tmp_path / "work" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    for folder in {cache_home or "", os.path.join(home or "", ".cache"), "", ".cache", "~/.cache", "cache"}:
+    for folder in {
+        cache_home or "",
+        os.path.join(home or "", ".cache"),
+        "",
+        ".cache",
+        "~/.cache",
+        "cache",
+    }:
         put(tap, Path(folder, "torchlens_perf"))
 
     assert tap_requirements.places() == [tap_requirements.SOURCES]
@@ -89,7 +106,9 @@ def test_working_directory_is_not_searched(
     assert doctor().severity == LIMITED
 
 
-def test_home_is_used_if_the_cache_path_is_relative(cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_used_if_the_cache_path_is_relative(
+    cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """XDG: a relative XDG_CACHE_HOME counts as unset."""
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
@@ -113,7 +132,17 @@ def test_relative_package_folder_is_not_searched(
 
 
 @pytest.mark.parametrize(
-    "changed", ["torch", "commit", "python", "flags", "tap.cpp", "tap_timing.h", "collective.h", "a new header"]
+    "changed",
+    [
+        "torch",
+        "commit",
+        "python",
+        "flags",
+        "tap.cpp",
+        "tap_timing.h",
+        "collective.h",
+        "a new header",
+    ],
 )
 def test_tap_of_another_build_is_not_found(
     changed: str, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +270,9 @@ def test_tap_that_others_can_write_is_not_loaded(
     assert not trace.exists()
 
 
-def test_loaded_tap_leaves_its_trace(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_tap_leaves_its_trace(
+    cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This is the control of the test above: loading a tap leaves a trace."""
     trace = tmp_path / "trace"
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
@@ -336,7 +367,13 @@ def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [
-        (None, "torchlens-perf build-tap, or nothing: the next run with several ranks builds the native tap"),
+        (
+            None,
+            (
+                "torchlens-perf build-tap, or nothing: the next run with several ranks builds the"
+                " native tap"
+            ),
+        ),
         ("0", "torchlens-perf build-tap"),
         ("perhaps", "torchlens-perf build-tap"),
     ],
@@ -350,4 +387,7 @@ def test_doctor_reports_the_missing_tap(
     check = doctor()
 
     assert (check.severity, check.remedy) == (LIMITED, remedy)
-    assert check.finding == "from Python: costs 50 us a collective, and asynchronous ones have no end time"
+    assert (
+        check.finding
+        == "from Python: costs 50 us a collective, and asynchronous ones have no end time"
+    )

@@ -30,7 +30,14 @@ def test_hook_tests_pass_with_the_python_recorder() -> None:
     slow and left out.
     """
     finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "-k", "not compile", *[str(TESTS_FOLDER / name) for name in TESTS]],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "-k",
+            "not compile",
+            *[str(TESTS_FOLDER / name) for name in TESTS],
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -39,12 +39,19 @@ def test_span_record_has_start_and_duration(rig: Rig) -> None:
     rig.span(Kind.DATA, "data", 50)
     (record,) = rig.records()
 
-    assert (record["kind"], record["name"], record["step"], record["depth"]) == (Kind.DATA, "data", 0, 1)
+    assert (record["kind"], record["name"], record["step"], record["depth"]) == (
+        Kind.DATA,
+        "data",
+        0,
+        1,
+    )
     assert (record["start_ns"], record["duration_ns"]) == (start, 50)
 
 
 def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
-    """nested_ns counts all direct children. phase_ns counts phases at any depth below, each once."""
+    """nested_ns counts all direct children. phase_ns counts phases at any depth below, each
+    once.
+    """
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
     rig.clock.advance(1)
@@ -65,7 +72,10 @@ def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
 
 
 def test_step_record_has_the_time_of_its_phases(rig: Rig) -> None:
-    """A step's record ends where the next one starts. Its phase_ns is the time in top-level phases."""
+    """A step's record ends where the next one starts.
+
+    Its phase_ns is the time in top-level phases.
+    """
     rig.clock.advance(10)
     rig.span(Kind.DATA, "data", 20)
     rig.span(Kind.SECTION, "log", 5)
@@ -75,8 +85,17 @@ def test_step_record_has_the_time_of_its_phases(rig: Rig) -> None:
     _, _, first, second = rig.records()
 
     assert (first["duration_ns"], first["phase_ns"], first["nested_ns"]) == (35, 20, 25)
-    assert (first["flags"], first["value0"], first["value1"], first["step"]) == (Flag.EVALUATION, 77, 2, 0)
-    assert (second["start_ns"], second["duration_ns"], second["phase_ns"]) == (first["start_ns"] + 35, 9, 0)
+    assert (first["flags"], first["value0"], first["value1"], first["step"]) == (
+        Flag.EVALUATION,
+        77,
+        2,
+        0,
+    )
+    assert (second["start_ns"], second["duration_ns"], second["phase_ns"]) == (
+        first["start_ns"] + 35,
+        9,
+        0,
+    )
 
 
 def test_charged_time_is_subtracted_from_the_open_span(rig: Rig) -> None:
@@ -102,7 +121,12 @@ def test_interval_of_a_phase_is_credited_to_the_open_span(rig: Rig) -> None:
     recorder.end(Kind.BACKWARD, backward)
     tail, block, whole = rig.records()
 
-    assert (tail["start_ns"], tail["duration_ns"], tail["flags"], tail["depth"]) == (500, 40, Flag.TAIL, 2)
+    assert (tail["start_ns"], tail["duration_ns"], tail["flags"], tail["depth"]) == (
+        500,
+        40,
+        Flag.TAIL,
+        2,
+    )
     assert (block["value0"], block["value1"]) == (1, 2)
     assert (whole["phase_ns"], whole["nested_ns"]) == (40, 40)
 
@@ -300,10 +324,12 @@ class TestSection:
     def test_section_names_beyond_the_limit_share_one(self, implementation: ModuleType) -> None:
         """Names made up in a loop must not use unlimited memory."""
         program = (
-            f"from {implementation.__name__} import section\n"
-            "print(len({id(section(f'made up {i}')) for i in range(10_000)}), section('one more').name)"
+            f"from {implementation.__name__} import section\nprint(len({{id(section(f'made up"
+            " {i}')) for i in range(10_000)}), section('one more').name)"
         )
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
         count, name = ran.stdout.split(maxsplit=1)
 
         assert int(count) in (4096, 4097)
@@ -313,7 +339,9 @@ class TestSection:
 def parts_of_step(rig: Rig) -> dict[str, int]:
     """Return the non-zero parts of the first step in nanoseconds."""
     (parts,) = assemble_steps(rig.reader.read().records).parts_ns.tolist()
-    return {part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"}
+    return {
+        part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"
+    }
 
 
 class TestThreads:
@@ -329,7 +357,11 @@ class TestThreads:
         recorder.end(Kind.FORWARD, intern("forward"))
         prefetch, forward = rig.records()
 
-        assert (prefetch["flags"], prefetch["depth"], prefetch["duration_ns"]) == (Flag.OTHER_THREAD, 1, 30)
+        assert (prefetch["flags"], prefetch["depth"], prefetch["duration_ns"]) == (
+            Flag.OTHER_THREAD,
+            1,
+            30,
+        )
         assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
 
     def test_another_thread_takes_over_with_its_sections(self, rig: Rig) -> None:
@@ -379,7 +411,11 @@ class TestThreads:
 
     def test_backward_pass_of_another_thread_has_no_recomputation(self, rig: Rig) -> None:
         """Neither the owner's calls nor the recomputation of autograd's thread belong to it."""
-        recorder, backward, model = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("model")
+        recorder, backward, model = (
+            rig.recorder,
+            rig.ring.intern("backward"),
+            rig.ring.intern("model"),
+        )
         begun, end = threading.Event(), threading.Event()
         call = rig.implementation.ModuleCall(recorder, model, lambda: None)
 
@@ -422,7 +458,11 @@ class TestThreads:
 
     def test_waiting_inside_of_recomputation_counts_once(self, rig: Rig) -> None:
         """A wait of autograd's thread inside recomputation is not recomputation."""
-        recorder, backward, again = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("again")
+        recorder, backward, again = (
+            rig.recorder,
+            rig.ring.intern("backward"),
+            rig.ring.intern("again"),
+        )
 
         def compute_again() -> None:
             recorder.begin(Kind.RECOMPUTE, again)
@@ -443,7 +483,11 @@ class TestThreads:
         """Two devices wait at the same time. The step's parts add up to its duration and are not
         negative.
         """
-        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        recorder, backward, wait = (
+            rig.recorder,
+            rig.ring.intern("backward"),
+            rig.ring.intern("wait"),
+        )
         one_waits, both_wait = threading.Event(), threading.Event()
 
         def other() -> None:
@@ -484,7 +528,11 @@ class TestThreads:
         self, runner: Callable[..., None], rig: Rig
     ) -> None:
         """Such a wait is in no part of the step. The backward pass keeps its time."""
-        recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
+        recorder, backward, wait = (
+            rig.recorder,
+            rig.ring.intern("backward"),
+            rig.ring.intern("wait"),
+        )
         began, backward_began = threading.Event(), threading.Event()
 
         def elsewhere() -> None:
@@ -523,7 +571,9 @@ class TestThreads:
 
         assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
-    def test_marks_of_many_threads_are_all_recorded(self, implementation: ModuleType, tmp_path: Path) -> None:
+    def test_marks_of_many_threads_are_all_recorded(
+        self, implementation: ModuleType, tmp_path: Path
+    ) -> None:
         """Eight threads mark at the same time. Every record is there, complete and balanced."""
         rig = Rig(implementation, tmp_path, capacity=65536, clock=None)
         rig.recorder.activate()
@@ -602,7 +652,11 @@ class TestModuleCall:
 
         make(recorder, rig.ring.intern("outer"), with_backward)()
 
-        assert [record["kind"] for record in rig.records()] == [Kind.RECOMPUTE, Kind.BACKWARD, Kind.FORWARD]
+        assert [record["kind"] for record in rig.records()] == [
+            Kind.RECOMPUTE,
+            Kind.BACKWARD,
+            Kind.FORWARD,
+        ]
 
     def test_exception_is_passed_on_unchanged(self, rig: Rig) -> None:
         """The same exception object is raised, and the span is closed and flagged."""
@@ -721,7 +775,9 @@ class TestRoutedCalls:
         assert modules[0](1) == (modules[0], (1,), {})
 
     def test_call_through_super_is_counted_once(self, native: Rig) -> None:
-        """This also holds if Python inlines the inner call, and after a call that did not reach it."""
+        """This also holds if Python inlines the inner call, and after a call that did
+        not reach it.
+        """
         module = CallsThrough()
         native.implementation.set_module_call(
             id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
@@ -794,7 +850,9 @@ def test_both_implementations_write_the_same_bytes(tmp_path: Path) -> None:
             with implementation.section("part"):
                 rig.clock.advance(4)
                 rig.span(Kind.WAIT, "wait", 6)
-            implementation.ModuleCall(rig.recorder, rig.ring.intern("net"), lambda rig=rig: rig.clock.advance(3))()
+            implementation.ModuleCall(
+                rig.recorder, rig.ring.intern("net"), lambda rig=rig: rig.clock.advance(3)
+            )()
             rig.recorder.record_span(
                 Kind.COLLECTIVE, rig.ring.intern("allreduce"), 5, 6, int(Flag.ASYNC), 1 << 40, step
             )

@@ -16,7 +16,16 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import End
-from torchlens_perf.run.ring import DEPTH, GROUP_WORDS, GROUPS, MAX_GROUPS, METADATA_OFFSET, Flag, GroupProgress, Kind
+from torchlens_perf.run.ring import (
+    DEPTH,
+    GROUP_WORDS,
+    GROUPS,
+    MAX_GROUPS,
+    METADATA_OFFSET,
+    Flag,
+    GroupProgress,
+    Kind,
+)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
@@ -47,14 +56,24 @@ def test_record_describes_the_operation(rig: CollectiveRig) -> None:
     rig.call(9, End.UNKNOWN)
     first, second, third = rig.collectives()
 
-    assert (first["name"], first["start_ns"], first["step"], first["depth"]) == (NAME, start_ns, 0, 2)
+    assert (first["name"], first["start_ns"], first["step"], first["depth"]) == (
+        NAME,
+        start_ns,
+        0,
+        2,
+    )
     assert (first["value0"], sequence(first), first["flags"]) == (123, 7, Flag.ASYNC)
-    assert [rig.reader.names()[each["value1"] >> 32] for each in (first, third)] == ["backward", "(other)"]
+    assert [rig.reader.names()[each["value1"] >> 32] for each in (first, third)] == [
+        "backward",
+        "(other)",
+    ]
     assert (second["phase_ns"] - first["phase_ns"], third["phase_ns"]) == (1, 0)
     assert (third["step"], third["depth"]) == (1, 1)
 
 
-def test_position_in_the_step_restarts_with_a_recorder(implementation: ModuleType, tmp_path: Path) -> None:
+def test_position_in_the_step_restarts_with_a_recorder(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
     """The first operation of a watch is its step's first one, whatever an earlier watch issued in
     that step.
     """
@@ -77,8 +96,17 @@ def test_operation_ends_with_its_wait(rig: CollectiveRig) -> None:
     rig.wait(40)
     wait, collective = rig.records()
 
-    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (46, 5, Flag.COMPLETED)
-    assert (wait["kind"], wait["name"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, "wait", 40, 0)
+    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (
+        46,
+        5,
+        Flag.COMPLETED,
+    )
+    assert (wait["kind"], wait["name"], wait["duration_ns"], wait["flags"]) == (
+        Kind.WAIT,
+        "wait",
+        40,
+        0,
+    )
 
 
 def test_operation_without_a_wait_has_no_end(rig: CollectiveRig) -> None:
@@ -93,7 +121,12 @@ def test_operation_without_a_wait_has_no_end(rig: CollectiveRig) -> None:
     rig.wait(10)
     (second,) = rig.collectives()
 
-    assert (sequence(first), first["duration_ns"], first["nested_ns"], first["flags"]) == (0, 5, 5, 0)
+    assert (sequence(first), first["duration_ns"], first["nested_ns"], first["flags"]) == (
+        0,
+        5,
+        5,
+        0,
+    )
     assert (sequence(second), second["duration_ns"], second["flags"]) == (1, 16, Flag.COMPLETED)
 
 
@@ -117,7 +150,11 @@ def test_blocking_operation_ends_with_its_call(rig: CollectiveRig) -> None:
     rig.recorder.end(Kind.FORWARD, forward)
     collective, wait, around = rig.records()
 
-    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (50, 50, Flag.COMPLETED)
+    assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (
+        50,
+        50,
+        Flag.COMPLETED,
+    )
     assert (wait["kind"], wait["name"]) == (Kind.WAIT, "monitored_barrier group=0")
     assert (wait["start_ns"], wait["duration_ns"], wait["depth"]) == (start_ns, 50, 2)
     assert (around["phase_ns"], around["nested_ns"]) == (50, 50)
@@ -176,7 +213,9 @@ def test_timed_wait_passes_arguments_and_result(rig: CollectiveRig) -> None:
     assert work.wait(1.5) == work.wait(timeout=1.5) == (work, 1.5)
     with pytest.raises(ValueError, match="planted"):
         work.wait(fail=True)
-    assert [(each["duration_ns"], each["flags"]) for each in rig.records()] == [(25, 0)] * 3 + [(25, Flag.EXCEPTION)]
+    assert [(each["duration_ns"], each["flags"]) for each in rig.records()] == [(25, 0)] * 3 + [
+        (25, Flag.EXCEPTION)
+    ]
     assert rig.reader.counter(DEPTH) == 1
     rig.recorder.close()
     assert work.wait(3.0) == (work, 3.0)
@@ -201,7 +240,11 @@ def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None
     failed, following = rig.collectives()
 
     assert (sequence(failed), failed["duration_ns"], failed["flags"]) == (0, 5, Flag.EXCEPTION)
-    assert (sequence(following), following["duration_ns"], following["flags"]) == (1, 16, Flag.COMPLETED)
+    assert (sequence(following), following["duration_ns"], following["flags"]) == (
+        1,
+        16,
+        Flag.COMPLETED,
+    )
     assert rig.recorder.waited_ns == 35
 
 
@@ -214,7 +257,9 @@ def test_operation_that_raised_is_flagged(rig: CollectiveRig) -> None:
     assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
 
 
-def test_timed_wait_of_an_earlier_watch_counts_once(implementation: ModuleType, tmp_path: Path) -> None:
+def test_timed_wait_of_an_earlier_watch_counts_once(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
     """Another tool has wrapped the earlier watch's wait and still calls it. The next watch wraps
     both, and the wait counts once.
     """
@@ -235,7 +280,11 @@ def test_timed_wait_of_an_earlier_watch_counts_once(implementation: ModuleType, 
 
     assert Work().wait(1.5) == 1.5
     wait, collective = rig.records()
-    assert (wait["duration_ns"], collective["flags"], rig.recorder.waited_ns) == (25, Flag.COMPLETED, 25)
+    assert (wait["duration_ns"], collective["flags"], rig.recorder.waited_ns) == (
+        25,
+        Flag.COMPLETED,
+        25,
+    )
     rig.close()
 
 
@@ -273,7 +322,11 @@ def test_compiled_code_calls_the_timed_wait(implementation: ModuleType, tmp_path
     rig, plain = CollectiveRig(implementation, tmp_path), vars(FakeWork)["wait"]
     torch._dynamo.reset()
     graphs = torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count
-    with patched(FakeWork, "wait", torch_private.break_in_compiled_code(implementation.timed_wait(FakeWork.wait))):
+    with patched(
+        FakeWork,
+        "wait",
+        torch_private.break_in_compiled_code(implementation.timed_wait(FakeWork.wait)),
+    ):
         torch._dynamo.reset()
         assert torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count == graphs
         torch.compile(function, backend="eager")(torch.ones(2), FakeWork())
@@ -381,7 +434,11 @@ def test_operation_of_another_thread_is_flagged(rig: CollectiveRig) -> None:
     waits = [each for each in records if each["kind"] == Kind.WAIT]
 
     assert [each["phase_ns"] for each in collectives] == [0, 1, 2]
-    assert [each["flags"] & Flag.OTHER_THREAD for each in collectives] == [0, Flag.OTHER_THREAD, Flag.OTHER_THREAD]
+    assert [each["flags"] & Flag.OTHER_THREAD for each in collectives] == [
+        0,
+        Flag.OTHER_THREAD,
+        Flag.OTHER_THREAD,
+    ]
     assert [(each["duration_ns"], each["flags"]) for each in waits] == [
         (30, Flag.OTHER_THREAD),
         (40, Flag.OTHER_THREAD),
@@ -415,9 +472,17 @@ def test_wait_ends_the_operation_of_its_thread(rig: CollectiveRig) -> None:
 # -- the end of recording
 
 
-def test_recorder_that_does_not_collect_writes_nothing(implementation: ModuleType, tmp_path: Path) -> None:
-    """A recorder that does not collect writes nothing. The one that collects last gets everything."""
-    earlier, later = CollectiveRig(implementation, tmp_path), CollectiveRig(implementation, tmp_path)
+def test_recorder_that_does_not_collect_writes_nothing(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
+    """A recorder that does not collect writes nothing.
+
+    The one that collects last gets everything.
+    """
+    earlier, later = (
+        CollectiveRig(implementation, tmp_path),
+        CollectiveRig(implementation, tmp_path),
+    )
     silent = Rig(implementation, tmp_path)
     assert silent.recorder.issue(1, 0, 0, 0, 0) is None
     assert earlier.issue(0) is None
@@ -443,11 +508,16 @@ def test_close_writes_running_operations(rig: CollectiveRig) -> None:
     rig.recorder.begin_wait()
     found = rig.collectives()
 
-    assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [(0, 5, 0), (1, 6, 0)]
+    assert sorted((sequence(each), each["duration_ns"], each["flags"]) for each in found) == [
+        (0, 5, 0),
+        (1, 6, 0),
+    ]
     assert rig.issue(3) is None
 
 
-def test_close_writes_running_operations_of_other_threads(implementation: ModuleType, tmp_path: Path) -> None:
+def test_close_writes_running_operations_of_other_threads(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
     """This includes threads that have ended. Each operation is written once, and a later wait
     belongs to another one.
     """
@@ -477,7 +547,9 @@ def test_close_writes_running_operations_of_other_threads(implementation: Module
     ]  # fmt: skip
     assert following.collectives() == []
     following.wait(3)
-    assert [(sequence(each), each["flags"]) for each in following.collectives()] == [(2, Flag.COMPLETED)]
+    assert [(sequence(each), each["flags"]) for each in following.collectives()] == [
+        (2, Flag.COMPLETED)
+    ]
     for each in (rig, following):
         each.close()
 

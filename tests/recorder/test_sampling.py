@@ -10,7 +10,9 @@ from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
 MS = 1_000_000
 
 
-def sampled_steps(schedule: SamplingSchedule, steps: int, cost_ns: float, step_ns: float) -> list[int]:
+def sampled_steps(
+    schedule: SamplingSchedule, steps: int, cost_ns: float, step_ns: float
+) -> list[int]:
     found = []
     for step in range(steps):
         if schedule.wants(step):
@@ -21,7 +23,12 @@ def sampled_steps(schedule: SamplingSchedule, steps: int, cost_ns: float, step_n
 
 def test_cheap_samples_have_the_requested_period() -> None:
     """With cheap samples, every 16th step is sampled, starting in the middle of the first 16."""
-    assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [8, 24, 40, 56]
+    assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [
+        8,
+        24,
+        40,
+        56,
+    ]
 
 
 def test_no_step_is_sampled_with_a_period_of_zero() -> None:

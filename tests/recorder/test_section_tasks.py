@@ -15,7 +15,9 @@ import pytest
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.run import ring
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+)
 
 
 @pytest.fixture

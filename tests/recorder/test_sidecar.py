@@ -47,7 +47,17 @@ HEAVY = {
 }  # fmt: skip
 # The sidecar of a job on one node, without an endpoint and GPUs, does not need these installed
 # packages.
-NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "requests", "torch", "nvtx"}
+NEVER = {
+    "argparse",
+    "asyncio",
+    "grpc",
+    "opentelemetry",
+    "pandas",
+    "pynvml",
+    "requests",
+    "torch",
+    "nvtx",
+}
 
 
 @pytest.fixture
@@ -98,7 +108,9 @@ def imported(run: RunDirectory) -> list[str]:
     # The log starts in the second file.
     logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
-    return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][1:]
+    return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][
+        1:
+    ]
 
 
 def test_first_second_of_the_sidecar_takes_little_cpu_time(run: RunDirectory) -> None:
@@ -115,7 +127,9 @@ def test_first_second_of_the_sidecar_takes_little_cpu_time(run: RunDirectory) ->
     assert used_s <= FIRST_SECOND_S * max(1.0, bare_start_s() / BARE_S)
 
 
-def test_modules_are_imported_when_they_are_needed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_imported_when_they_are_needed(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sidecar waits with few imports and works with NumPy, pyarrow and rich. It does not use
     other installed packages.
     """
@@ -212,7 +226,9 @@ def test_starved_idle_thread_does_not_delay_the_report(run: RunDirectory, busy: 
     assert run.report.read_text().count("30 steps") == 1
     assert len(pd.read_parquet(run.steps)) == 30
     if sidecar_status.AT_ONCE not in commands:
-        pytest.skip("the idle thread got a processor in time, although other programs wanted all of them")
+        pytest.skip(
+            "the idle thread got a processor in time, although other programs wanted all of them"
+        )
 
 
 def test_next_sidecar_reads_everything_after_a_kill(run: RunDirectory) -> None:
@@ -263,7 +279,9 @@ def test_sidecar_is_not_a_child_of_the_rank(run: RunDirectory) -> None:
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_sidecar_is_a_child_without_a_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_is_a_child_without_a_shell(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
     rank = Rank(run, 0, 1)
     started(run, rank)
@@ -289,7 +307,9 @@ def test_failed_start_raises_and_leaves_no_file(
         shell.write_text("#!/bin/sh\nexit 2\n")
         shell.chmod(0o755)
         monkeypatch.setattr(children, "_SHELL", str(shell))
-    said = "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
+    said = (
+        "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
+    )
     with pytest.raises(RunStoreError, match=said):
         ensure(run, rank.identity)
     assert find_sidecar_lock(run.run_id) is None

@@ -35,7 +35,9 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
                 rule.no_optimizer(alive=alive)
             ended = rule.backward_is_step()
         elif event in OPTIMIZERS:
-            ended = rule.optimizer_stepped(OPTIMIZERS[event], passed.index(event) if event in passed else None)
+            ended = rule.optimizer_stepped(
+                OPTIMIZERS[event], passed.index(event) if event in passed else None
+            )
         elif event.lower() in MODULES:
             module = MODULES[event.lower()]
             ended = rule.forward_ended(with_gradient=event.isupper(), module=module, is_root=False)
@@ -95,14 +97,22 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
         ("one that was passed and never steps", "a", "fb" * 256 + "|fb|fb|"),
     ],
 )  # fmt: skip
-def test_step_ends_at_the_expected_event_for_each_kind_of_loop(loop: str, passed: str, expected: str) -> None:
+def test_step_ends_at_the_expected_event_for_each_kind_of_loop(
+    loop: str, passed: str, expected: str
+) -> None:
     assert expected == ends(StepRule(len(passed)), expected, passed)
 
 
 @pytest.mark.parametrize(
     "expected",
     ["fbfb|fb|fb|", "bb|b|", "fbe|fb|fb|ee", "fbfb|fb|a|fbfba|", "fbw|fbw|fbfbw|"],
-    ids=["each backward pass", "without forward passes", "with evaluation", "until one steps", "until w.step()"],
+    ids=[
+        "each backward pass",
+        "without forward passes",
+        "with evaluation",
+        "until one steps",
+        "until w.step()",
+    ],
 )
 def test_each_backward_pass_is_a_step_without_an_optimizer(expected: str) -> None:
     """From the second backward pass on, each one is a step, because no other event can end it."""
@@ -156,7 +166,9 @@ def test_training_step_ends_only_at_optimizer_steps(events: str) -> None:
         ("an agent that acts once, and learns from it in five steps", "x....x....x", "x....x....x"),
     ],
 )
-def test_evaluation_is_recognized_by_unusual_forward_passes(loop: str, without_gradient: str, evaluates: str) -> None:
+def test_evaluation_is_recognized_by_unusual_forward_passes(
+    loop: str, without_gradient: str, evaluates: str
+) -> None:
     """A step is an evaluation if it has forward passes without gradients that most steps do not
     have.
     """
@@ -164,7 +176,9 @@ def test_evaluation_is_recognized_by_unusual_forward_passes(loop: str, without_g
 
 
 def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
-    return "".join("x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient)
+    return "".join(
+        "x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient
+    )
 
 
 def test_evaluation_is_recognized_after_a_change_of_step_ends() -> None:

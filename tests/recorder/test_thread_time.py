@@ -31,7 +31,10 @@ LONG_NS = 10_000_000
 WORK_S = 0.08
 CLOSE = pytest.approx
 CHUNK = bytes(1 << 20)
-COMPETITOR = "import os, time; os.sched_setaffinity(0, {%d}); print(flush=True)\nend = time.monotonic() + 60\n"
+COMPETITOR = (
+    "import os, time; os.sched_setaffinity(0, {%d}); print(flush=True)\nend = time.monotonic() +"
+    " 60\n"
+)
 COMPETITOR += "while time.monotonic() < end: pass"
 
 
@@ -112,7 +115,9 @@ def test_computation_counts_as_cpu_time_of_its_phase(rig: TimedRig) -> None:
     times = rig.thread_times()
 
     assert times[Kind.FORWARD][0] == CLOSE(worked_ns, rel=0.1)
-    assert sum(cpu_ns for kind, (cpu_ns, _) in times.items() if kind != Kind.FORWARD) < 0.1 * worked_ns
+    assert (
+        sum(cpu_ns for kind, (cpu_ns, _) in times.items() if kind != Kind.FORWARD) < 0.1 * worked_ns
+    )
 
 
 def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
@@ -227,7 +232,9 @@ def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
     assert (0, 0) not in times.values()
 
 
-def test_zero_statistics_of_the_kernel_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_statistics_of_the_kernel_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without scheduling statistics the file exists and is all zero. That means "not measured", not
     "no work".
     """
@@ -243,7 +250,9 @@ def test_zero_statistics_of_the_kernel_are_not_measured(tmp_path: Path, monkeypa
     rig.close()
 
 
-def test_step_is_not_measured_if_statistics_disappear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_not_measured_if_statistics_disappear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step is not measured, and no error reaches the user's code."""
     rig = TimedRig(python, tmp_path)
     assert rig.recorder.start_thread_time()
@@ -266,7 +275,10 @@ def test_step_is_not_measured_if_statistics_disappear(tmp_path: Path, monkeypatc
 
 
 def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:
-    """Reading would cost more than a thousandth of the step. The previous step's duration decides."""
+    """Reading would cost more than a thousandth of the step.
+
+    The previous step's duration decides.
+    """
     rig = rig_with_clock
     found = []
     for duration_ns in (LONG_NS - 1, LONG_NS, LONG_NS - 1, LONG_NS - 1, 5 * LONG_NS, LONG_NS):
@@ -288,7 +300,9 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
 
 
 @pytest.mark.parametrize(("phases", "measured"), [(31, True), (32, False), (100, False)])
-def test_steps_of_very_many_phases_are_not_measured(phases: int, measured: bool, rig_with_clock: TimedRig) -> None:
+def test_steps_of_very_many_phases_are_not_measured(
+    phases: int, measured: bool, rig_with_clock: TimedRig
+) -> None:
     """A partial measurement would be misleading. Such a step has no thread times, and the next one
     does.
     """
@@ -328,7 +342,9 @@ def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
     assert Kind.FORWARD not in times
 
 
-def test_recorder_refuses_to_measure_another_thread(implementation: ModuleType, tmp_path: Path) -> None:
+def test_recorder_refuses_to_measure_another_thread(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
     """On another thread the recorder refuses, so that no other thread's time counts as the training
     thread's.
     """
@@ -343,7 +359,9 @@ def test_recorder_refuses_to_measure_another_thread(implementation: ModuleType, 
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_file_of_the_kernel_is_closed_with_the_recorder(end: str, implementation: ModuleType, tmp_path: Path) -> None:
+def test_file_of_the_kernel_is_closed_with_the_recorder(
+    end: str, implementation: ModuleType, tmp_path: Path
+) -> None:
     """The kernel's file is closed with the recorder, also in a forked child, and a closed recorder
     does not open it.
     """

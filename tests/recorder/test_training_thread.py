@@ -55,7 +55,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def kinds(recording: Recording, *, elsewhere: bool = False) -> Counter[Kind]:
     """Return the number of spans of each kind on the recorded thread, or on other threads."""
-    return Counter(each.kind for each in recording.records if bool(each.flags & Flag.OTHER_THREAD) == elsewhere)
+    return Counter(
+        each.kind for each in recording.records if bool(each.flags & Flag.OTHER_THREAD) == elsewhere
+    )
 
 
 def notes(recording: Recording) -> str:
@@ -99,7 +101,10 @@ def test_steps_of_a_coroutine_are_recorded(tmp_path: Path, by_hand: bool) -> Non
 def test_steps_on_alternating_threads_of_a_pool_are_recorded(tmp_path: Path) -> None:
     """Each step runs on another thread, while the others wait for work."""
     trainer, together = Trainer(), threading.Barrier(3)
-    with ThreadPoolExecutor(3) as executor, recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+    with (
+        ThreadPoolExecutor(3) as executor,
+        recorded(tmp_path, trainer.model, trainer.optimizer) as recording,
+    ):
         list(executor.map(lambda _: together.wait(60), range(3)))
         for _ in range(3 * STEPS):
             executor.submit(trainer.step).result()
@@ -139,7 +144,9 @@ def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
 def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     """Its passes are recorded as another thread's, and the report mentions it."""
     first, second = Trainer(), Trainer()
-    with recorded(tmp_path, [first.model, second.model], [first.optimizer, second.optimizer]) as recording:
+    with recorded(
+        tmp_path, [first.model, second.model], [first.optimizer, second.optimizer]
+    ) as recording:
         for _ in range(STEPS):
             first.step()
             pool.submit(second.step).result()
@@ -171,7 +178,9 @@ def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) ->
     assert kinds(recording)[Kind.STEP] == 2 * STEPS
 
 
-def test_work_of_other_threads_is_counted_separately(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+def test_work_of_other_threads_is_counted_separately(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
     """The watch's thread is inside of a section, so it stays the recorded one and waits for the
     work.
     """
@@ -239,7 +248,9 @@ def test_no_gradient_is_read_while_another_thread_computes_gradients(
 
 
 def test_pass_that_started_before_the_watch_is_found(tmp_path: Path) -> None:
-    """The pass runs on another thread while the hooks are attached, so no hook has seen its start."""
+    """The pass runs on another thread while the hooks are attached, so no hook has seen its
+    start.
+    """
     inside, finish = threading.Event(), threading.Event()
     x = torch.ones(1, requires_grad=True)
     y = x * 2
@@ -302,6 +313,8 @@ def test_modules_of_two_threads_have_separate_backward_times(tmp_path: Path) -> 
             optimizer.step()
         thread.join()
 
-    times = [each for each in recording.records if each.kind == Kind.MODULE_BACKWARD and each.name == "0"]
+    times = [
+        each for each in recording.records if each.kind == Kind.MODULE_BACKWARD and each.name == "0"
+    ]
     assert len(times) == STEPS + 1
     assert recording.internal_errors == recording.unbalanced == 0

@@ -88,7 +88,11 @@ def test_wait_for_a_stopped_sidecar_ends_after_a_second(
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.7])
 def test_wait_is_limited_by_the_users_timeout(
-    timeout_s: float, enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    timeout_s: float,
+    enough: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This also limits the wait for a sidecar that makes progress."""
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
@@ -103,7 +107,9 @@ def test_wait_is_limited_by_the_users_timeout(
 
 
 @pytest.mark.parametrize("raised", ["RuntimeError", "KeyboardInterrupt"])
-def test_report_after_an_exception_is_below_the_traceback(raised: str, enough: Path, tmp_path: Path) -> None:
+def test_report_after_an_exception_is_below_the_traceback(
+    raised: str, enough: Path, tmp_path: Path
+) -> None:
     """The traceback is printed after at most a second. The program then waits as after a normal
     end.
     """
@@ -116,7 +122,9 @@ with perf.watch(dir={str(tmp_path / "runs")!r}):
     raise {raised}("lost")
 """
     environ = clean_environ({"PYTHONPATH": str(tmp_path)})
-    with WarmPython([sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with WarmPython(
+        [sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         killer = threading.Timer(240, process.kill)
         killer.start()
@@ -159,7 +167,12 @@ def test_job_of_several_nodes_waits_a_second(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other nodes would wait, too."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10, enough=str(enough)))
     with watched(tmp_path / "runs", exchange="off") as watch:
@@ -187,7 +200,11 @@ def test_ctrl_c_ends_the_wait_and_not_the_program(enough: Path, tmp_path: Path) 
     )
     environ = clean_environ({"PYTHONPATH": str(tmp_path)})
     with WarmPython(
-        [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         killer = threading.Timer(240, process.kill)
         killer.start()

@@ -25,7 +25,9 @@ class EndingRig:
     no reference is left.
     """
 
-    def __init__(self, implementation: ModuleType, folder: Path, *, by_another_thread: bool) -> None:
+    def __init__(
+        self, implementation: ModuleType, folder: Path, *, by_another_thread: bool
+    ) -> None:
         self.rig = CollectiveRig(implementation, folder, clock=None)
         self.implementation = implementation
         self.recorder: Any = self.rig.recorder
@@ -53,7 +55,9 @@ class EndingRig:
     def make(self, intern: Callable[[str], int]) -> None:
         """Make another recorder on the file that calls this function for names."""
         self.recorder.close()
-        self.recorder = self.rig.recorder = self.implementation.Recorder(self.rig.ring.buffer, intern)
+        self.recorder = self.rig.recorder = self.implementation.Recorder(
+            self.rig.ring.buffer, intern
+        )
 
 
 def in_a_section(rig: EndingRig, name: str = "part") -> None:
@@ -169,12 +173,16 @@ def waited(rig: EndingRig) -> None:
 
 
 def mark_before_a_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, rig.end, lambda: None)
+    rig.recorder.set_device_clock(
+        lambda: 1, lambda kind, name_id, mark: None, rig.end, lambda: None
+    )
     waited(rig)
 
 
 def mark_after_a_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, lambda: None, rig.end)
+    rig.recorder.set_device_clock(
+        lambda: 1, lambda kind, name_id, mark: None, lambda: None, rig.end
+    )
     waited(rig)
 
 
@@ -203,7 +211,10 @@ PLACES = (
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 def test_watch_may_end_while_a_mark_runs_python(
-    implementation: ModuleType, place: Callable[[EndingRig], None], by_another_thread: bool, tmp_path: Path
+    implementation: ModuleType,
+    place: Callable[[EndingRig], None],
+    by_another_thread: bool,
+    tmp_path: Path,
 ) -> None:
     """The user's code sees no error and the same results. The mark is lost with the watch."""
     if by_another_thread and (place in LOCKED or place is nvtx_pop_of_the_end):
@@ -224,9 +235,17 @@ def in_a_section_of_the_next_watch(implementation: ModuleType, folder: Path) -> 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_next_watch_may_start_while_a_mark_runs_python(implementation: ModuleType, tmp_path: Path) -> None:
-    """While a section interns its name, the watch ends and another one starts. No record is wrong."""
-    first, second = Rig(implementation, tmp_path, clock=None), Rig(implementation, tmp_path, clock=None)
+def test_next_watch_may_start_while_a_mark_runs_python(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
+    """While a section interns its name, the watch ends and another one starts.
+
+    No record is wrong.
+    """
+    first, second = (
+        Rig(implementation, tmp_path, clock=None),
+        Rig(implementation, tmp_path, clock=None),
+    )
     section = implementation.section(f"met by both {id(first)}")
 
     def intern(name: str) -> int:
@@ -253,9 +272,14 @@ def test_next_watch_may_start_while_a_mark_runs_python(implementation: ModuleTyp
     second.close()
 
 
-@pytest.mark.parametrize("failing", [ValueError("planted"), "no number"], ids=["raises", "wrong type"])
+@pytest.mark.parametrize(
+    "failing", [ValueError("planted"), "no number"], ids=["raises", "wrong type"]
+)
 def test_failed_interning_is_counted(
-    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failing: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The user's `with` block runs, its record has the name "(other)", and the error is counted.
     The name is requested once.
@@ -279,13 +303,17 @@ def test_failed_interning_is_counted(
         with section:
             rig.clock.advance(2)
 
-    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [(ring.OTHER_NAMES, 2)] * 3
+    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [
+        (ring.OTHER_NAMES, 2)
+    ] * 3
     assert asked == [section.name]
     assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
     rig.close()
 
 
-def test_failed_interning_is_logged_by_the_python_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_interning_is_logged_by_the_python_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """guard() does the same and logs the error."""
     rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
     monkeypatch.setenv(errors.RAISE, "0")
@@ -300,7 +328,9 @@ def test_failed_interning_is_logged_by_the_python_recorder(tmp_path: Path, monke
     with rig.implementation.section(f"not to be had {id(rig)}"):
         rig.clock.advance(2)
 
-    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [(ring.OTHER_NAMES, 2)]
+    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [
+        (ring.OTHER_NAMES, 2)
+    ]
     assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
     rig.close()
 
@@ -335,12 +365,15 @@ def interrupted_mark(rig: EndingRig) -> None:
 
 
 def interrupted_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(lambda: 1, lambda kind, name_id, mark: None, interrupted, lambda: None)
+    rig.recorder.set_device_clock(
+        lambda: 1, lambda kind, name_id, mark: None, interrupted, lambda: None
+    )
     waited(rig)
 
 
 @pytest.mark.parametrize(
-    "place", [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait]
+    "place",
+    [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 def test_interruption_reaches_the_loop(

@@ -16,7 +16,9 @@ from torchlens_perf import watch
 from torchlens_perf.commands import doctor
 from torchlens_perf.recorder import recorder
 
-FREE_THREADED = next(filter(None, (shutil.which(f"python3.{minor}t") for minor in (13, 14, 15))), None)
+FREE_THREADED = next(
+    filter(None, (shutil.which(f"python3.{minor}t") for minor in (13, 14, 15))), None
+)
 PROGRAM = """
 import sys
 import torchlens_perf as perf
@@ -45,7 +47,9 @@ def test_nothing_is_recorded_without_the_gil(
         pass
 
     assert w.run_dir is None
-    assert [each for each in caplog.messages if "without the GIL" in each and "is off" in each] == caplog.messages
+    assert [
+        each for each in caplog.messages if "without the GIL" in each and "is off" in each
+    ] == caplog.messages
     assert len(caplog.messages) == 1
     assert list(tmp_path.iterdir()) == []
     (line,) = doctor._native()
@@ -58,13 +62,17 @@ def test_recording_is_not_refused_while_the_gil_is_on(monkeypatch: pytest.Monkey
     assert recorder.refusal() is None
 
 
-@pytest.mark.skipif(FREE_THREADED is None, reason="there is no free-threaded Python here (python3.13t or later)")
+@pytest.mark.skipif(
+    FREE_THREADED is None, reason="there is no free-threaded Python here (python3.13t or later)"
+)
 def test_package_leaves_the_gil_off(tmp_path: Path) -> None:
     """A real one: importing the package, a watch and a section leave its GIL off."""
     assert FREE_THREADED is not None
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     run = [FREE_THREADED, "-W", "error", "-c", PROGRAM]
-    finished = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    finished = subprocess.run(
+        run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     gil, native, run_dir, line = finished.stdout.strip().split("|")
 
     assert (gil, native, run_dir) == ("False", "False", "None")
@@ -78,14 +86,18 @@ def test_damaged_native_recorder_is_replaced_by_python(tmp_path: Path) -> None:
     that for a missing one.
     """
     package = shutil.copytree(
-        ROOT / "torchlens_perf", tmp_path / "torchlens_perf", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        ROOT / "torchlens_perf",
+        tmp_path / "torchlens_perf",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def said() -> tuple[str, str]:
         # -S leaves out installed packages, such as an editable installation of this one.
         run = [sys.executable, "-S", "-c", BROKEN]
-        finished = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        finished = subprocess.run(
+            run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
         return finished.stdout, finished.stderr
 
     without = said()

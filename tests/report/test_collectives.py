@@ -41,7 +41,9 @@ def cells(rows: list[dict[str, Any]], operation: str) -> dict[str, str]:
 def late(rank: int) -> CollectiveJoin:
     """Three ranks, one of them 3 ms late."""
     issued = {
-        each: [Issued(NAME, n, 1000 * US if each == rank else 4000 * US, 3_000_000) for n in range(10)]
+        each: [
+            Issued(NAME, n, 1000 * US if each == rank else 4000 * US, 3_000_000) for n in range(10)
+        ]
         for each in range(3)
     }
     return joined(issued)
@@ -50,7 +52,12 @@ def late(rank: int) -> CollectiveJoin:
 def test_row_has_stable_keys_and_units() -> None:
     (row,) = collective_rows([saved(late(1))])
 
-    assert (row["operation"], row["group"], row["count"], row["bytes"]) == ("allreduce", "0", 30, 90_000_000)
+    assert (row["operation"], row["group"], row["count"], row["bytes"]) == (
+        "allreduce",
+        "0",
+        30,
+        90_000_000,
+    )
     assert row["issue_s"]["p50_s"] == pytest.approx(5e-6, rel=0.02)
     assert (row["joined"], row["ranks"], row["ranks_seen"], row["pair"]) == (10, "0-2", "0-2", None)
     assert row["duration_s"]["p50_s"] == pytest.approx(4e-3, rel=0.02)
@@ -90,7 +97,10 @@ def test_nodes_of_the_newest_attempt_are_merged() -> None:
         half = CollectiveJoin()
         add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), generation=1)
         halves.append(saved(half))
-    nodes = [NodeState(f"node-{number}", join=join) for number, join in enumerate([*halves, saved(late(0))])]
+    nodes = [
+        NodeState(f"node-{number}", join=join)
+        for number, join in enumerate([*halves, saved(late(0))])
+    ]
     for node, attempt in zip(nodes, (1, 1, 0), strict=True):
         who = identity_of(RunDirectory(Path("run")), 0, 4, attempt=attempt)
         node.processes[who.key] = ProcessState(who, Anchor(0, 0, 0), RankStatistics())
@@ -109,7 +119,10 @@ def test_number_of_last_arrivals_is_counted_for_each_rank() -> None:
     send = "broadcast group=0 dtype=float32 root=0"
     issued = {
         rank: [
-            *(Issued(NAME, n, (1000 if rank == n % 4 else 4000) * US, 3_000_000) for n in range(20)),
+            *(
+                Issued(NAME, n, (1000 if rank == n % 4 else 4000) * US, 3_000_000)
+                for n in range(20)
+            ),
             *(Issued(send, 20 + n, (1000 + rank) * US, 3_000_000) for n in range(20)),
         ]
         for rank in range(3)
@@ -132,7 +145,9 @@ def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
     for ranks in nodes:
         join = CollectiveJoin()
         issued = {
-            rank: [Issued(NAME, n, (1000 if rank == last else 4000) * US, 3_000_000) for n in range(10)]
+            rank: [
+                Issued(NAME, n, (1000 if rank == last else 4000) * US, 3_000_000) for n in range(10)
+            ]
             for rank in ranks
         }
         add(join, issued, world(sum(map(len, nodes))))
@@ -148,11 +163,17 @@ def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
     (row,) = on_nodes((0, 1), (2, 3), last=3)
     found = cells([row], "allreduce")
 
-    assert (row["joined_whole"], row["slowest_rank"], row["by_rank"]["3"]["last"]) == (False, None, 10)
+    assert (row["joined_whole"], row["slowest_rank"], row["by_rank"]["3"]["last"]) == (
+        False,
+        None,
+        10,
+    )
     assert "other nodes" in row["cannot_tell"][0]
     assert "last to arrive" not in found
     assert found["comm wait us"] == ">= 750"
-    assert next(text for heading, text in found.items() if heading.startswith("transfer ")).startswith("<= ")
+    assert next(
+        text for heading, text in found.items() if heading.startswith("transfer ")
+    ).startswith("<= ")
     assert found["bus bandwidth"] == ">= 4.5 GB/s"
     assert "waits are lower bounds" in table_of([row]).note
 
@@ -168,17 +189,28 @@ def test_group_on_one_of_several_nodes_is_fully_known() -> None:
 
 def test_rows_are_sorted_by_bytes() -> None:
     join = joined(
-        {rank: [Issued(NAME, 0, 10, 8), Issued("broadcast group=0 dtype=int8 root=0", 1, 10, 9)] for rank in range(2)}
+        {
+            rank: [Issued(NAME, 0, 10, 8), Issued("broadcast group=0 dtype=int8 root=0", 1, 10, 9)]
+            for rank in range(2)
+        }
     )
 
-    assert [row["operation"] for row in collective_rows([saved(join)])] == ["broadcast", "allreduce"]
+    assert [row["operation"] for row in collective_rows([saved(join)])] == [
+        "broadcast",
+        "allreduce",
+    ]
     assert collective_rows([]) == []
 
 
 def test_table_shows_last_rank_and_transfer_time() -> None:
     found = cells(collective_rows([saved(late(1))]), "allreduce")
 
-    assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == ("0-2", "30", "90.0 MB", "2.00")
+    assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == (
+        "0-2",
+        "30",
+        "90.0 MB",
+        "2.00",
+    )
     assert found["bus bandwidth"].endswith("GB/s")
     assert (found["last to arrive"], found["of operations"]) == ("1", "100%")
 
@@ -218,7 +250,9 @@ def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
 
 def test_table_of_many_rows_is_shortened_and_safe() -> None:
     """Names cannot control the terminal."""
-    join = joined({rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)})
+    join = joined(
+        {rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)}
+    )
     table = table_of(collective_rows([saved(join)]))
 
     assert (table.first, table.rows) == (6, 9)
@@ -247,7 +281,9 @@ def test_rank_within_chance_is_not_the_slowest(
 
 
 @pytest.mark.parametrize(("late_share", "slowest"), [(0.5, (None, None)), (0.9, ("1", "90%"))])
-def test_slowest_rank_is_shown_only_above_chance(late_share: float, slowest: tuple[str | None, str | None]) -> None:
+def test_slowest_rank_is_shown_only_above_chance(
+    late_share: float, slowest: tuple[str | None, str | None]
+) -> None:
     late_in = [1 if number < 40 * late_share else 0 for number in range(40)]
     issued = {
         rank: [

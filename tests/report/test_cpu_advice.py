@@ -1,4 +1,6 @@
-"""CPU contention: the cause is named, other costs keep their order, and the advice is applicable."""
+"""CPU contention: the cause is named, other costs keep their order, and the advice is
+applicable.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +39,63 @@ def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0)
 def test_process_that_takes_the_cpus_is_named() -> None:
     said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
-    assert said == (
-        "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng (pid 7); then use "
-        "more CPUs (now 2)."
+    assert (
+        said
+        == "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng"
+        " (pid 7); then use more CPUs (now 2)."
     )
 
 
 @pytest.mark.parametrize(
     ("users", "threads", "ranks", "words", "never"),
     [
-        (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 1, ["more CPUs (now 2)."], ["threads", "workers", "ranks", "see what"]),
-        (CpuUsers(2, 0, [0.0, 5.0], ""), 8, 1, ["OMP_NUM_THREADS, now 8", "more CPUs"], ["workers", "ranks"]),
+        (
+            CpuUsers(2, 0, [0.0, 5.0], ""),
+            1,
+            1,
+            ["more CPUs (now 2)."],
+            ["threads", "workers", "ranks", "see what"],
+        ),
+        (
+            CpuUsers(2, 0, [0.0, 5.0], ""),
+            8,
+            1,
+            ["OMP_NUM_THREADS, now 8", "more CPUs"],
+            ["workers", "ranks"],
+        ),
         (CpuUsers(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers, now 4"], ["threads", "ranks"]),
         (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
-        (CpuUsers(2, 0, [5.0, 10.0], ""), 1, 1, ["see which programs outside of the job keep 50%"], ["threads"]),
-        (CpuUsers(), 0, 1, ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)"], ["ranks a node", "workers"]),
-        (CpuUsers(), 1, 1, ["see what else keeps the CPUs busy", "more CPUs."], ["threads", "now", "workers"]),
+        (
+            CpuUsers(2, 0, [5.0, 10.0], ""),
+            1,
+            1,
+            ["see which programs outside of the job keep 50%"],
+            ["threads"],
+        ),
+        (
+            CpuUsers(),
+            0,
+            1,
+            ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)"],
+            ["ranks a node", "workers"],
+        ),
+        (
+            CpuUsers(),
+            1,
+            1,
+            ["see what else keeps the CPUs busy", "more CPUs."],
+            ["threads", "now", "workers"],
+        ),
     ],
-    ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known", "threads_known"],
+    ids=[
+        "one_of_each",
+        "threads",
+        "workers",
+        "ranks",
+        "nameless",
+        "nothing_known",
+        "threads_known",
+    ],
 )
 def test_advice_on_cpus_names_only_applicable_changes(
     users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]
@@ -97,7 +138,9 @@ def test_steps_with_longer_cpu_contention_are_counted(steps: Sequence[int], word
 
 
 def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
-    """The slow rank's work excludes contention, so only the other explanations are listed as ruled out."""
+    """The slow rank's work excludes contention, so only the other explanations are listed as ruled
+    out.
+    """
     loops = [[{**STARVED, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 3.0)]
     slow = episode(1, 0, from_start=True, last_step=99, excess_ns=3 * MS, cost_ns=3 * MS)
     subjects = ("garbage collection", "waits for a CPU", "waits for a disk")
@@ -113,19 +156,29 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
 
 
 def test_sidecar_records_a_busy_program_outside_of_the_job(run: RunDirectory) -> None:
-    """A real sidecar sees a rank that waits for a CPU, and a busy program that is not part of the job."""
+    """A real sidecar sees a rank that waits for a CPU, and a busy program that is not part of the
+    job.
+    """
     cpu = min(os.sched_getaffinity(0))
-    busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
+    busy = [
+        sys.executable,
+        "-c",
+        f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass",
+    ]
     rank = Rank(run, 0, 1)
     before = os.sched_getaffinity(0)
-    # A shell starts the program and exits, since a child of the rank would count as one of its workers.
+    # A shell starts the program and exits, since a child of the rank would count as one of its
+    # workers.
     shell = ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *busy]
     neighbour = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     os.sched_setaffinity(0, {cpu})
     try:
         ends = time.monotonic() + 60
-        while not sidecar.state.processes or not next(iter(sidecar.state.processes.values())).cpu_users.others[1]:
+        while (
+            not sidecar.state.processes
+            or not next(iter(sidecar.state.processes.values())).cpu_users.others[1]
+        ):
             assert time.monotonic() < ends
             rank.steps(1, forward=5)
             until = time.monotonic() + 0.3

@@ -15,7 +15,11 @@ from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.reports import checked
 from tests.support.saved import saved
 from tests.support.tables import MS, step_table
-from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
+from torchlens_perf.analysis.statistics.device import (
+    CAUGHT_UP_NS,
+    DeviceStatistics,
+    phase_durations_ns,
+)
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_spans import nest
@@ -74,11 +78,20 @@ class Gpu(Rank):
             self.late(kind, kind.name.lower(), step, duration_ns, behind_ns, later_ns + start_ns)
             after_ns += duration_ns
 
-    def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0) -> None:
+    def late(
+        self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0
+    ) -> None:
         """A span by the device's clock. start_ns: time after now."""
         name_id = self.session.intern(name)
         self.session.recorder.record_completed(
-            int(Kind.DEVICE), name_id, step, self.clock.now_ns + start_ns, duration_ns, 0, int(kind), behind_ns
+            int(Kind.DEVICE),
+            name_id,
+            step,
+            self.clock.now_ns + start_ns,
+            duration_ns,
+            0,
+            int(kind),
+            behind_ns,
         )
 
     def stamped(self, name: str, durations_ns: list[int], lost: int = 0) -> None:
@@ -89,12 +102,23 @@ class Gpu(Rank):
         for place, words in enumerate(to_records(WindowSketch(sketch, lost, durations_ns[0], 0))):
             start, duration, nested, phase, value0, value1 = words
             recorder.record_completed(
-                int(Kind.SKETCH), name_id, recorder.step, start, duration, place, value0, value1, nested, phase
+                int(Kind.SKETCH),
+                name_id,
+                recorder.step,
+                start,
+                duration,
+                place,
+                value0,
+                value1,
+                nested,
+                phase,
             )
 
 
 def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
-    """Return the report that the sidecar makes of ended ranks, after checking it against the schema."""
+    """Return the report that the sidecar makes of ended ranks, after checking it against the
+    schema.
+    """
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, ranks[0].identity.host, None, lambda run, asked: None)
@@ -116,7 +140,14 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.session.publish(
             device=DeviceClock(
-                clock="CUDA events", error_ns=4000, captured=3, skipped=0, crowded=5, aside=6, open_ended=7, unread=2
+                clock="CUDA events",
+                error_ns=4000,
+                captured=3,
+                skipped=0,
+                crowded=5,
+                aside=6,
+                open_ended=7,
+                unread=2,
             )
         )
         rank.timed_steps(40, behind_ns=30 * MS, scale=scale)
@@ -130,14 +161,16 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     assert set(first["phases"]) == {"forward", "backward", "optimizer"}
     assert first["error_s"] == 4e-6
     assert first["caught_up"] == 0.0
-    assert report["ranks"][0]["phases"]["backward"]["p50_s"] == pytest.approx(0.001, rel=0.02), "the host's stays"
+    assert report["ranks"][0]["phases"]["backward"]["p50_s"] == pytest.approx(0.001, rel=0.02), (
+        "the host's stays"
+    )
     notes = " ".join(report["quality"]["notes"])
     assert "3 device marks were left out while a CUDA graph was captured" in notes
     assert "2 device times were not known" in notes
     assert "5 device marks were left out, because too many earlier marks" in notes
     assert (
-        "6 steps are not judged by device time, because their forward or backward pass ran and waited on another"
-        in notes
+        "6 steps are not judged by device time, because their forward or backward pass ran and"
+        " waited on another" in notes
     )
     assert "7 device stalls are not known" in notes
     assert "too far behind" not in notes
@@ -150,7 +183,8 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
 
 @pytest.mark.parametrize("told", [True, False], ids=["device times", "no device times"])
 def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirectory) -> None:
-    """The host issues nine steps at once and waits in the tenth, but no step is long by the device's clock.
+    """The host issues nine steps at once and waits in the tenth, but no step is long by the
+    device's clock.
 
     Without device times, long steps are not reported.
     """
@@ -166,13 +200,17 @@ def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirect
     text = text_of(report)
 
     assert report["steps"]["by"] == ("device" if told else "host")
-    assert [verdict["kind"] for verdict in report["verdicts"] if verdict["kind"] == "long_steps"] == []
+    assert [
+        verdict["kind"] for verdict in report["verdicts"] if verdict["kind"] == "long_steps"
+    ] == []
     (line,) = [line for line in text.splitlines() if "p50" in line and "steps/s" in line]
     assert ("33.0 ms" in line, "device clock" in line) == (told, told)
 
 
 def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> None:
-    """The parts describe the typical step by the device's clock, and the other kind of steps is named."""
+    """The parts describe the typical step by the device's clock, and the other kind of steps is
+    named.
+    """
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
     rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
@@ -186,13 +224,18 @@ def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> 
     assert sum(device["parts"].values()) == pytest.approx(0.033, rel=0.02)
     assert long["period"] == 5
     text = " ".join(each["text"] for each in report["verdicts"])
-    assert f"Two kinds of steps: {steps['alike']} take 33.0 ms, {long['count']} take 99.0 ms." in text
+    assert (
+        f"Two kinds of steps: {steps['alike']} take 33.0 ms, {long['count']} take 99.0 ms." in text
+    )
 
 
 @pytest.mark.parametrize(
-    ("behind_ns", "waits"), [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)]
+    ("behind_ns", "waits"),
+    [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)],
 )
-def test_launch_bound_device_has_a_verdict_without_a_cost(run: RunDirectory, behind_ns: int, waits: bool) -> None:
+def test_launch_bound_device_has_a_verdict_without_a_cost(
+    run: RunDirectory, behind_ns: int, waits: bool
+) -> None:
     """The device is idle whenever the host has issued all work.
 
     The verdict has an action and no cost.
@@ -240,7 +283,10 @@ def test_device_sections_have_quantiles_over_all_ranks(run: RunDirectory) -> Non
     (row,) = report["device_sections"]
     assert (row["name"], row["calls"]) == ("decode", 2000)
     assert row["by_rank"] == {"0": pytest.approx(0.001), "1": pytest.approx(0.003)}
-    assert any("rank 1: 7 times of device sections were overwritten" in note for note in report["quality"]["notes"])
+    assert any(
+        "rank 1: 7 times of device sections were overwritten" in note
+        for note in report["quality"]["notes"]
+    )
     text = text_of(report)
     row_line = text.partition("Device sections, ms")[2].splitlines()[2]
     assert row_line.split()[-2:] == ["1", "3.00"]
@@ -276,7 +322,9 @@ def test_device_statistics_continue_after_a_json_round_trip() -> None:
 def test_device_spans_are_children_of_device_spans(run: RunDirectory) -> None:
     """They are never children of a host span that happens to contain them."""
 
-    def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0) -> Span:
+    def span(
+        kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0
+    ) -> Span:
         return Span(kind, name, 0, start_ns, duration_ns, 1, flags, value0, 0)
 
     spans = [
@@ -288,7 +336,9 @@ def test_device_spans_are_children_of_device_spans(run: RunDirectory) -> None:
         span("collective", "kernel", 35, 90, 4096, int(Flag.DEVICE)),
     ]
     nested = nest(spans)
-    parents = {each.name: None if parent is None else nested[parent][0].name for each, parent in nested}
+    parents = {
+        each.name: None if parent is None else nested[parent][0].name for each, parent in nested
+    }
     assert parents == {
         "backward": None, "forward GPT": None, "layer": "forward GPT", "in backward": "backward", "issued": "backward",
         "kernel": "forward GPT",
@@ -297,12 +347,18 @@ def test_device_spans_are_children_of_device_spans(run: RunDirectory) -> None:
     exporter = exporter_to({"traces": endpoint})
     exporter.export(
         ExportBatch(
-            identity_of(run, 0), HostClock().anchor(), step_table([{}]), (StepTrace(0, 0, 200, 0, tuple(spans)),)
+            identity_of(run, 0),
+            HostClock().anchor(),
+            step_table([{}]),
+            (StepTrace(0, 0, 200, 0, tuple(spans)),),
         )
     )
     exporter.shutdown(10)
     sent = {each.name: each.attributes for each in endpoint.spans()}
-    assert (sent["forward GPT"][semantics.SPAN_KIND], sent["forward GPT"][semantics.ON_DEVICE]) == ("forward", True)
+    assert (sent["forward GPT"][semantics.SPAN_KIND], sent["forward GPT"][semantics.ON_DEVICE]) == (
+        "forward",
+        True,
+    )
     assert sent["kernel"][semantics.ON_DEVICE] is True
     assert semantics.ON_DEVICE not in sent["issued"]
 
@@ -317,8 +373,8 @@ def test_waiting_for_the_device_is_not_blamed_on_host_code(run: RunDirectory) ->
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict["kind"] == "compute_bound"
     assert verdict["text"].startswith(
-        "Computing takes 97% of a step on the GPU (33.0 ms: the backward pass 20.0 ms, the forward pass 10.0 ms, the "
-        "optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
+        "Computing takes 97% of a step on the GPU (33.0 ms: the backward pass 20.0 ms, the forward"
+        " pass 10.0 ms, the optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
     )
 
 
@@ -331,11 +387,14 @@ def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) ->
         rank.steps(1, **HOST, data=60.0)
         # The device finishes the previous step while the loader is working.
         idle_ns = 30 * MS
-        rank.device_step(step, 20 * MS, began_ns=began_ns + 30 * MS, idle_ns=idle_ns, step_ns=64 * MS)
+        rank.device_step(
+            step, 20 * MS, began_ns=began_ns + 30 * MS, idle_ns=idle_ns, step_ns=64 * MS
+        )
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict["kind"] == "data_bound"
     assert verdict["text"].startswith(
-        "Waiting for data takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0 ms). Next: raise "
+        "Waiting for data takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0"
+        " ms). Next: raise "
     )
 
 
@@ -352,11 +411,15 @@ def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("timed", [(), (0,)])
-def test_ranks_without_device_times_are_not_compared(run: RunDirectory, timed: tuple[int, ...]) -> None:
+def test_ranks_without_device_times_are_not_compared(
+    run: RunDirectory, timed: tuple[int, ...]
+) -> None:
     """Host times of such ranks are equal because each rank waits for its device."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for number, rank in enumerate(ranks):
-        rank.session.metadata.add_modules({"layer": False}, device="cuda", all_levels=True, unopened=[])
+        rank.session.metadata.add_modules(
+            {"layer": False}, device="cuda", all_levels=True, unopened=[]
+        )
         if number in timed:
             rank.timed_steps(80, 30 * MS)
         else:
@@ -433,11 +496,18 @@ def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> 
     sidecar.account()
     sidecar.export()
     sidecar.close()
-    assert [step for batch in exporter.batches for step in batch.steps.step.tolist()] == [0, 1, 2, 3]
+    assert [step for batch in exporter.batches for step in batch.steps.step.tolist()] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     traces = {trace.step: trace for trace in exporter.traces}
     assert set(traces) >= {0, 1, 2}
     for trace in traces.values():
-        assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(map(int, DEVICE))
+        assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(
+            map(int, DEVICE)
+        )
 
 
 def test_last_step_is_counted_during_a_long_one(run: RunDirectory) -> None:

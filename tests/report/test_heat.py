@@ -22,10 +22,14 @@ def windows(
     steps: int, *, extra_ms: float = 0.0, since: int = 0, until: int = 1 << 30, every: int = 1, first: int = 0,
     tags: dict[int, Flag] | None = None,
 ) -> Windows:  # fmt: skip
-    """A rank's steps of 100 ms of work, and more of it in one of `every` steps from `since` to `until`."""
+    """A rank's steps of 100 ms of work, and more of it in one of `every` steps from `since` to
+    `until`.
+    """
     numbers = range(first, first + steps)
     slow = [since <= step < until and step % every == 0 for step in numbers]
-    table = step_table([{"forward": 100 + extra_ms * each, "communication": 50} for each in slow], first_step=first)
+    table = step_table(
+        [{"forward": 100 + extra_ms * each, "communication": 50} for each in slow], first_step=first
+    )
     flags = np.array([int((tags or {}).get(step, 0)) for step in numbers])
     history = WindowHistory()
     history.add(dataclasses.replace(table, flags=flags))
@@ -33,7 +37,9 @@ def windows(
 
 
 def on_one_grid(*ranks: Windows) -> RunWindows | None:
-    return run_windows(dict(enumerate(ranks)), max((int(each.first_step[-1]) for each in ranks), default=0))
+    return run_windows(
+        dict(enumerate(ranks)), max((int(each.first_step[-1]) for each in ranks), default=0)
+    )
 
 
 def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -> dict[str, Any]:
@@ -51,7 +57,9 @@ def excess(value: dict[str, Any], rank: int) -> list[float | None]:
 
 
 def test_excess_is_a_share_of_the_other_ranks_work() -> None:
-    """A rank with a quarter more work than the others is at 0.25 from that window on; the others stay at 0."""
+    """A rank with a quarter more work than the others is at 0.25 from that window on; the others
+    stay at 0.
+    """
     value = of([windows(64), windows(64, extra_ms=25, since=32), windows(64), windows(64)])
 
     assert (value["width"], value["first_steps"]) == (8, list(range(0, 64, 8)))
@@ -67,14 +75,22 @@ def test_slow_one_of_two_ranks_has_all_of_the_excess() -> None:
 
 
 def test_rank_slow_in_one_step_of_four_has_excess() -> None:
-    """A rank that is slow in one step of four is above the others: a median over a window would not show it."""
+    """A rank that is slow in one step of four is above the others: a median over a window would not
+    show it.
+    """
     value = of([windows(64), windows(64, extra_ms=40, every=4), windows(64)])
     assert excess(value, 1)[1:] == [0.1] * 7
 
 
 def test_ranks_that_do_other_work_are_not_compared() -> None:
     """Ranks are compared within their population; one that is alone there has no excess."""
-    ranks = [windows(40), windows(40), windows(40, extra_ms=100), windows(40, extra_ms=100), windows(40, extra_ms=500)]
+    ranks = [
+        windows(40),
+        windows(40),
+        windows(40, extra_ms=100),
+        windows(40, extra_ms=100),
+        windows(40, extra_ms=500),
+    ]
     value = of(ranks, populations="aabbc")
 
     assert [excess(value, rank) for rank in range(4)] == [[0.0] * 5] * 4
@@ -96,7 +112,9 @@ def test_missing_window_is_not_zero() -> None:
 
 
 def test_number_of_columns_is_bounded_in_a_long_run() -> None:
-    """A long run has at most 64 columns, of whole windows of all ranks, whatever their widths; sums stay right."""
+    """A long run has at most 64 columns, of whole windows of all ranks, whatever their widths; sums
+    stay right.
+    """
     short, long = windows(9000, extra_ms=20, since=4096), windows(20_000)
     value = of([short, long, windows(20_000)])
 
@@ -111,12 +129,23 @@ def test_number_of_columns_is_bounded_in_a_long_run() -> None:
 
 
 def test_heat_map_has_tags_and_slow_times_of_ranks() -> None:
-    """Tags are those of any rank; a rank's slow times are its episodes, ended ones with their end."""
+    """Tags are those of any rank; a rank's slow times are its episodes, ended ones with their
+    end.
+    """
     tags = {9: Flag.CHECKPOINT, 17: Flag.COMPILED | Flag.EVALUATION}
     found = findings(episode(1, 40), episode(1, 8, 20), episode(7, 3))
     value = of([windows(64, tags=tags), windows(64, tags={25: Flag.EVALUATION})], found)
 
-    assert value["tags"] == [[], ["checkpoint"], ["evaluation", "compile"], ["evaluation"], [], [], [], []]
+    assert value["tags"] == [
+        [],
+        ["checkpoint"],
+        ["evaluation", "compile"],
+        ["evaluation"],
+        [],
+        [],
+        [],
+        [],
+    ]
     assert [rank["slow"] for rank in value["ranks"]] == [[], [[8, 20], [40, None]]]
 
 

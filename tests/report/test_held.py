@@ -1,4 +1,6 @@
-"""Duration of verdicts, and the windows in which they held, compared with the steps of made-up runs."""
+"""Duration of verdicts, and the windows in which they held, compared with the steps of made-up
+runs.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ STEP_S = 0.016
 SECOND_NS = 1_000_000_000
 
 
-def node(loops: Sequence[Sequence[dict[str, Any]]], found: Findings | None = None, **changed: Any) -> NodeState:
+def node(
+    loops: Sequence[Sequence[dict[str, Any]]], found: Findings | None = None, **changed: Any
+) -> NodeState:
     """Return a node whose ranks made these steps.
 
     found: its findings. changed: fields of the processes and the node.
     """
-    of_node = {field.name: changed.pop(field.name) for field in dataclasses.fields(NodeState) if field.name in changed}
+    of_node = {
+        field.name: changed.pop(field.name)
+        for field in dataclasses.fields(NodeState)
+        if field.name in changed
+    }
     states = [state_of(rank, len(loops), list(steps)) for rank, steps in enumerate(loops)]
     states = [dataclasses.replace(state, **changed) for state in states]
     processes = {state.identity.key: state for state in states}
@@ -85,10 +93,16 @@ def test_first_step_end_and_windows_of_a_verdict_equal_its_episode(
     since = min(since, steps - 20)
     until = None if length is None else min(since + length, steps)
     slow = episode(1, since, until, from_start=from_start, last_step=steps - 1)
-    found = rows(node([usual(steps), usual(steps)], findings(slow, last_step=steps - 1, compared=2)))
-    held = found["straggler" if until is None else next(kind for kind in found if kind.startswith("straggler_"))][
-        "held"
-    ]
+    found = rows(
+        node([usual(steps), usual(steps)], findings(slow, last_step=steps - 1, compared=2))
+    )
+    held = found[
+        (
+            "straggler"
+            if until is None
+            else next(kind for kind in found if kind.startswith("straggler_"))
+        )
+    ]["held"]
     begin, end = 0 if from_start else since, steps if until is None else until
     firsts = range(0, steps - WIDTH // 2 + 1, WIDTH)
     middles = [(first + min(first + WIDTH, steps)) / 2 for first in firsts]
@@ -122,7 +136,9 @@ def test_no_slow_rank_holds_since_the_last_episode() -> None:
 
 
 def test_ended_verdicts_come_last() -> None:
-    verdicts = build("r", [node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159))])["verdicts"]
+    verdicts = build(
+        "r", [node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159))]
+    )["verdicts"]
 
     assert [row["kind"] for row in verdicts] == ["none", "compute_bound", "straggler_ended"]
 
@@ -139,8 +155,10 @@ def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
     found = rows(node([slow_data(64, 128, 400)] * 2))
     row = found["data_bound_ended"]
 
-    assert row["text"] == (
-        "Waiting for data took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the rest of the run, 1.00 ms."
+    assert (
+        row["text"]
+        == "Waiting for data took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the"
+        " rest of the run, 1.00 ms."
     )
     assert (row["held"]["since_step"], row["held"]["until_step"]) == (64, 128)
     assert (row["held"]["windows_held"], row["held"]["windows_judged"]) == (8, 50)
@@ -155,7 +173,8 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
     found = rows(node([slow_data(320, 400, 400)] * 2))
 
     assert found["data_bound"]["text"].startswith(
-        "Since step 320, waiting for data takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00 ms. Next: raise"
+        "Since step 320, waiting for data takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00"
+        " ms. Next: raise"
     )
     assert found["data_bound"]["held"]["until_step"] is None
     assert found["compute_bound"]["held"]["until_step"] == 320
@@ -163,12 +182,16 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
 
 def test_cpu_contention_of_a_part_of_the_run_is_reported() -> None:
     """The part of the step with contention does not matter."""
-    starved = [{**BASE, "forward": 24.0, "cpu": 20.0 if 80 <= step < 160 else 0.0} for step in range(400)]
+    starved = [
+        {**BASE, "forward": 24.0, "cpu": 20.0 if 80 <= step < 160 else 0.0} for step in range(400)
+    ]
     for step in (*range(80), *range(160, 400)):
         starved[step]["forward"] = 4.0
     row = rows(node([starved] * 2))["lack_of_cpu_ended"]
 
-    assert row["text"].startswith("Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; ")
+    assert row["text"].startswith(
+        "Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; "
+    )
 
 
 def test_cpu_contention_that_is_not_measured_later_is_unknown() -> None:
@@ -210,7 +233,11 @@ def test_cpu_contention_in_varying_parts_is_one_finding() -> None:
 )  # fmt: skip
 def test_short_or_constant_bottlenecks_are_not_reported(loop: list[dict[str, Any]]) -> None:
     """Some last for a few windows, others hardly differ from the rest of the run."""
-    kinds = [row["kind"] for row in build("r", [node([loop] * 2)])["verdicts"] if row["kind"] != "long_steps"]
+    kinds = [
+        row["kind"]
+        for row in build("r", [node([loop] * 2)])["verdicts"]
+        if row["kind"] != "long_steps"
+    ]
     assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
 
 
@@ -221,12 +248,18 @@ def test_bottleneck_that_ended_has_its_end() -> None:
 
     assert (held["since_step"], held["until_step"]) == (0, 320)
     assert (held["windows_held"], held["windows_judged"]) == (40, 50)
-    text = " ".join(render(build("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False).split())
+    text = " ".join(
+        render(
+            build("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False
+        ).split()
+    )
     assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
 
 
 def test_waiting_for_a_slow_rank_is_not_a_bottleneck() -> None:
-    waits = [{**BASE, "communication": 30.0} if 80 <= step < 160 else dict(BASE) for step in range(400)]
+    waits = [
+        {**BASE, "communication": 30.0} if 80 <= step < 160 else dict(BASE) for step in range(400)
+    ]
     slow = findings(episode(1, 80, 160), last_step=399)
 
     assert "communication_bound_ended" in rows(node([waits] * 2))
@@ -258,7 +291,11 @@ def test_unknown_validity_is_null() -> None:
     """Examples: too few steps, samples of the sidecar, and long steps without a known cause."""
     unknown = usual(200)
     unknown[60] = {**BASE, "host": 901.0}
-    for state in (node([usual(2)]), node([usual(60)], cpu_wait=[12.0, 20.0]), node([usual(60)], compute_device="xpu")):
+    for state in (
+        node([usual(2)]),
+        node([usual(60)], cpu_wait=[12.0, 20.0]),
+        node([usual(60)], compute_device="xpu"),
+    ):
         assert rows(state).popitem()[1]["held"] is None
     assert rows(node([unknown]))["long_steps"]["held"] is None
 
@@ -270,12 +307,19 @@ def test_only_windows_of_the_current_slow_stage_count() -> None:
         (0,) * 20, 159,
     )  # fmt: skip
     places = {rank: Placement("h", f"pp{rank}", {"pp": rank}) for rank in range(3)}
-    usual = tuple(Usual(f"pp{rank}", str(rank), work, 0.0) for rank, work in enumerate((10e6, 40e6, 10e6)))
+    usual = tuple(
+        Usual(f"pp{rank}", str(rank), work, 0.0) for rank, work in enumerate((10e6, 40e6, 10e6))
+    )
     judged = with_groups(findings(usual=usual, step_ns=50e6), places)
     found = JudgedWindows(windows, judged, places, False).out_of_balance()
 
     assert found is not None
-    assert (found.since_step, found.until_step, found.held.sum(), found.judged.sum()) == (80, None, 10, 20)
+    assert (found.since_step, found.until_step, found.held.sum(), found.judged.sum()) == (
+        80,
+        None,
+        10,
+        20,
+    )
 
 
 # -- what the sidecar has noted
@@ -299,9 +343,10 @@ def test_past_hang_is_first_if_it_cost_most() -> None:
     report = checked(build("r", [node([loop], records=hung(60.0, over=True, stacks=stacks))]))
     row = report["verdicts"][0]
 
-    assert row["text"] == (
-        "The job hung in step 57 for 60.0 s, and went on: 95% of all step time. Rank 2 did not enter it. "
-        "Next: look at it."
+    assert (
+        row["text"]
+        == "The job hung in step 57 for 60.0 s, and went on: 95% of all step time. Rank 2 did not"
+        " enter it. Next: look at it."
     )
     assert (row["kind"], row["rank"], row["evidence"].went_on) == ("hang_ended", 2, True)
     assert (row["held"]["since_step"], row["held"]["until_step"]) == (57, 58)
@@ -309,7 +354,10 @@ def test_past_hang_is_first_if_it_cost_most() -> None:
     assert row["lost_s"] == pytest.approx(60.0)
     assert row["cost_share"] == pytest.approx(60 / report["steps"]["total_s"], abs=0.01)
     assert row["evidence"].stacks == stacks
-    assert [each["kind"] for each in report["verdicts"]] == ["hang_ended", "compute_bound"], "its step is no second one"
+    assert [each["kind"] for each in report["verdicts"]] == [
+        "hang_ended",
+        "compute_bound",
+    ], "its step is no second one"
     text = render(report, "x", columns=200, color=False)
     assert text.index("The job hung") < text.index("train.py:7 in load") < text.index("Computing")
     assert "  earlier " not in text
@@ -320,7 +368,10 @@ def test_short_past_hang_is_listed_as_earlier() -> None:
     loop[57] = {**BASE, "host": 12_000.0}
     report = checked(build("r", [node([loop], records=hung(12.0, over=True))]))
 
-    assert report["verdicts"][-1]["text"] == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
+    assert (
+        report["verdicts"][-1]["text"]
+        == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
+    )
     assert "  earlier " in render(report, "x", columns=200, color=False)
 
 
@@ -333,8 +384,10 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
 
     assert row["kind"] == "hang_ended"
     assert ("died" in [each["kind"] for each in report["verdicts"]]) is (ended == "died")
-    assert row["text"] == (
-        "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next: look at it."
+    assert (
+        row["text"]
+        == "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next:"
+        " look at it."
     )
     text = render(report, "x", columns=110, color=False)
     assert "  earlier " not in text
@@ -374,13 +427,18 @@ def test_sentence_on_validity_has_windows_steps_and_times() -> None:
     over = {**whole, "until_step": 200, "until": "2026-11-24T01:02:03.000+00:00"}
     at_step = {**whole, "windows_held": None, "windows_judged": None, "since": None}
 
-    assert held_words(whole, started) == "Held in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
-    assert held_words(over, started) == (
-        "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24 01:02:03 UTC)."
+    assert (
+        held_words(whole, started)
+        == "Held in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
-    assert held_words({**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started).startswith(
-        "Held in 1 of 1 window of 8 steps, "
+    assert (
+        held_words(over, started)
+        == "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
+        " 01:02:03 UTC)."
     )
+    assert held_words(
+        {**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started
+    ).startswith("Held in 1 of 1 window of 8 steps, ")
     assert held_words(at_step, started) == "Held since step 64."
     assert held_words(None, started) == ""
 
@@ -388,7 +446,12 @@ def test_sentence_on_validity_has_windows_steps_and_times() -> None:
 def test_newest_ended_findings_are_listed_as_earlier() -> None:
     """The report shows the newest few ended findings, and the number of others."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
-    text = render(build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]), "x", columns=110, color=False)
+    text = render(
+        build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]),
+        "x",
+        columns=110,
+        color=False,
+    )
     words = " ".join(text.partition("  earlier ")[2].split())
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
@@ -398,13 +461,17 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_range_of_windows_has_the_largest_difference_to_the_others(held: list[bool]) -> None:
-    """No other range has a larger difference between windows in which the finding held and others."""
+    """No other range has a larger difference between windows in which the finding held and
+    others.
+    """
 
     def worth(begin: int, end: int) -> int:
         return sum(1 if each else -1 for each in held[begin:end])
 
     found = longest(held)
-    best = max((worth(i, j) for i in range(len(held)) for j in range(i + 1, len(held) + 1)), default=0)
+    best = max(
+        (worth(i, j) for i in range(len(held)) for j in range(i + 1, len(held) + 1)), default=0
+    )
     assert (found is None) == (True not in held)
     if found is not None:
         assert worth(*found) == best

@@ -16,7 +16,8 @@ from torchlens_perf.commands.cli import main
 NODES = 16
 # With 96 modules. 4096 ranks then need less than 0.8 GB.
 STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200
-# Measure in a separate process, since other code in the test process can allocate memory at any time.
+# Measure in a separate process, since other code in the test process can allocate memory at any
+# time.
 MAKE_REPORT = """
 import sys, tracemalloc
 from pathlib import Path
@@ -32,10 +33,17 @@ def test_memory_per_rank_is_small(tmp_path: Path) -> None:
     """This includes a rank's part of its node's file, and the memory that making a report needs."""
     run, ranks = tmp_path / "run", NODES * ON_A_NODE
     faults = ["--fault", "constant:rank=3,share=0.25,phase=forward"]
-    assert main(["simulate", "--ranks", str(ON_A_NODE), "--steps", "300", "--out", str(run), *faults]) == 0
+    assert (
+        main(["simulate", "--ranks", str(ON_A_NODE), "--steps", "300", "--out", str(run), *faults])
+        == 0
+    )
     written_bytes = multiply(run / "nodes", NODES)
     made = subprocess.run(
-        [sys.executable, "-c", MAKE_REPORT, str(run)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", MAKE_REPORT, str(run)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     reported, peak_bytes = map(int, made.stdout.split())
 

@@ -1,4 +1,6 @@
-"""Device memory in the report: its table, advice, and the verdict on a rank that ran out of memory."""
+"""Device memory in the report: its table, advice, and the verdict on a rank that ran
+out of memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from torchlens_perf.view.terminal import show
 
 
 def live_row(
-    module: str, stack: list[str], bytes_: int, blocks: int, largest_bytes: int, new_blocks: int | None
+    module: str,
+    stack: list[str],
+    bytes_: int,
+    blocks: int,
+    largest_bytes: int,
+    new_blocks: int | None,
 ) -> LiveRow:
     return {
         "module": module, "stack": stack, "bytes": bytes_, "blocks": blocks, "largest_bytes": largest_bytes,
@@ -34,7 +41,9 @@ def live_row(
     }  # fmt: skip
 
 
-ROW = live_row("Net > Block > Mlp", ["train.py:12 forward", "train.py:40 main"], 40 * GB, 96, GB, 96)
+ROW = live_row(
+    "Net > Block > Mlp", ["train.py:12 forward", "train.py:40 main"], 40 * GB, 96, GB, 96
+)
 
 
 @pytest.fixture
@@ -82,7 +91,9 @@ def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
     start_ns = rank.session.recorder.now_ns()
     for name, value in values.items():
         now, most = value if isinstance(value, tuple) else (value, 0)
-        rank.session.recorder.record_span(int(Kind.MEMORY), rank.session.intern(name), start_ns, 0, 0, now, most)
+        rank.session.recorder.record_span(
+            int(Kind.MEMORY), rank.session.intern(name), start_ns, 0, 0, now, most
+        )
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -123,7 +134,9 @@ def test_table_without_problems_has_no_notes(run: RunDirectory) -> None:
 
 def test_allocator_retries_are_noted(run: RunDirectory) -> None:
     """The note has their number, the number of steps, their cost, and advice."""
-    (note,) = [note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note]
+    (note,) = [
+        note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note
+    ]
     assert "rank 0: 118 cudaMalloc retries in the last 944 steps" in note
     assert "expandable_segments:True" in note
 
@@ -160,7 +173,10 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
     verdict = report["verdicts"][0]
 
     assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("out_of_memory", 1, 40)
-    assert f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB" in verdict["text"]
+    assert (
+        f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB"
+        in verdict["text"]
+    )
     assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict["text"]
     assert "Next: checkpoint the activations of Mlp" in verdict["text"]
     assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
@@ -215,7 +231,11 @@ def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirector
         ran_out(run, rank, step=40, caught=caught)
         report = report_on(run, [rank])
         assert (report["verdicts"][0]["kind"] == "out_of_memory") is not caught
-        notes = [note for note in report["quality"]["notes"] if "and ended without an error: see oom" in note]
+        notes = [
+            note
+            for note in report["quality"]["notes"]
+            if "and ended without an error: see oom" in note
+        ]
         assert len(notes) == caught
 
 
@@ -230,7 +250,8 @@ def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunD
 
     assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
     assert (
-        "No table was written, because memory had run out shortly before: see oom/rank00000-3.json" in verdict["text"]
+        "No table was written, because memory had run out shortly before: see oom/rank00000-3.json"
+        in verdict["text"]
     )
     assert "errors without a table: 2" in (run.oom / "rank00000-40.txt").read_text()
     assert "when it ran out" not in shown(report)
@@ -242,13 +263,15 @@ def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) 
     ran_out(run, rank, free_bytes=38 * GB, **SHARE)
     text = report_on(run, [rank])["verdicts"][0]["text"]
     assert (
-        "6.4 GB requested; the process may use 42.9 GB of the device's 85.9 GB, and had reserved 40.8 GB; 40.8 GB were"
-        in text
+        "6.4 GB requested; the process may use 42.9 GB of the device's 85.9 GB, and had reserved"
+        " 40.8 GB; 40.8 GB were" in text
     )
 
 
 def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) -> None:
-    """Live and in a replay: steps have the newest reading, traces have no span of it, and the state has all."""
+    """Live and in a replay: steps have the newest reading, traces have no span of it, and the state
+    has all.
+    """
     rank = Rank(run, 0, 1)
     for retries in range(3):
         mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
@@ -270,7 +293,9 @@ def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) ->
         assert {span.kind for trace in exporter.traces for span in trace.spans} == {
             "data", "forward", "wait", "backward",
         }  # fmt: skip
-    assert [reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings] == [0, 16, 32]
+    assert [
+        reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings
+    ] == [0, 16, 32]
     assert build(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
 
 
@@ -289,7 +314,10 @@ def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
     first.keep()
     first.close()
     loaded = node_state.load(run.node_state(HOST))
-    assert [process.out_of_memory and process.out_of_memory["step"] for process in loaded.processes.values()] == [30]
+    assert [
+        process.out_of_memory and process.out_of_memory["step"]
+        for process in loaded.processes.values()
+    ] == [30]
 
     ran_out(run, rank, step=50, time_unix_ns=2)
     second = Sidecar(run, HOST, None, lambda run, asked: None)
@@ -297,12 +325,21 @@ def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
     second.account()
     assert build(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
     second.close()
-    assert sorted(path.name for path in run.oom.glob("*.txt")) == ["rank00000-30.txt", "rank00000-50.txt"]
+    assert sorted(path.name for path in run.oom.glob("*.txt")) == [
+        "rank00000-30.txt",
+        "rank00000-50.txt",
+    ]
     rank.close()
     elsewhere.close()
 
 
-GROWTH = {"bytes_per_step": 8e6, "since_step": 10, "until_step": 90, "above_bytes": 0, "full_at_step": 999}
+GROWTH = {
+    "bytes_per_step": 8e6,
+    "since_step": 10,
+    "until_step": 90,
+    "above_bytes": 0,
+    "full_at_step": 999,
+}
 NO_STACKS = [live_row("", [], 60 * GB, 5, 12 * GB, None)]
 SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
 
@@ -312,8 +349,16 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
     [
         ({"table": table(reserved_bytes=40 * GB)}, None, "look for other processes"),
         ({"table": table(inactive_bytes=15 * GB)}, None, "expandable_segments:True"),
-        ({"table": table(inactive_bytes=15 * GB, expandable=True)}, None, "checkpoint the activations of Mlp"),
-        ({"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB}, None, "checkpoint the activations of Mlp"),
+        (
+            {"table": table(inactive_bytes=15 * GB, expandable=True)},
+            None,
+            "checkpoint the activations of Mlp",
+        ),
+        (
+            {"table": table(inactive_bytes=9 * GB), "asked_bytes": 12 * GB},
+            None,
+            "checkpoint the activations of Mlp",
+        ),
         ({}, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
         ({"asked_bytes": 30 * GB}, None, "one request at train.py:9 f needs 38%"),
         ({"asked_bytes": 30 * GB, "stack": []}, None, "one request needs 38%"),
@@ -326,7 +371,11 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
             "the process's share of the device is full, but the device is not: 50%",
         ),
         ({**SHARE, "free_bytes": GB}, None, "look for other processes"),
-        ({**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED}, None, "the process's share of the device is full"),
+        (
+            {**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED},
+            None,
+            "the process's share of the device is full",
+        ),
         (BRIEF, None, "see oom/rank00000-3.json; use a smaller batch"),
         (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
     ],

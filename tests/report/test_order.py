@@ -43,7 +43,9 @@ def shown_in_order(text: str, parts: list[str]) -> bool:
 
 
 def several() -> NodeState:
-    """Two ranks wait for data in each step, have longer evaluations in total, and save for less time."""
+    """Two ranks wait for data in each step, have longer evaluations in total, and save for less
+    time.
+    """
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
     for step in range(10, 200, 20):
         loop[step] = {**loop[step], "host": 300.0, "flags": int(Flag.EVALUATION)}
@@ -53,7 +55,9 @@ def several() -> NodeState:
 
 
 def test_every_screen_sorts_verdicts_by_cost() -> None:
-    """The costliest verdict is first in JSON, terminal, short report, page, notebook, summary and `top`."""
+    """The costliest verdict is first in JSON, terminal, short report, page, notebook, summary and
+    `top`.
+    """
     report = report_on(several())
     kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
     lost = [row["lost_s"] for row in report["verdicts"]]
@@ -82,7 +86,10 @@ def test_verdicts_of_random_faults_are_sorted_by_lost_time(seed: int) -> None:
     loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
     loop = [dict(step) for step in loop]
     planted = {}
-    for flag, kind, begin in ((Flag.EVALUATION, WITHOUT_GRADIENTS, 7), (Flag.CHECKPOINT, "saving", 11)):
+    for flag, kind, begin in (
+        (Flag.EVALUATION, WITHOUT_GRADIENTS, 7),
+        (Flag.CHECKPOINT, "saving", 11),
+    ):
         every, more = int(rng.integers(15, 60)), float(rng.choice([100.0, 800.0, 3000.0]))
         where = range(begin, 300, every)
         planted[kind] = sum(more for step in where if "flags" not in loop[step]) / 1e3
@@ -91,7 +98,11 @@ def test_verdicts_of_random_faults_are_sorted_by_lost_time(seed: int) -> None:
                 loop[step] = {**loop[step], "host": loop[step]["host"] + more, "flags": int(flag)}
     report = report_on(node([loop]))
     lost = [row["lost_s"] for row in report["verdicts"]]
-    of_kind = {row["evidence"]["kinds"][0]: row for row in report["verdicts"] if row["kind"] == "long_steps"}
+    of_kind = {
+        row["evidence"]["kinds"][0]: row
+        for row in report["verdicts"]
+        if row["kind"] == "long_steps"
+    }
 
     assert lost == sorted(lost, reverse=True)
     for kind, row in of_kind.items():
@@ -104,7 +115,9 @@ def test_ended_verdicts_are_not_first() -> None:
 
     assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
     assert heads(report)[0].startswith("Since step 320, computing takes 8")
-    assert heads(report)[0].endswith("% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms.")
+    assert heads(report)[0].endswith(
+        "% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms."
+    )
     assert report["verdicts"][0]["text"].endswith(" Next: time modules: watch(model).")
 
 
@@ -139,12 +152,19 @@ class TestOneCause:
         loop = [{**BASE, "data": 10.0, "host": 12.0 if step < 300 else 30.0} for step in range(400)]
         for step in range(100, 150):
             loop[step]["data"] = 40.0
-        assert len([head for head in heads(report_on(node([loop]))) if "aiting for data" in head]) == 1
+        assert (
+            len([head for head in heads(report_on(node([loop]))) if "aiting for data" in head]) == 1
+        )
 
     def test_cpu_contention_of_all_ranks_is_one_verdict(self) -> None:
         """The verdict names the rank that waits longest."""
-        loops = [[{**BASE, "forward": 30.0 + more, "cpu": 26.0 + more} for _ in range(100)] for more in (0.0, 5.0)]
-        slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=5 * MS, cost_ns=5 * MS)
+        loops = [
+            [{**BASE, "forward": 30.0 + more, "cpu": 26.0 + more} for _ in range(100)]
+            for more in (0.0, 5.0)
+        ]
+        slow = episode(
+            1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=5 * MS, cost_ns=5 * MS
+        )
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
         assert [row["kind"] for row in report["verdicts"]] == ["lack_of_cpu"]
@@ -153,8 +173,13 @@ class TestOneCause:
 
     def test_cpu_contention_of_one_rank_is_a_slow_rank(self) -> None:
         """The mean contention over all ranks is only due to this rank."""
-        loops = [[{**BASE, "forward": 4.0 + more, "cpu": more} for _ in range(100)] for more in (0.0, 20.0)]
-        slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=20 * MS, cost_ns=20 * MS)
+        loops = [
+            [{**BASE, "forward": 4.0 + more, "cpu": more} for _ in range(100)]
+            for more in (0.0, 20.0)
+        ]
+        slow = episode(
+            1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=20 * MS, cost_ns=20 * MS
+        )
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
         assert [row["kind"] for row in report["verdicts"]] == ["straggler"]
@@ -174,9 +199,14 @@ class TestOneCause:
 
     def test_waiting_for_another_pipeline_stage_is_no_verdict_of_its_own(self) -> None:
         """Larger buckets would not help a stage with little work."""
-        loops = [[{**BASE, **parts} for _ in range(100)] for parts in ({"communication": 30.0}, {"forward": 34.0})]
+        loops = [
+            [{**BASE, **parts} for _ in range(100)]
+            for parts in ({"communication": 30.0}, {"forward": 34.0})
+        ]
         usual_of = (Usual("first", "0", 16 * MS, 30 * MS), Usual("second", "1", 46 * MS, 1 * MS))
-        report = report_on(node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS)))
+        report = report_on(
+            node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS))
+        )
         kinds = [row["kind"] for row in report["verdicts"]]
 
         assert "not_compared" in kinds
@@ -188,7 +218,10 @@ class TestOneCause:
 
         Both are reported, data first.
         """
-        loops = [[{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 2.0)]
+        loops = [
+            [{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)]
+            for more in (0.0, 2.0)
+        ]
         for step in loops[0]:
             step["communication"] = 2.0
         slow = episode(1, 0, from_start=True, last_step=99, excess_ns=2 * MS, cost_ns=2 * MS)
@@ -197,11 +230,15 @@ class TestOneCause:
         assert [row["kind"] for row in report["verdicts"]] == ["data_bound", "straggler"]
 
 
-@pytest.mark.parametrize("parts", [{"data": 30.0, "host": 12.0}, {"forward": 40.0, "cpu": 30.0, "data": 20.0}, {}])
+@pytest.mark.parametrize(
+    "parts", [{"data": 30.0, "host": 12.0}, {"forward": 40.0, "cpu": 30.0, "data": 20.0}, {}]
+)
 def test_cost_equals_the_first_figure_of_the_sentence(parts: dict[str, float]) -> None:
     """The cost is not a sum of several figures."""
     (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
     share = float(row["text"].partition(" takes ")[2].partition("%")[0]) / 100
 
     assert row["cost_share"] == pytest.approx(share if parts else 0.0, abs=0.006)
-    assert row["cost_s_per_step"] == pytest.approx(row["cost_share"] * row["evidence"].typical_step_s)
+    assert row["cost_s_per_step"] == pytest.approx(
+        row["cost_share"] * row["evidence"].typical_step_s
+    )

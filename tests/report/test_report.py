@@ -31,7 +31,9 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def report_on(run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = None) -> dict[str, Any]:
+def report_on(
+    run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = None
+) -> dict[str, Any]:
     """Return the report once these ranks have ended, after checking it against the schema."""
     for rank in ranks:
         rank.close()
@@ -52,7 +54,9 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
         rank.steps(40, **WORK)
         rank.session.recorder.record_span(Kind.MODULE, rank.session.intern("block"), 0, 5)
         rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("log"), 0, 5)
-        rank.session.recorder.record_span(Kind.COLLECTIVE, rank.session.intern("allreduce group=0"), 0, 5, 0, 64, 0)
+        rank.session.recorder.record_span(
+            Kind.COLLECTIVE, rank.session.intern("allreduce group=0"), 0, 5, 0, 64, 0
+        )
         rank.steps(1, **WORK)
     value = as_json(report_on(run, ranks))
 
@@ -135,10 +139,12 @@ def test_straggler_verdict_names_rank_phase_cost_step_and_action(run: RunDirecto
     assert verdict["cost_s_per_step"] == pytest.approx(0.010, rel=0.01)
     assert verdict["cost_share"] == pytest.approx(10 / 24, rel=0.01)
     assert verdict["confidence"] > 0.8
-    assert verdict["text"] == (
-        f"Rank 1 ({HOST}) is slow in the backward pass: it computes 22.0 ms per step, the other rank 12.0 ms. "
-        "It costs the job 10.0 ms a step (42%), since the start. Next: compare the input sizes of the model on "
-        "rank 1 with other ranks', then the clock speed and other processes of its host."
+    assert (
+        verdict["text"]
+        == f"Rank 1 ({HOST}) is slow in the backward pass: it computes 22.0 ms per step, the other"
+        " rank 12.0 ms. It costs the job 10.0 ms a step (42%), since the start. Next: compare"
+        " the input sizes of the model on rank 1 with other ranks', then the clock speed and"
+        " other processes of its host."
     )
 
 
@@ -182,7 +188,9 @@ def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
     ranks = [Rank(again, 0), Rank(again, 1)]
     for rank in ranks:
         rank.steps(needed, **short)
-    assert report_on(again, ranks)["verdicts"][0]["text"].startswith(f"No slow rank in {needed} steps")
+    assert report_on(again, ranks)["verdicts"][0]["text"].startswith(
+        f"No slow rank in {needed} steps"
+    )
 
 
 def test_no_slow_rank_has_the_smallest_detectable_slowdown(run: RunDirectory) -> None:
@@ -192,7 +200,10 @@ def test_no_slow_rank_has_the_smallest_detectable_slowdown(run: RunDirectory) ->
     verdict = report_on(run, ranks)["verdicts"][0]
 
     assert verdict["kind"] == "none"
-    assert verdict["text"] == ("No slow rank in 80 steps. The smallest detectable slowdown is 1.74 ms per step (12%).")
+    assert (
+        verdict["text"]
+        == "No slow rank in 80 steps. The smallest detectable slowdown is 1.74 ms per step (12%)."
+    )
     assert verdict["evidence"].detectable_s == pytest.approx(0.1 / 57.6)
 
 
@@ -208,7 +219,9 @@ def test_overhead_share_excludes_a_first_step_that_compiles(run: RunDirectory) -
     assert 0.005 < value["quality"]["overhead_share"] < 0.02
 
 
-@pytest.mark.parametrize(("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")])
+@pytest.mark.parametrize(
+    ("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")]
+)
 def test_few_or_no_steps_are_explained(run: RunDirectory, steps: int, text: str) -> None:
     """Without steps, or with too few, the report has a sentence and an action, and no zeros."""
     ranks = [Rank(run, 0), Rank(run, 1)]
@@ -283,7 +296,11 @@ def test_ranks_that_left_an_elastic_job_are_not_in_the_report(run: RunDirectory)
 
     The report has only the remaining ranks.
     """
-    identities = [identity_of(run, 0, 2), identity_of(run, 1, 2, pid=11), identity_of(run, 0, 1, pid=12)]
+    identities = [
+        identity_of(run, 0, 2),
+        identity_of(run, 1, 2, pid=11),
+        identity_of(run, 0, 1, pid=12),
+    ]
     processes = [
         ProcessState(identity, Anchor(number, number, 0), RankStatistics())
         for number, identity in enumerate(identities)
@@ -319,8 +336,16 @@ class TestTerminal:
 
     def test_bars_of_ranks_have_one_scale(self, run: RunDirectory) -> None:
         """The bars of the slow rank and of another one have the same scale."""
-        lines = render(self.value(run), "/runs/1", columns=86, color=False).partition("Excess")[0].splitlines()
-        bars = {line[2:13].strip(): line[14:] for line in lines if line.startswith(("  rank 1  ", "  rank 0  "))}
+        lines = (
+            render(self.value(run), "/runs/1", columns=86, color=False)
+            .partition("Excess")[0]
+            .splitlines()
+        )
+        bars = {
+            line[2:13].strip(): line[14:]
+            for line in lines
+            if line.startswith(("  rank 1  ", "  rank 0  "))
+        }
 
         # 1, 4, 16, 2 and 1 of 24 ms; 1, 4, 6, 12 and 1 of 24 ms.
         assert bars == {
@@ -345,7 +370,10 @@ class TestTerminal:
         """Columns that do not fit are left out. Every quantity stays in its rank's line."""
         wide, narrow = (
             text.partition("Typical step of each rank, ms\n")[2].splitlines()[:3]
-            for text in (render(self.value(run), "/r", columns=width, color=False) for width in (200, columns))
+            for text in (
+                render(self.value(run), "/r", columns=width, color=False)
+                for width in (200, columns)
+            )
         )
 
         assert max(map(len, narrow)) <= columns
@@ -385,7 +413,14 @@ class TestTerminal:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 ns"), (5e-9, "5 ns"), (1.5e-6, "1.50 us"), (0.0123, "12.3 ms"), (0.999, "999 ms"), (75, "75.0 s")],
+    [
+        (0, "0 ns"),
+        (5e-9, "5 ns"),
+        (1.5e-6, "1.50 us"),
+        (0.0123, "12.3 ms"),
+        (0.999, "999 ms"),
+        (75, "75.0 s"),
+    ],
 )
 def test_durations_have_three_digits_and_a_suitable_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -407,10 +442,18 @@ def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
     sidecar.close()
     process.statistics.lost, process.unbalanced, process.too_deep = 5, 6, 7
     process.names_lost, process.internal_errors, process.native = 8, 9, False
-    state = NodeState(HOST, {"key": process}, dropped_segments=4, notes=["OTLP: 3 of 9 spans were not delivered"])
+    state = NodeState(
+        HOST, {"key": process}, dropped_segments=4, notes=["OTLP: 3 of 9 spans were not delivered"]
+    )
     notes = "\n".join(build("run", [state])["quality"]["notes"])
 
-    for text in ("5 records were", "6 spans never", "7 spans nested", "more distinct names", "9 internal errors"):
+    for text in (
+        "5 records were",
+        "6 spans never",
+        "7 spans nested",
+        "more distinct names",
+        "9 internal errors",
+    ):
         assert f"rank 0: {text}" in notes
     assert "Python recorder" in notes
     assert "4 oldest segments" in notes

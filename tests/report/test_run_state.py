@@ -70,7 +70,9 @@ def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
 def test_rank_that_died_is_in_the_title_of_every_screen(
     size: int, died: list[int], words: str, run: RunDirectory
 ) -> None:
-    """The report, the short report, the page, a notebook cell, the list of runs, `top` and JSON agree."""
+    """The report, the short report, the page, a notebook cell, the list of runs, `top` and JSON
+    agree.
+    """
     ranks = [Rank(run, rank, size, identity=_GONE if rank in died else {}) for rank in range(size)]
     for rank in ranks:
         rank.steps(12, **WORK)
@@ -110,9 +112,12 @@ def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("later_s", "words"), [(5, "running"), (200, "silent for 3 minutes"), (3 * 86_400, "silent for 3 days")]
+    ("later_s", "words"),
+    [(5, "running"), (200, "silent for 3 minutes"), (3 * 86_400, "silent for 3 days")],
 )
-def test_live_run_without_updates_is_called_silent(later_s: int, words: str, run: RunDirectory) -> None:
+def test_live_run_without_updates_is_called_silent(
+    later_s: int, words: str, run: RunDirectory
+) -> None:
     """If a node loses its power, no process can write that its ranks ended."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
@@ -130,7 +135,10 @@ def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> Non
     (line,) = lines_of(str(run.path), find_runs(str(run.path)), 10.0)
 
     assert ranks_words(report["run"]) == "only 1 of 8 ranks seen"
-    assert "only 1 of 8 ranks seen, 50 steps, ended" in render(report, "/r", columns=100, color=False).splitlines()[0]
+    assert (
+        "only 1 of 8 ranks seen, 50 steps, ended"
+        in render(report, "/r", columns=100, color=False).splitlines()[0]
+    )
     assert "only 1 of 8 ranks seen" in document(contents(run)).partition("</header>")[0]
     assert (line.seen, line.ranks) == (1, 8)
     text = " ".join(verdict["text"] for verdict in report["verdicts"])
@@ -178,7 +186,9 @@ def test_long_start_is_a_verdict(
 
 
 @pytest.mark.parametrize(("waited_s", "advice"), [(150.0, "CPU"), (10.0, "look at imports")])
-def test_start_that_lacked_cpus_is_not_blamed_on_imports(waited_s: float, advice: str, run: RunDirectory) -> None:
+def test_start_that_lacked_cpus_is_not_blamed_on_imports(
+    waited_s: float, advice: str, run: RunDirectory
+) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     state = state_of(run, [rank], (0,))
@@ -225,12 +235,22 @@ def test_start_with_simulated_clocks_is_unknown(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("steps", "live", "words"),
     [
-        (1, False, "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, the backward pass 55%"),
+        (
+            1,
+            False,
+            (
+                "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, the backward"
+                " pass 55%"
+            ),
+        ),
         (1, True, "Only 1 step so far, which is warm-up (the first 3 of each rank): 11.0 ms"),
         (
             3,
             False,
-            "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, the backward pass 55%",
+            (
+                "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, the"
+                " backward pass 55%"
+            ),
         ),
     ],
 )
@@ -266,7 +286,9 @@ def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
     report = report_of(run, state_of(run, [rank], (0,)))
 
     (verdict,) = report["verdicts"]
-    assert verdict["text"].startswith("The only step that ended is not measured: recording began after")
+    assert verdict["text"].startswith(
+        "The only step that ended is not measured: recording began after"
+    )
 
 
 def test_first_step_in_progress_is_not_reported_as_a_missing_watch(run: RunDirectory) -> None:

@@ -39,13 +39,20 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StageImbalance, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import (
+    Cause,
+    Diagnosis,
+    StageImbalance,
+    StragglerGroup,
+)
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words import evidence
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang, RankStack
 
 
-def test_command_prints_the_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_command_prints_the_schema(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     """No run is needed. All fields are required, and all references exist."""
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--schema"]) == 0
@@ -56,31 +63,44 @@ def test_command_prints_the_schema(capsys: pytest.CaptureFixture[str], tmp_path:
     assert top["properties"]["ranks"]["items"] == {"$ref": "#/$defs/Rank"}
     assert schema["$defs"]["Rank"]["properties"]["step_s"] == {"$ref": "#/$defs/Distribution"}
     assert {"type": "null"} in schema["$defs"]["Distribution"]["properties"]["p50_s"]["anyOf"]
-    assert {each["properties"]["kind"]["const"] for each in schema["$defs"]["VerdictRow"]["anyOf"]} == set(
-        evidence.EVIDENCE
-    )
+    assert {
+        each["properties"]["kind"]["const"] for each in schema["$defs"]["VerdictRow"]["anyOf"]
+    } == set(evidence.EVIDENCE)
 
 
 def test_schema_check_finds_wrong_fields() -> None:
     """The examples have an additional field, a missing one, and one of another type."""
     report = build("run", [])
     wrong_type = {**report, "steps": {**report["steps"], "count": "0"}}
-    wrong = [{**report, "more": 1}, {key: report[key] for key in report if key != "links"}, wrong_type]
+    wrong = [
+        {**report, "more": 1},
+        {key: report[key] for key in report if key != "links"},
+        wrong_type,
+    ]
     for each in wrong:
         with pytest.raises(AssertionError):
             checked(each)
 
 
-def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any) -> NodeState:
+def node(
+    parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any
+) -> NodeState:
     """A node with ranks whose steps have these parts, in ms.
 
     changed: fields of the node and of its processes.      device_ms: device time of each part of a
     step. caught_up: number out of 10 passes.
     """
-    of_node = {each.name: changed.pop(each.name) for each in dataclasses.fields(NodeState) if each.name in changed}
+    of_node = {
+        each.name: changed.pop(each.name)
+        for each in dataclasses.fields(NodeState)
+        if each.name in changed
+    }
     other_threads_ns = changed.pop("other_threads_ns", {})
     device_ms, caught_up = changed.pop("device_ms", {}), changed.pop("caught_up", 0)
-    states = [state_of(rank, ranks, [{**BASE, **(parts or {})} for _ in range(steps)]) for rank in range(ranks)]
+    states = [
+        state_of(rank, ranks, [{**BASE, **(parts or {})} for _ in range(steps)])
+        for rank in range(ranks)
+    ]
     for state in states:
         state.statistics.other_threads_ns = other_threads_ns
         for part, each_ms in device_ms.items():
@@ -101,7 +121,13 @@ def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, *
 
 def judged(slow: Episode) -> NodeState:
     """A node that has found a slow rank, with or without a known cause."""
-    why = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"x": 1.0}, {})
+    why = Diagnosis(
+        (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),),
+        ("GPUs",),
+        (),
+        {"x": 1.0},
+        {},
+    )
     if slow.is_over:
         return node(ranks=2, findings=findings(slow, diagnoses=((slow.key, why),)))
     group = StragglerGroup("rank", "", (slow.rank,), slow, diagnosis=why)
@@ -117,7 +143,10 @@ def noted(kind: str) -> FindingRecords:
 
 def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> NodeState:
     """A node whose steps have these parts in some of its windows."""
-    made = [{**BASE, "cpu": 0.0, **(parts if since <= step < since + steps else {})} for step in range(160)]
+    made = [
+        {**BASE, "cpu": 0.0, **(parts if since <= step < since + steps else {})}
+        for step in range(160)
+    ]
     return NodeState(HOST, {"0": state_of(0, 1, made)})
 
 
@@ -133,36 +162,61 @@ ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
 IMBALANCE = StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2)
-# For each kind of verdict and each class of evidence, the state of a node whose report has such a verdict.
+# For each kind of verdict and each class of evidence, the state of a node whose report has such a
+# verdict.
 STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("straggler", evidence.StragglerEvidence): lambda run: judged(episode(1)),
-    ("straggler_transient", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=110)),
+    ("straggler_transient", evidence.PastStragglerEvidence): lambda run: judged(
+        episode(1, until=110)
+    ),
     ("straggler_ended", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=180)),
-    ("imbalance", evidence.ImbalanceEvidence): lambda run: node(findings=findings(imbalance=IMBALANCE)),
+    ("imbalance", evidence.ImbalanceEvidence): lambda run: node(
+        findings=findings(imbalance=IMBALANCE)
+    ),
     ("slow_link", evidence.SlowLinkEvidence): linked,
     ("hang", HangEvidence): lambda run: node(ended="", hang=HANG),
-    ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(out_of_memory=memory.oom(step=99, file="f")),
+    ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(
+        out_of_memory=memory.oom(step=99, file="f")
+    ),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
     ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
-    ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(HOST, {"0": state_of(0, 1, GROWING)}),
+    ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(
+        HOST, {"0": state_of(0, 1, GROWING)}
+    ),
     ("not_known", evidence.TooDeepEvidence): lambda run: node({"host": 30.0}, too_deep=5),
     ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
-    ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"backward": 19.0, "host": 1.0}),
+    ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(
+        device_ms={"backward": 19.0, "host": 1.0}
+    ),
     ("data_bound", evidence.TypicalStepEvidence): lambda run: node({"data": 30.0}),
-    ("data_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"forward": 4.0, "data": 30.0}),
-    ("communication_bound", evidence.TypicalStepEvidence): lambda run: node({"communication": 30.0}),
-    ("communication_bound", evidence.DeviceStepEvidence): (
-        lambda run: node(device_ms={"forward": 4.0, "communication": 30.0})
+    ("data_bound", evidence.DeviceStepEvidence): lambda run: node(
+        device_ms={"forward": 4.0, "data": 30.0}
+    ),
+    ("communication_bound", evidence.TypicalStepEvidence): lambda run: node(
+        {"communication": 30.0}
+    ),
+    ("communication_bound", evidence.DeviceStepEvidence): lambda run: node(
+        device_ms={"forward": 4.0, "communication": 30.0}
     ),
     ("host_bound", evidence.TypicalStepEvidence): lambda run: node({"host": 30.0}),
-    ("host_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"forward": 4.0, "host": 30.0}),
-    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(device_ms={"forward": 4.0}, caught_up=10),
+    ("host_bound", evidence.DeviceStepEvidence): lambda run: node(
+        device_ms={"forward": 4.0, "host": 30.0}
+    ),
+    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(
+        device_ms={"forward": 4.0}, caught_up=10
+    ),
     ("lack_of_cpu", evidence.TypicalStepEvidence): lambda run: node({"forward": 40.0, "cpu": 30.0}),
-    ("lack_of_cpu", evidence.DeviceStepEvidence): lambda run: node(CPU, device_ms={"forward": 4.0, "host": 40.0}),
+    ("lack_of_cpu", evidence.DeviceStepEvidence): lambda run: node(
+        CPU, device_ms={"forward": 4.0, "host": 40.0}
+    ),
     ("lack_of_cpu", evidence.SampledEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
-    ("long_steps", evidence.LongSteps): lambda run: NodeState(HOST, {"0": state_of(0, 1, ONE_LONG)}),
+    ("long_steps", evidence.LongSteps): lambda run: NodeState(
+        HOST, {"0": state_of(0, 1, ONE_LONG)}
+    ),
     ("not_known", evidence.NotKnownEvidence): lambda run: node(compute_device="xpu"),
-    ("not_known", evidence.OtherThreadsEvidence): lambda run: node({"host": 30.0}, other_threads_ns={"forward": 10**9}),
+    ("not_known", evidence.OtherThreadsEvidence): lambda run: node(
+        {"host": 30.0}, other_threads_ns={"forward": 10**9}
+    ),
     ("none", evidence.NobodySlowEvidence): lambda run: node(ranks=2, findings=findings()),
     ("none", evidence.NotComparedEvidence): lambda run: node(ranks=2, steps=12),
     ("none", evidence.WarmUpEvidence): lambda run: node(steps=2),
@@ -172,15 +226,25 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(records=noted(kind))
         for kind in ("hang", "slow_link", "imbalance")
     },
-    ("compute_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=0, steps=100),
+    ("compute_bound", evidence.StretchEvidence): lambda run: for_a_while(
+        {"data": 30.0}, since=0, steps=100
+    ),
     ("data_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
     ("data_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}),
-    ("communication_bound", evidence.StretchEvidence): lambda run: for_a_while({"communication": 30.0}, since=120),
-    ("communication_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"communication": 30.0}),
+    ("communication_bound", evidence.StretchEvidence): lambda run: for_a_while(
+        {"communication": 30.0}, since=120
+    ),
+    ("communication_bound_ended", evidence.StretchEvidence): lambda run: for_a_while(
+        {"communication": 30.0}
+    ),
     ("host_bound", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
     ("host_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}),
-    ("lack_of_cpu", evidence.StretchEvidence): lambda run: for_a_while({"forward": 40.0, "cpu": 30.0}, since=120),
-    ("lack_of_cpu_ended", evidence.StretchEvidence): lambda run: for_a_while({"forward": 40.0, "cpu": 30.0}),
+    ("lack_of_cpu", evidence.StretchEvidence): lambda run: for_a_while(
+        {"forward": 40.0, "cpu": 30.0}, since=120
+    ),
+    ("lack_of_cpu_ended", evidence.StretchEvidence): lambda run: for_a_while(
+        {"forward": 40.0, "cpu": 30.0}
+    ),
 }
 
 
@@ -189,19 +253,26 @@ def test_every_kind_of_verdict_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("kind", "of"), STATES)
-def test_each_kind_of_verdict_conforms_to_its_schema_only(run: RunDirectory, kind: str, of: Any) -> None:
+def test_each_kind_of_verdict_conforms_to_its_schema_only(
+    run: RunDirectory, kind: str, of: Any
+) -> None:
     """Its row has exactly the fields of its evidence, and conforms to no other kind."""
     report = checked(build("run", [STATES[kind, of](run)]))
     places = enumerate(report["verdicts"])
     type_of = dict if issubclass(of, dict) else of
-    place = next(at for at, row in places if row["kind"] == kind and isinstance(row["evidence"], type_of))
+    place = next(
+        at for at, row in places if row["kind"] == kind and isinstance(row["evidence"], type_of)
+    )
     found, value = report["verdicts"][place]["evidence"], as_json(report)
     row = value["verdicts"][place]
     optional = getattr(of, "__optional_keys__", frozenset())
 
     assert isinstance(found, dict if issubclass(of, dict) else of)
     needed = set(row["evidence"]) - optional
-    less = [{key: row["evidence"][key] for key in row["evidence"] if key != without} for without in needed]
+    less = [
+        {key: row["evidence"][key] for key in row["evidence"] if key != without}
+        for without in needed
+    ]
     wrong = [
         *({**row, "evidence": each} for each in less),
         {**row, "evidence": {**row["evidence"], "more": 1}},
@@ -218,7 +289,9 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(run: RunDirectory, kin
 def test_all_fields_are_always_present() -> None:
     """Exceptions are fields that tables of earlier recorders lack."""
     definitions = report_json.schema()["$defs"]
-    lacking = {name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()}
+    lacking = {
+        name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()
+    }
     optional = {"device_bytes", "caught", "earlier", "file"}
 
     assert {name: each for name, each in lacking.items() if each} == {
@@ -233,8 +306,13 @@ def test_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:
 
 
 def test_run_with_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None:
-    """Ranks with phases, modules and their backward times, sections, a heat map, a trend, long steps, and a verdict."""
-    ranks = [Rank(run, rank, identity={"attributes": {"k8s.pod.name": f"pod-{rank}"}}) for rank in range(2)]
+    """Ranks with phases, modules and their backward times, sections, a heat map, a trend, long
+    steps, and a verdict.
+    """
+    ranks = [
+        Rank(run, rank, identity={"attributes": {"k8s.pod.name": f"pod-{rank}"}})
+        for rank in range(2)
+    ]
     for rank, extra in zip(ranks, (0, 8), strict=True):
         recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
         for step in range(100):
@@ -288,7 +366,9 @@ def test_messages_between_two_ranks_conform_to_the_schema() -> None:
 
 
 def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None:
-    """Phases, modules, sections and device sections by the device's clock, and a window of all ranks."""
+    """Phases, modules, sections and device sections by the device's clock, and a window of all
+    ranks.
+    """
     ranks = [device.Gpu(run, rank) for rank in range(2)]
     for rank in ranks:
         rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
@@ -299,7 +379,9 @@ def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None
         rank.stamped("decode", [MS] * 500)
         rank.timed_steps(1, 30 * MS)
     recorder = ranks[0].session.recorder
-    recorder.record_completed(int(Kind.MERGED), ranks[0].session.intern("decode"), recorder.step, MS, MS, 0, 2, 1)
+    recorder.record_completed(
+        int(Kind.MERGED), ranks[0].session.intern("decode"), recorder.step, MS, MS, 0, 2, 1
+    )
     report = device.report_on(run, ranks)
 
     assert report["ranks"][0]["device"]["error_s"] == 4e-6
@@ -309,7 +391,9 @@ def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None
 
 
 def test_run_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> None:
-    """The allocator's readings with growth and retries, and the table of a rank that ran out of memory."""
+    """The allocator's readings with growth and retries, and the table of a rank that ran out of
+    memory.
+    """
     rank = Rank(run, 0, 1, ring_records=16384)
     for i in range(60):
         memory.mark_memory(
@@ -326,7 +410,9 @@ def test_run_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> N
     assert report["verdicts"][0]["kind"] == "out_of_memory"
 
 
-def test_run_with_hardware_readings_conforms_to_the_schema(run: RunDirectory, tmp_path: Path) -> None:
+def test_run_with_hardware_readings_conforms_to_the_schema(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     """One GPU has all values, one has almost none, and a network port has errors."""
     folder, rig = port(tmp_path / "infiniband"), Rig(run, tmp_path / "infiniband")
     rig.gpus.values = {

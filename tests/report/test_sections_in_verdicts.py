@@ -1,4 +1,6 @@
-"""The verdict names the user's section that takes the step's time, with the figure of the sections' table."""
+"""The verdict names the user's section that takes the step's time, with the figure of the sections'
+table.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,10 @@ def test_section_that_takes_most_of_the_step_is_the_verdict(run: RunDirectory) -
     text = first(report)
 
     assert text.startswith('Section "tokenize" takes 96% (43.')
-    assert " of a typical step of 45.0 ms; computing (the forward pass 1.00 ms) 2.2% (1.00 ms)." in text
+    assert (
+        " of a typical step of 45.0 ms; computing (the forward pass 1.00 ms) 2.2% (1.00 ms)."
+        in text
+    )
     assert ' Next: make section "tokenize" cheaper' in text
     assert "wrap parts" not in text
     assert (verdict["kind"], verdict["phase"]) == ("host_bound", "host")
@@ -103,21 +108,29 @@ def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) 
         loop.compute(10.0)
         loop.end_step()
     columns = columns_of(report_on(run, loop))
-    rows = dict(zip(columns["section"], zip(columns["calls"], columns["per step"], strict=True), strict=True))
+    rows = dict(
+        zip(
+            columns["section"], zip(columns["calls"], columns["per step"], strict=True), strict=True
+        )
+    )
 
     assert rows["dump"] == (2, 0.0)
     assert rows["tokenize"][1] == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
-def test_inner_section_is_named_if_it_has_most_of_the_time(run: RunDirectory, inner: float, named: str) -> None:
+def test_inner_section_is_named_if_it_has_most_of_the_time(
+    run: RunDirectory, inner: float, named: str
+) -> None:
     """The inner section is named if it has most of the outer one's time, else the outer one.
 
     None counts twice.
     """
     loop = Loop(run)
     for _ in range(STEPS):
-        loop.section("prepare", lambda: (loop.wait(43.0 - inner), loop.section("tokenize", inner))[-1])
+        loop.section(
+            "prepare", lambda: (loop.wait(43.0 - inner), loop.section("tokenize", inner))[-1]
+        )
         loop.compute()
         loop.end_step()
 
@@ -189,7 +202,10 @@ def test_section_over_the_end_of_a_step_is_cut_there(run: RunDirectory) -> None:
         loop.section("all", lambda: (loop.wait(20.0), loop.compute(5.0), loop.end_step())[-1])
     report = report_on(run, loop)
 
-    assert report["sections"][0]["host_s_per_typical_step"] <= report["ranks"][0]["typical"]["parts"]["host"] * 1.02
+    assert (
+        report["sections"][0]["host_s_per_typical_step"]
+        <= report["ranks"][0]["typical"]["parts"]["host"] * 1.02
+    )
 
 
 def test_remaining_host_code_is_named_too(run: RunDirectory) -> None:

@@ -31,7 +31,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     run = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
     run.create()
     faults = [f"constant:rank={rank},share=0.2" for rank in SLOW]
-    record(simulation(*faults, topology=Topology(4, node_size=4)), 150, run, "simulated", request.param)
+    record(
+        simulation(*faults, topology=Topology(4, node_size=4)), 150, run, "simulated", request.param
+    )
     return run
 
 
@@ -62,13 +64,19 @@ def test_every_screen_shows_the_joint_cost(run: RunDirectory, state: NodeState) 
     metrics = Metrics()
     identity = next(iter(state.processes.values())).identity
     metrics.on_assessment(Assessment(identity, state.findings, None, ()))
-    costs_s = {point.attributes[semantics.RANK]: point.value for point in metrics.sent()[semantics.STRAGGLER_COST]}
+    costs_s = {
+        point.attributes[semantics.RANK]: point.value
+        for point in metrics.sent()[semantics.STRAGGLER_COST]
+    }
 
     assert {row["rank"]: row["evidence"]["slow_too"] for row in rows} == {0: [3], 3: [0]}
     assert [row["cost_s_per_step"] for row in rows] == pytest.approx([joint_ns / 1e9] * 2)
     assert all(row["cost_share"] > 0.1 for row in rows)
     for row, other in zip(rows, (3, 0), strict=True):
-        cost = f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of step time"
+        cost = (
+            f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of step"
+            " time"
+        )
         assert f"cost {cost}, together with rank {other}" in terminal
     for text in (page,):
         assert "Together with rank 3 it costs the job" in text

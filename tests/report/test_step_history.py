@@ -41,7 +41,9 @@ def test_windows_without_steps_are_left_out() -> None:
 
 
 def test_number_of_windows_is_bounded() -> None:
-    """A run of a hundred thousand steps has the same medians in at most as many windows as a chart can show."""
+    """A run of a hundred thousand steps has the same medians in at most as many windows as a chart
+    can show.
+    """
     found = step_history({0: windows(20_000), 1: windows(19_000)})
     assert found is not None
     assert MAX_COLUMNS // 2 < len(found["first_steps"]) <= MAX_COLUMNS

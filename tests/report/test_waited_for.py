@@ -18,7 +18,9 @@ USUAL = {**BASE, "communication": 2.0}
 RANKS = 6
 
 
-def stalls(part: str, steps: tuple[int, ...], rank: int = 4, wait: str = "communication") -> list[list[dict[str, Any]]]:
+def stalls(
+    part: str, steps: tuple[int, ...], rank: int = 4, wait: str = "communication"
+) -> list[list[dict[str, Any]]]:
     """Loops in which a rank takes 372 ms longer in a part, while the others wait."""
     loops = [[dict(USUAL) for _ in range(128)] for _ in range(RANKS)]
     for number, loop in enumerate(loops):
@@ -42,7 +44,9 @@ def test_verdict_names_the_awaited_rank_and_the_steps(part: str, wait: str) -> N
     report = report_on(stalls(part, (24, 66), wait=wait))
     (text,) = long(report)
 
-    assert text.startswith("Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in total, ")
+    assert text.startswith(
+        "Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in total, "
+    )
     assert report["verdicts"][0]["rank"] == 4
     assert report["steps"]["long"][0]["waited_for"] == 4
 
@@ -87,7 +91,9 @@ def test_no_rank_is_named_if_different_ranks_are_awaited() -> None:
     assert all(each["waited_for"] is None for each in report["steps"]["long"])
 
 
-@pytest.mark.parametrize("loops", [stalls("host", (24,), wait="host"), stalls("communication", (24,))])
+@pytest.mark.parametrize(
+    "loops", [stalls("host", (24,), wait="host"), stalls("communication", (24,))]
+)
 def test_no_rank_is_named_if_all_behave_the_same(loops: list[list[dict[str, Any]]]) -> None:
     """All ranks are busy, or all wait."""
     assert all(each["waited_for"] is None for each in report_on(loops)["steps"]["long"])
@@ -108,7 +114,9 @@ def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
     report = report_on(stalls("host", tuple(range(8, 128, 10)), wait=wait))
     (text,) = long(report)
 
-    assert text.startswith("One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in total, ")
+    assert text.startswith(
+        "One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in total, "
+    )
     assert [each["waited_for"] for each in report["steps"]["long"]] == [4]
     assert report["steps"]["long"][0]["count"] == 12
 
@@ -122,8 +130,8 @@ def test_rank_that_works_while_others_wait_is_named() -> None:
     (text,) = long(report)
 
     assert text.startswith(
-        "One step in 10 takes 372 ms longer on average (saving; only rank 3 does this, and all other ranks wait): "
-        "4.46 s in total, "
+        "One step in 10 takes 372 ms longer on average (saving; only rank 3 does this, and all"
+        " other ranks wait): 4.46 s in total, "
     )
     assert [each["waited_for"] for each in report["steps"]["long"]] == [3]
 

@@ -28,7 +28,9 @@ STARTED = Alert(
     since_step=40, rank=1, ranks=(1,), host="node-a", phase="forward", cause="slow_compute", scope="rank",
     because=("gpu_throttled",), cost_s_per_step=0.25, cost_share=0.5,
 )  # fmt: skip
-ENDED = dataclasses.replace(STARTED, id="2" * 32, change="ended", text="It is over.", next="", until_step=90)
+ENDED = dataclasses.replace(
+    STARTED, id="2" * 32, change="ended", text="It is over.", next="", until_step=90
+)
 
 
 class Heard:
@@ -68,7 +70,9 @@ def named(session: Session, *raised: Alert) -> None:
 
 def look(session: Session) -> None:
     """Check for alerts as at a step's end, at most once in 50 ms."""
-    (work,) = (work for work, name in session.step_callbacks._throttled.items() if "on_verdict" in name)
+    (work,) = (
+        work for work, name in session.step_callbacks._throttled.items() if "on_verdict" in name
+    )
     work()
 
 
@@ -89,7 +93,9 @@ def test_each_callback_gets_each_alert_once(session: Session) -> None:
     assert first.alerts[0].found_unix_s == 1.5
 
 
-def test_exception_of_a_callback_does_not_end_the_job(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_a_callback_does_not_end_the_job(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     """The exception is logged once for each callback. The others are called, and it is called
     again.
     """
@@ -101,7 +107,10 @@ def test_exception_of_a_callback_does_not_end_the_job(session: Session, caplog: 
 
     assert len(bad.alerts) == len(good.alerts) == 2
     (record,) = caplog.records
-    assert "a callback of on_verdict(), raised, and training goes on: ValueError: no ?[2J network" in record.message
+    assert (
+        "a callback of on_verdict(), raised, and training goes on: ValueError: no ?[2J network"
+        in record.message
+    )
     assert "Heard" in record.message
     assert session.metadata.notes == []
 
@@ -187,9 +196,14 @@ def test_no_file_is_left_and_no_alert_delivered_after_the_end(tmp_path: Path) ->
     assert heard.alerts == []
 
 
-def test_no_callback_is_called_without_a_sidecar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_callback_is_called_without_a_sidecar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A message says so once."""
-    with caplog.at_level(logging.WARNING, "torchlens_perf"), training(tmp_path, sidecar=False) as loop:
+    with (
+        caplog.at_level(logging.WARNING, "torchlens_perf"),
+        training(tmp_path, sidecar=False) as loop,
+    ):
         loop.watch.on_verdict(Heard())
         loop.watch.on_verdict(Heard())
         loop.train(3)
@@ -199,5 +213,7 @@ def test_no_callback_is_called_without_a_sidecar(tmp_path: Path, caplog: pytest.
 
 
 def test_callback_that_is_not_callable_is_refused(loop: Loop) -> None:
-    with pytest.raises(ConfigError, match="callback='slack': must be a function of one argument, the alert"):
+    with pytest.raises(
+        ConfigError, match="callback='slack': must be a function of one argument, the alert"
+    ):
         loop.watch.on_verdict("slack")  # type: ignore[arg-type]

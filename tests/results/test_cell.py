@@ -105,7 +105,9 @@ def test_update_is_charged_to_this_package(shown: Shown) -> None:
     shown.write("first")
     shown.step_ends(0.0)
 
-    assert shown.session.step._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
+    assert (
+        shown.session.step._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
+    )
 
 
 def test_cell_of_a_large_job_is_not_updated(shown: Shown) -> None:

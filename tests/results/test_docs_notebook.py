@@ -13,13 +13,16 @@ DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'
 
 def blocks() -> list[str]:
     """Return the example's cells from the page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL)
+    return re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL
+    )
 
 
 def test_documented_example_runs_as_a_script(tmp_path: Path) -> None:
     """In plain Python, displaying means printing. The numbers are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(
-        "perf.watch(model, optimizer)", "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))"
+        "perf.watch(model, optimizer)",
+        "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))",
     )
     done = run([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
 

@@ -15,7 +15,16 @@ import torchlens_perf as perf
 from tests.support.ranks import Rank
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
-from torchlens_perf.results.figures import DATA, REPORT, SLOW_RANK, SLOW_RANK_COST, STEP, VERDICT, Figures, checked
+from torchlens_perf.results.figures import (
+    DATA,
+    REPORT,
+    SLOW_RANK,
+    SLOW_RANK_COST,
+    STEP,
+    VERDICT,
+    Figures,
+    checked,
+)
 from torchlens_perf.results.loggers import MlflowModule, SummaryWriter, WandbRun, logger_for
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import FIGURES, deliver
@@ -100,13 +109,22 @@ def test_slow_rank_is_logged_until_it_ends(session: Session) -> None:
     figures.ended("\x1b[1mNo rank stands out.\x1b[0m\n")
 
     values = [(name, value) for name, value, _ in board.rows]
-    assert values == [(STEP, 1.0), (DATA, 0.0), (SLOW_RANK, 3.0), (SLOW_RANK_COST, 0.25), (STEP, 1.0), (DATA, 0.0)]
+    assert values == [
+        (STEP, 1.0),
+        (DATA, 0.0),
+        (SLOW_RANK, 3.0),
+        (SLOW_RANK_COST, 0.25),
+        (STEP, 1.0),
+        (DATA, 0.0),
+    ]
     assert [name for name, _ in board.texts] == [VERDICT, VERDICT, REPORT]
     assert "started: Rank 3 is slow. Next: look at its host." in board.texts[0][1]
     assert board.texts[2][1].strip() == "No rank stands out."
 
 
-def test_exception_of_a_logger_does_not_end_the_job(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_a_logger_does_not_end_the_job(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     """The exception is logged once, and the other loggers get their rows."""
     bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), Figures()
     figures.add(checked(bad, 0.0, None))
@@ -117,14 +135,19 @@ def test_exception_of_a_logger_does_not_end_the_job(session: Session, caplog: py
             figures.look()
 
     (record,) = caplog.records
-    assert "Board, passed to log_to(), raised, and training goes on: ConnectionError: no ?[2J network" in record.message
+    assert (
+        "Board, passed to log_to(), raised, and training goes on: ConnectionError: no ?[2J network"
+        in record.message
+    )
     assert len(good.rows) == 4
 
 
 def test_logger_is_recognized_by_its_interface() -> None:
     """No logging library is imported."""
     run = type("Run", (), {"log": print, "summary": {}})()
-    module = type("mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print})()
+    module = type(
+        "mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print}
+    )()
 
     assert isinstance(logger_for(Board()), SummaryWriter)
     assert isinstance(logger_for(run), WandbRun)

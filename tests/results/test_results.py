@@ -73,7 +73,7 @@ def test_results_have_all_finished_steps_during_and_after_the_run(tmp_path: Path
     assert last["step"].tolist() == list(range(42))
     assert {f"{part}_ns" for part in PARTS} < set(last)
     assert after.step_p50_s == pytest.approx(last["duration_ns"][3:].median() / 1e9, rel=0.05)
-    (verdict, *_) = after.verdicts
+    verdict, *_ = after.verdicts
     assert verdict.text
     assert verdict.next
     assert verdict.text in str(after)
@@ -128,9 +128,13 @@ def test_library_of_the_step_table_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(watch.step_table(), pandas.DataFrame)
     with monkeypatch.context() as only_polars:
         only_polars.delitem(sys.modules, "pandas")
-        only_polars.setitem(sys.modules, "polars", types.SimpleNamespace(DataFrame=lambda: "polars' own"))
+        only_polars.setitem(
+            sys.modules, "polars", types.SimpleNamespace(DataFrame=lambda: "polars' own")
+        )
         assert watch.step_table() == "polars' own"
-    with pytest.raises(ConfigError, match="backend='arrow': must be 'pandas', 'polars' or 'pyarrow'"):
+    with pytest.raises(
+        ConfigError, match="backend='arrow': must be 'pandas', 'polars' or 'pyarrow'"
+    ):
         watch.step_table("arrow")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "pandas")
@@ -160,7 +164,12 @@ def test_results_without_recording_have_a_reason(
 
     assert "nothing is recorded" in found.missing
     assert "nothing is recorded" in str(found._repr_html_())
-    assert (found.steps, found.step_p50_s, found.overhead_share, found.verdicts) == (None, None, None, ())
+    assert (found.steps, found.step_p50_s, found.overhead_share, found.verdicts) == (
+        None,
+        None,
+        None,
+        (),
+    )
     with caplog.at_level(logging.WARNING, "torchlens_perf"):
         assert len(watch.step_table()) == 0
     assert "there are no steps to show: nothing is recorded" in caplog.text
@@ -176,7 +185,9 @@ def test_results_of_a_nested_watch_are_those_of_the_outer_one(tmp_path: Path) ->
             assert inner.summary().steps == 5
         loop.train(5)
         assert (inner.summary().steps, inner.summary().running) == (10, True)
-    of_inner, of_outer = (dataclasses.replace(each.summary(), as_of=None) for each in (inner, loop.watch))
+    of_inner, of_outer = (
+        dataclasses.replace(each.summary(), as_of=None) for each in (inner, loop.watch)
+    )
     assert of_inner == of_outer
 
 
@@ -185,9 +196,14 @@ def test_results_without_a_sidecar_have_a_remedy(tmp_path: Path) -> None:
     with training(tmp_path, sidecar=False) as loop:
         loop.train(5)
         missing = loop.watch.summary().missing
-        assert missing == f"no sidecar has read the records. Next: torchlens-perf sidecar {loop.watch.run_dir}"
+        assert (
+            missing
+            == f"no sidecar has read the records. Next: torchlens-perf sidecar {loop.watch.run_dir}"
+        )
     assert "torchlens-perf sidecar" in loop.watch.summary().missing
-    done = run_command([sys.executable, "-m", "torchlens_perf", "sidecar", str(loop.watch.run_dir)], tmp_path)
+    done = run_command(
+        [sys.executable, "-m", "torchlens_perf", "sidecar", str(loop.watch.run_dir)], tmp_path
+    )
 
     assert done.returncode == 0, done.stderr
     assert loop.watch.summary().steps == len(loop.watch.step_table("pandas")) == 5
@@ -202,7 +218,9 @@ def test_killed_sidecar_is_started_again(tmp_path: Path) -> None:
         assert loop.watch.summary().steps == 10
 
 
-def test_last_results_are_shown_if_the_sidecar_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_results_are_shown_if_the_sidecar_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait is limited. After it, the last written results are shown."""
     with training(tmp_path) as loop:
         loop.train(5)
@@ -224,7 +242,9 @@ def test_watch_without_calls_has_no_mailbox(tmp_path: Path) -> None:
         works = set(loop.watch._session.step_callbacks._throttled.values()) | set(
             loop.watch._session.step_callbacks._each_step.values()
         )
-        files = [path for path in loop.watch._session.ring_path.parent.iterdir() if path.suffix in KINDS]
+        files = [
+            path for path in loop.watch._session.ring_path.parent.iterdir() if path.suffix in KINDS
+        ]
 
     assert files == []
     assert not {name for name in works if "cell" in name or "on_verdict" in name}
@@ -243,7 +263,9 @@ class TestChild:
         with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
             child.output("results", str(tmp_path), "cell", timeout_s=0.001)
 
-    def test_results_process_is_not_a_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_results_process_is_not_a_training_process(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The process is not a rank, has no GPU, and does not record itself."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TORCHLENS_PERF", "1")
@@ -261,4 +283,6 @@ def test_other_text_than_results_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
         assert found.summary == {}
         assert found.text.startswith("torchlens_perf: ")
         assert "<disk>" not in found.html
-    assert ask.parsed("torchlens_perf: no report: <disk> full\n").missing == "no report: <disk> full"
+    assert (
+        ask.parsed("torchlens_perf: no report: <disk> full\n").missing == "no report: <disk> full"
+    )

@@ -53,7 +53,10 @@ def test_table_without_rows_is_empty(planted: Run, caplog: pytest.LogCaptureFixt
     """A run without GPUs has an empty table of them. Another name raises an error."""
     assert planted.table("gpus", "pyarrow").num_rows == 0
     assert "has no gpus yet" in caplog.text
-    with pytest.raises(ConfigError, match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links' or 'processes'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links' or 'processes'",
+    ):
         planted.table("modules")
 
 
@@ -84,7 +87,11 @@ def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.M
         # The data have been saved.
         assert loop.watch.summary().steps == 30
         with monkeypatch.context() as impatient:
-            impatient.setattr(ask, "wait_until_written", lambda run: pytest.fail("it waits for the end of a live run"))
+            impatient.setattr(
+                ask,
+                "wait_until_written",
+                lambda run: pytest.fail("it waits for the end of a live run"),
+            )
             live = perf.load(loop.watch.run_dir).summary()
         loop.train(12)
     ended = perf.load(loop.watch.run_dir).summary()

@@ -26,7 +26,9 @@ PART_OF_ROW = {
     Row.STALL: "communication", Row.GAP: "host",
 }  # fmt: skip
 # Few distinct values, so that many spans share starts, ends and lengths, or overlap slightly.
-SPANS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=9)
+SPANS = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=9
+)
 
 
 class Known:
@@ -50,8 +52,13 @@ def test_host_and_sidecar_make_the_same_parts(steps: Steps) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3), st.integers(0, 999))
-def test_host_and_sidecar_make_the_same_parts_of_thousands_of_spans(shapes: list[tuple[int, int]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3),
+    st.integers(0, 999),
+)
+def test_host_and_sidecar_make_the_same_parts_of_thousands_of_spans(
+    shapes: list[tuple[int, int]], seed: int
+) -> None:
     """The spans are like those of FSDP2: the phases of each micro-step, with stalls inside of and
     between them.
     """
@@ -84,7 +91,9 @@ def both_agree(steps: Steps) -> None:
         records.append((Kind.STEP, number, 0, step_ns, 0))
     made = np.zeros(len(records), record_dtype())
     for record, values in zip(made, records, strict=True):
-        for field, value in zip(("kind", "step", "start_ns", "duration_ns", "value0"), values, strict=True):
+        for field, value in zip(
+            ("kind", "step", "start_ns", "duration_ns", "value0"), values, strict=True
+        ):
             record[field] = value
     table = DeviceSteps().add(made, assemble_steps(made))
     assert len(table) == len(known.steps) == len(steps)
@@ -137,12 +146,22 @@ def test_row_is_restored_from_its_record() -> None:
         record = np.zeros(1, record_dtype())[0]
         fields = ("start_ns", "duration_ns", "flags", "value0", "value1", "nested_ns", "phase_ns")
         for huge in (False, True):
-            told = wanted._replace(score=9e9, excess_ns=2**60, p50_ns=2**60, p99_ns=2**60) if huge else wanted
+            told = (
+                wanted._replace(score=9e9, excess_ns=2**60, p50_ns=2**60, p99_ns=2**60)
+                if huge
+                else wanted
+            )
             for field, value in zip(fields, packed(told), strict=True):
                 record[field] = value
             record["step"], record["name_id"] = 640, 1
             found = unpacked(record, ["(other)", "attention"])
             if huge:
-                assert (found.score, found.p50_ns, found.excess_ns) == (655.35, 2**44 - 1, (2**31 - 1) * 1000)
-                found = found._replace(score=12.25, excess_ns=3_000_000, p50_ns=2**43, p99_ns=2**43 + 5)
+                assert (found.score, found.p50_ns, found.excess_ns) == (
+                    655.35,
+                    2**44 - 1,
+                    (2**31 - 1) * 1000,
+                )
+                found = found._replace(
+                    score=12.25, excess_ns=3_000_000, p50_ns=2**43, p99_ns=2**43 + 5
+                )
             assert found == wanted

@@ -57,17 +57,29 @@ CASES = [
     ("memory_source", LONG, "memory_source"),
     ("job_store", [LONG, 1], "job_store"),
     ("device", {f"field {i}": i for i in range(2000)}, "device"),
-    ("gpus", [{"uuid": f"GPU-{i:036d}", "name": "NVIDIA", "index": i} for i in range(200)], "gpus ("),
+    (
+        "gpus",
+        [{"uuid": f"GPU-{i:036d}", "name": "NVIDIA", "index": i} for i in range(200)],
+        "gpus (",
+    ),
     ("groups", {str(i): {"ranks": "0-7", "description": "x" * 300} for i in range(48)}, "groups ("),
-    ("groups", {"one": {"ranks": ",".join(map(str, range(0, 8000, 3))), "description": ""}}, "groups"),
+    (
+        "groups",
+        {"one": {"ranks": ",".join(map(str, range(0, 8000, 3))), "description": ""}},
+        "groups",
+    ),
     ("notes", ["y" * 400 for _ in range(24)], "notes ("),
     ("notes", ["\N{SNOWMAN}" * 3000], "notes"),
     ("unknown to us", {"deep": [LONG]}, "unknown to us"),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "told"), CASES, ids=[f"{path}-{len(str(v))}" for path, v, _ in CASES])
-def test_one_field_that_is_too_long_is_left_out(usual: dict[str, Any], path: str, value: Any, told: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "told"), CASES, ids=[f"{path}-{len(str(v))}" for path, v, _ in CASES]
+)
+def test_one_field_that_is_too_long_is_left_out(
+    usual: dict[str, Any], path: str, value: Any, told: str
+) -> None:
     """A note names what was left out. All other fields are unchanged."""
     text = fitted(changed(usual, path, value), METADATA_BYTES)
     found = json.loads(text)
@@ -86,7 +98,9 @@ def test_one_field_that_is_too_long_is_left_out(usual: dict[str, Any], path: str
         assert {**found[field], inner: 0} == {**usual[field], inner: 0}
     kept = found[field]
     if isinstance(value, (dict, list)) and len(value) > 20 and field != "device":
-        assert len(kept if field == path else kept["attributes"]) > 10, "no more is left out than must be"
+        assert len(kept if field == path else kept["attributes"]) > 10, (
+            "no more is left out than must be"
+        )
 
 
 def test_identity_clock_and_settings_stay_if_all_fields_are_too_long(usual: dict[str, Any]) -> None:
@@ -97,7 +111,11 @@ def test_identity_clock_and_settings_stay_if_all_fields_are_too_long(usual: dict
     found = json.loads(fitted(metadata, METADATA_BYTES))
     who = Identity(**found["identity"])
 
-    assert (who.rank, who.host, who.key) == (0, usual["identity"]["host"], Identity(**usual["identity"]).key)
+    assert (who.rank, who.host, who.key) == (
+        0,
+        usual["identity"]["host"],
+        Identity(**usual["identity"]).key,
+    )
     assert found["anchor"] == usual["anchor"]
     assert found["settings"] == {**usual["settings"], "mailbox": ""}
     assert len(found["notes"][-1]) < 400
@@ -110,7 +128,10 @@ def test_metadata_that_fit_are_unchanged(usual: dict[str, Any]) -> None:
 
     assert len(fitted(full, METADATA_BYTES)) == METADATA_BYTES
     assert json.loads(fitted(full, METADATA_BYTES)) == full
-    assert json.loads(fitted({**full, "stack_file": "x" * (room + 1)}, METADATA_BYTES))["stack_file"] == ""
+    assert (
+        json.loads(fitted({**full, "stack_file": "x" * (room + 1)}, METADATA_BYTES))["stack_file"]
+        == ""
+    )
 
 
 _TEXT = st.text(st.characters(codec=None), max_size=40).flatmap(
@@ -123,7 +144,11 @@ _VALUE = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["notes", "groups", "gpus", "device", "job_store", "new"]), _VALUE))
+@given(
+    st.dictionaries(
+        st.sampled_from(["notes", "groups", "gpus", "device", "job_store", "new"]), _VALUE
+    )
+)
 def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str, Any]) -> None:
     """Either nothing is missing or a note says what was left out."""
     identity = {"rank": 3, "traceparent": "x" * 5000, "attributes": {"a": "b"}}
@@ -143,7 +168,9 @@ def test_result_is_empty_if_the_identity_does_not_fit() -> None:
     assert fitted({"identity": {str(i): i for i in range(5000)}}, METADATA_BYTES) == b"{}"
 
 
-def test_watch_with_long_variables_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_with_long_variables_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Environment variables and the program name are too long. The report says what is missing."""
     monkeypatch.setenv("TRACEPARENT", LONG)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", f"host.rack={LONG},host.id=i-1")
@@ -161,4 +188,6 @@ def test_watch_with_long_variables_is_recorded(tmp_path: Path, monkeypatch: pyte
     value = report(run)
 
     assert value["ranks"][0]["steps"] == 30
-    assert any("too long for the ring file, and left out: " in note for note in value["quality"]["notes"])
+    assert any(
+        "too long for the ring file, and left out: " in note for note in value["quality"]["notes"]
+    )

@@ -45,10 +45,20 @@ def test_srun_variables_give_rank_and_node() -> None:
     """
     found = detect(SLURM)
 
-    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, None)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (
+        3,
+        1,
+        4,
+        None,
+    )
     assert (found.on_one_node, found.run_id) == (None, "slurm-991.0")
     assert (
-        found.attributes.items() >= {"slurm.job.id": "991", "slurm.step.id": "0", "slurm.job.name": "pretrain"}.items()
+        found.attributes.items()
+        >= {
+            "slurm.job.id": "991",
+            "slurm.step.id": "0",
+            "slurm.job.name": "pretrain",
+        }.items()
     )
 
 
@@ -59,10 +69,16 @@ def test_process_without_a_launcher_is_the_only_rank() -> None:
     assert (found.attempt, found.elastic) == (0, False)
 
 
-@pytest.mark.parametrize("text", ["first", "-2", "", " ", "²", "٣", "1e3", "0x1", "9" * 10, "9" * 5000, "\udcff"])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize(
+    "text", ["first", "-2", "", " ", "²", "٣", "1e3", "0x1", "9" * 10, "9" * 5000, "\udcff"]
+)
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
+)
 def test_malformed_numbers_are_ignored(name: str, text: str) -> None:
-    assert dataclasses.replace(detect({name: text}), run_id="") == dataclasses.replace(detect({}), run_id="")
+    assert dataclasses.replace(detect({name: text}), run_id="") == dataclasses.replace(
+        detect({}), run_id=""
+    )
 
 
 @pytest.mark.parametrize("port", ["", "http", "²", "9" * 5000])
@@ -157,7 +173,11 @@ def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
     child.wait()
     claim_run_id("new", os.getppid())
 
-    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["alive.0", "elsewhere.0", "new.0"]
+    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == [
+        "alive.0",
+        "elsewhere.0",
+        "new.0",
+    ]
 
 
 def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
@@ -168,10 +188,10 @@ def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
 
     def run_ids(*ranks: int) -> set[str]:
         program = (
-            "import sys; from pathlib import Path; from torchlens_perf.run import directory\n"
-            "directory._SHARED_MEMORY = Path(sys.argv[1])\n"
-            "print(directory.claim_run_id('abc', int(sys.argv[2]), proposal=sys.argv[4], member=int(sys.argv[3])))\n"
-            "sys.stdout.flush(); input()"
+            "import sys; from pathlib import Path; from torchlens_perf.run import"
+            " directory\ndirectory._SHARED_MEMORY ="
+            " Path(sys.argv[1])\nprint(directory.claim_run_id('abc', int(sys.argv[2]),"
+            " proposal=sys.argv[4], member=int(sys.argv[3])))\nsys.stdout.flush(); input()"
         )
         children = []
         for rank in ranks:
@@ -184,7 +204,9 @@ def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
                 str(rank),
                 f"of-{rank}-in-{len(ranks)}",
             ]
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             children.append((child, child.stdout.readline()))
         for child, _ in children:
             child.communicate("end\n")
@@ -223,7 +245,9 @@ def test_simultaneous_claims_agree(local: Path) -> None:
 
 def test_pod_name_is_an_attribute_in_kubernetes() -> None:
     """In a pod, the pod's name is known without configuration."""
-    found = detect({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-0", "K8S_NAMESPACE": "ml"})
+    found = detect(
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-0", "K8S_NAMESPACE": "ml"}
+    )
 
     assert found.attributes == {"k8s.pod.name": "train-0", "k8s.namespace.name": "ml"}
 
@@ -262,7 +286,11 @@ PYTORCHJOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MA
     ],
 )
 def test_launcher_variables_give_the_place_of_a_rank(
-    environ: dict[str, str], launcher: str, local_rank: int | None, local_world_size: int | None, run_id: str
+    environ: dict[str, str],
+    launcher: str,
+    local_rank: int | None,
+    local_world_size: int | None,
+    run_id: str,
 ) -> None:
     """The variables are those of the last of four ranks on two nodes."""
     found = detect(environ)
@@ -273,13 +301,26 @@ def test_launcher_variables_give_the_place_of_a_rank(
 
 
 @pytest.mark.parametrize(
-    "around", [STEP, {name: value for name, value in STEP.items() if "STEP" not in name}, OPEN_MPI, HYDRA, INTEL_MPI]
+    "around",
+    [
+        STEP,
+        {name: value for name, value in STEP.items() if "STEP" not in name},
+        OPEN_MPI,
+        HYDRA,
+        INTEL_MPI,
+    ],
 )
 def test_inner_launcher_counts_if_launchers_are_nested(around: dict[str, str]) -> None:
     """A row only counts if it describes this process: torchrun under srun or mpirun, or in a batch
     script.
     """
-    inside = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    inside = {
+        **TORCHRUN,
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "1",
+    }
     assert detect({**around, **inside}).launcher == "torchrun"
     loop = detect({**around, "RANK": "1", "WORLD_SIZE": "2"})
     assert (loop.rank, loop.world_size, loop.launcher) == (1, 2, "environment")
@@ -289,7 +330,9 @@ def test_batch_script_is_a_single_process() -> None:
     """A batch script of Slurm has SLURM_PROCID=0 and the job's SLURM_NTASKS, but is a single
     process.
     """
-    batch = {name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if "STEP" not in name}
+    batch = {
+        name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if "STEP" not in name
+    }
     assert (detect(batch).rank, detect(batch).world_size) == (0, 1)
 
 
@@ -304,7 +347,9 @@ def test_batch_script_is_a_single_process() -> None:
         ("2(x2)", "", 2),
     ],
 )
-def test_ranks_per_node_are_read_from_slurms_list(per_node: str, node: str, ranks: int | None) -> None:
+def test_ranks_per_node_are_read_from_slurms_list(
+    per_node: str, node: str, ranks: int | None
+) -> None:
     """The texts are in Slurm's format."""
     step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7",
             "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
@@ -321,7 +366,13 @@ def test_run_id_stays_after_a_restart_in_a_smaller_world(local: Path) -> None:
     }  # fmt: skip
     first = identity.detect(before, claim_run_id)
     other = identity.detect({**before, "MASTER_PORT": "2"}, claim_run_id)
-    alone = {**before, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+    alone = {
+        **before,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "1",
+    }
 
     assert first.run_id.startswith("job-")
     assert other.run_id == first.run_id == identity.detect(alone, claim_run_id).run_id

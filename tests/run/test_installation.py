@@ -35,11 +35,16 @@ def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution)
 
 
-def test_command_for_an_installation_from_an_index_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_an_installation_from_an_index_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     installed_from(monkeypatch, None)
     assert install_command("top") == "pip install 'torchlens-perf[top]'"
     assert install_command() == "pip install torchlens-perf"
-    assert install_command(options="--force-reinstall") == "pip install --force-reinstall torchlens-perf"
+    assert (
+        install_command(options="--force-reinstall")
+        == "pip install --force-reinstall torchlens-perf"
+    )
 
 
 @pytest.mark.parametrize("editable", [False, True])
@@ -49,8 +54,15 @@ def test_command_for_a_clone_works_in_any_folder(
     """The command works in any folder, and an editable installation stays editable."""
     clone = tmp_path / "a clone"
     clone.mkdir()
-    installed_from(monkeypatch, {"url": clone.as_uri(), "dir_info": {"editable": True} if editable else {}})
-    assert shlex.split(install_command("top")) == ["pip", "install", *["-e"] * editable, f"{clone}[top]"]
+    installed_from(
+        monkeypatch, {"url": clone.as_uri(), "dir_info": {"editable": True} if editable else {}}
+    )
+    assert shlex.split(install_command("top")) == [
+        "pip",
+        "install",
+        *["-e"] * editable,
+        f"{clone}[top]",
+    ]
 
 
 def test_command_for_an_installation_from_a_wheel_names_its_file(
@@ -66,10 +78,16 @@ def test_command_for_an_installation_from_a_wheel_names_its_file(
     ("direct_url", "url"),
     [
         (
-            {"url": "https://host/o/r", "vcs_info": {"vcs": "git", "requested_revision": "main", "commit_id": "abc"}},
+            {
+                "url": "https://host/o/r",
+                "vcs_info": {"vcs": "git", "requested_revision": "main", "commit_id": "abc"},
+            },
             "git+https://host/o/r@abc",
         ),
-        ({"url": "file:///clone", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "git+file:///clone@abc"),
+        (
+            {"url": "file:///clone", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "git+file:///clone@abc",
+        ),
         ({"url": "https://host/x.whl", "archive_info": {}}, "https://host/x.whl"),
     ],
 )
@@ -78,10 +96,16 @@ def test_command_for_an_installation_from_a_url_names_the_url(
 ) -> None:
     installed_from(monkeypatch, direct_url)
     (requirement,) = map(Requirement, shlex.split(install_command("top"))[2:])
-    assert (requirement.name, requirement.extras, requirement.url) == ("torchlens-perf", {"top"}, url)
+    assert (requirement.name, requirement.extras, requirement.url) == (
+        "torchlens-perf",
+        {"top"},
+        url,
+    )
 
 
-def test_command_for_a_deleted_clone_names_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_deleted_clone_names_packages_of_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In an image without its build folder, the hint names the packages of the extra, which any
     index has.
     """
@@ -90,7 +114,9 @@ def test_command_for_a_deleted_clone_names_packages_of_the_extra(monkeypatch: py
     assert install_command() == "pip install torchlens-perf"
 
 
-def test_command_for_a_clone_without_metadata_names_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_clone_without_metadata_names_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A clone on PYTHONPATH has no metadata."""
 
     def distribution(name: str) -> None:

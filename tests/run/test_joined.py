@@ -31,7 +31,11 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
     other.oom_table(3, 1).parent.mkdir()
     other.oom_table(3, 1).write_text("{}")
 
-    assert {path.name for path in first.nodes.iterdir()} == {"node-a.json", "node-b.json", "node-b.log"}
+    assert {path.name for path in first.nodes.iterdir()} == {
+        "node-a.json",
+        "node-b.json",
+        "node-b.log",
+    }
     assert first.node_log("node-b").read_text() == "said later"
     assert other.node_state("node-b").read_text() == "node-b"
     assert first.oom_table(3, 1).exists()
@@ -47,7 +51,9 @@ def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["../away", "", ".", "a/b", ".hidden", "x" * 200])
-def test_directory_names_from_node_0_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+def test_directory_names_from_node_0_that_lead_elsewhere_are_refused(
+    tmp_path: Path, name: str
+) -> None:
     """Names from node 0 come over a network and are not trusted."""
     other = made(tmp_path / "runs", "run-1", "node-b")
     assert not join_run(other.path, name)

@@ -25,17 +25,26 @@ def machine(folder: Path, dmi: dict[str, str] | None = None, **proc: str) -> tup
     ("dmi", "found"),
     [
         (
-            {"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge", "board_asset_tag": "i-0abc"},
+            {
+                "sys_vendor": "Amazon EC2",
+                "product_name": "p5.48xlarge",
+                "board_asset_tag": "i-0abc",
+            },
             {"cloud.provider": "aws", "host.type": "p5.48xlarge", "host.id": "i-0abc"},
         ),
-        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, {"cloud.provider": "gcp"}),
+        (
+            {"sys_vendor": "Google", "product_name": "Google Compute Engine"},
+            {"cloud.provider": "gcp"},
+        ),
         ({"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, {"cloud.provider": "azure"}),
         ({"chassis_asset_tag": "OracleCloud.com"}, {"cloud.provider": "oracle_cloud"}),
         ({"sys_vendor": "Dell Inc.", "product_name": "PowerEdge XE9680"}, {}),
         ({}, {}),
     ],
 )
-def test_cloud_is_found_in_firmware_fields(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> None:
+def test_cloud_is_found_in_firmware_fields(
+    tmp_path: Path, dmi: dict[str, str], found: dict[str, str]
+) -> None:
     """The firmware identifies the cloud. A machine that is in no cloud gets no attributes."""
     assert attributes({}, *machine(tmp_path, dmi)) == found
 
@@ -64,18 +73,31 @@ def test_location_from_slurm_and_user_attributes(tmp_path: Path) -> None:
     """Values of the user override detected ones. Values that are not shown are left to the
     exporter.
     """
-    slurm = {"SLURM_TOPOLOGY_ADDR": "core.leaf3.node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    slurm = {
+        "SLURM_TOPOLOGY_ADDR": "core.leaf3.node12",
+        "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+    }
     nothing = machine(tmp_path)
 
     assert attributes(slurm, *nothing) == {"network.switch": "leaf3"}
-    assert attributes({"SLURM_TOPOLOGY_ADDR": "node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, *nothing) == {}
+    assert (
+        attributes(
+            {"SLURM_TOPOLOGY_ADDR": "node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, *nothing
+        )
+        == {}
+    )
     told = {"OTEL_RESOURCE_ATTRIBUTES": "team=a,host.rack=r%2012, network.switch=s7 ,host.id="}
     assert attributes({**slurm, **told}, *nothing) == {"network.switch": "s7", "host.rack": "r 12"}
 
 
 def test_location_text_begins_with_the_nearest_place() -> None:
     """The nearest place comes first, and the text is short."""
-    known = {"host.id": "i-0abc", "network.switch": "leaf3", "host.type": "p5.48xlarge", "slurm.job.id": "7"}
+    known = {
+        "host.id": "i-0abc",
+        "network.switch": "leaf3",
+        "host.type": "p5.48xlarge",
+        "slurm.job.id": "7",
+    }
 
     assert location(known) == "switch leaf3, instance i-0abc, p5.48xlarge"
     assert location({}) == ""

@@ -61,7 +61,9 @@ def test_late_delivery_leaves_no_file(ring: Path) -> None:
     assert list(ring.parent.iterdir()) == []
 
 
-def test_full_disk_raises_and_leaves_no_mailbox(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_and_leaves_no_mailbox(
+    ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No file is left. A mailbox without a question needs no space."""
 
     def full(descriptor: int, text: bytes) -> int:

@@ -56,12 +56,19 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     """
     stacks = Net()([])
     own = frames()
-    blocks = [block(100 * KB, stack=stack) for stack in stacks] + [block(50 * KB, stack=own), block(9 * KB)]
+    blocks = [block(100 * KB, stack=stack) for stack in stacks] + [
+        block(50 * KB, stack=own),
+        block(9 * KB),
+    ]
     table = table_of(snapshot([segment([*blocks, block(3 * KB, "inactive")])]))
 
     activations, script, unknown = table["rows"]
     assert activations["module"] == "Net > Block > Mlp"
-    assert (activations["bytes"], activations["blocks"], activations["largest_bytes"]) == (300 * KB, 3, 100 * KB)
+    assert (activations["bytes"], activations["blocks"], activations["largest_bytes"]) == (
+        300 * KB,
+        3,
+        100 * KB,
+    )
     assert activations["stack"][0].startswith(f"{__file__}:")
     assert [line.split()[-1] for line in activations["stack"][:3]] == [
         "forward"
@@ -70,16 +77,20 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     assert (script["module"], script["bytes"]) == ("", 50 * KB)
     assert "test_blocks_are_grouped_by_module_and_stack" in script["stack"][0]
     assert (unknown["stack"], unknown["bytes"]) == ([], 9 * KB)
-    assert (table["other_bytes"], table["other_blocks"], table["without_stack_bytes"]) == (0, 0, 9 * KB)
+    assert (table["other_bytes"], table["other_blocks"], table["without_stack_bytes"]) == (
+        0,
+        0,
+        9 * KB,
+    )
     assert activations["new_blocks"] is None
 
 
 def test_same_stack_at_other_times_is_the_same_row() -> None:
     """Frames of different snapshots are different objects, so rows are compared by content."""
     blocks = [block(KB, stack=stack) for stack in (Net()([])[0] for _ in range(4))]
-    assert [(row["module"], row["blocks"]) for row in table_of(snapshot([segment(blocks)]))["rows"]] == [
-        ("Net > Block > Mlp", 4)
-    ]
+    assert [
+        (row["module"], row["blocks"]) for row in table_of(snapshot([segment(blocks)]))["rows"]
+    ] == [("Net > Block > Mlp", 4)]
 
 
 def test_without_stacks_blocks_are_grouped_by_size() -> None:
@@ -93,12 +104,29 @@ def test_without_stacks_blocks_are_grouped_by_size() -> None:
 
 
 def test_use_of_segments_is_counted_for_one_device() -> None:
-    """Only this device counts: allocated, freed but still in use by another stream, free in pieces."""
-    first = [block(4 * KB), block(KB, "inactive"), block(2 * KB, "active_pending_free"), block(3 * KB, "inactive")]
+    """Only this device counts: allocated, freed but still in use by another stream,
+    free in pieces.
+    """
+    first = [
+        block(4 * KB),
+        block(KB, "inactive"),
+        block(2 * KB, "active_pending_free"),
+        block(3 * KB, "inactive"),
+    ]
     table = table_of(
-        snapshot([segment(first), segment([block(8 * KB)], is_expandable=True), segment([block(99 * KB)], device=1)])
+        snapshot(
+            [
+                segment(first),
+                segment([block(8 * KB)], is_expandable=True),
+                segment([block(99 * KB)], device=1),
+            ]
+        )
     )
-    assert (table["allocated_bytes"], table["pending_bytes"], table["reserved_bytes"]) == (12 * KB, 2 * KB, 18 * KB)
+    assert (table["allocated_bytes"], table["pending_bytes"], table["reserved_bytes"]) == (
+        12 * KB,
+        2 * KB,
+        18 * KB,
+    )
     assert (table["inactive_bytes"], table["largest_inactive_bytes"]) == (4 * KB, 3 * KB)
     assert (table["segments"], table["expandable"]) == (2, True)
     assert sum(row["bytes"] for row in table["rows"]) == 14 * KB
@@ -106,7 +134,12 @@ def test_use_of_segments_is_counted_for_one_device() -> None:
 
 def test_empty_device_has_an_empty_table() -> None:
     table = table_of(snapshot([]))
-    assert (table["rows"], table["reserved_bytes"], table["segments"], table["history_s"]) == ([], 0, 0, None)
+    assert (table["rows"], table["reserved_bytes"], table["segments"], table["history_s"]) == (
+        [],
+        0,
+        0,
+        None,
+    )
 
 
 def test_blocks_that_are_left_out_are_counted() -> None:
@@ -128,7 +161,14 @@ def test_new_blocks_are_those_of_the_history() -> None:
     old, freed_and_taken, new, _ = (each["address"] for each in blocks)
 
     def entry(action: str, address: int, time_us: int) -> dict[str, Any]:
-        return {"action": action, "addr": address, "size": KB, "stream": 0, "time_us": time_us, "frames": stack}
+        return {
+            "action": action,
+            "addr": address,
+            "size": KB,
+            "stream": 0,
+            "time_us": time_us,
+            "frames": stack,
+        }
 
     held["device_traces"] = [
         [
@@ -154,7 +194,9 @@ def test_stack_of_a_deep_model_shows_both_ends() -> None:
         def forward(self, stacks: list[Any]) -> list[Any]:
             return self.inner(stacks)
 
-    (row,) = table_of(snapshot([segment([block(KB, stack=Outer(Outer(Outer(Block())))([])[0])])]))["rows"]
+    (row,) = table_of(snapshot([segment([block(KB, stack=Outer(Outer(Outer(Block())))([])[0])])]))[
+        "rows"
+    ]
     assert row["module"] == "Outer > ... > Outer > Block > Mlp"
     assert len(row["stack"]) == 6
 

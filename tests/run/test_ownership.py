@@ -1,4 +1,6 @@
-"""Checks of who can change a file: folders, links and files of a path, with real modes and owners."""
+"""Checks of who can change a file: folders, links and files of a path, with real modes and
+owners.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def test_own_file_is_accepted(file: Path) -> None:
 
 
 @pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize(("bits", "who"), [(0o020, "group"), (0o002, "everybody"), (0o022, "everybody")])
-def test_path_that_others_can_write_to_is_refused(level: int, bits: int, who: str, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "who"), [(0o020, "group"), (0o002, "everybody"), (0o022, "everybody")]
+)
+def test_path_that_others_can_write_to_is_refused(
+    level: int, bits: int, who: str, file: Path
+) -> None:
     """The message names the part of the path that is writable."""
     part = [file, *file.parents][level]
     part.chmod(0o755 | bits)
@@ -115,7 +121,10 @@ def test_links_are_followed(make: Callable[..., str], file: Path, tmp_path: Path
     assert others_can_change(start / "link" / file.name) is None
     assert others_can_change(start / "link" / ".." / "ours" / file.name) is None
     file.parent.parent.chmod(0o777)
-    assert others_can_change(start / "link" / file.name) == f"{file.parent.parent} can be written by everybody"
+    assert (
+        others_can_change(start / "link" / file.name)
+        == f"{file.parent.parent} can be written by everybody"
+    )
 
 
 def test_folder_of_a_link_is_checked(file: Path, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from torchlens_perf.run.identity import name_of
 
 KERNEL = "/env/lib/python3.11/site-packages/ipykernel_launcher.py"
 # Print the name in this process and in one that multiprocessing starts.
-SHOW = "import os; from torchlens_perf.run.identity import program_name; print(program_name(os.environ), flush=True)"
+SHOW = (
+    "import os; from torchlens_perf.run.identity import program_name;"
+    " print(program_name(os.environ), flush=True)"
+)
 SCRIPT = f"""
 import multiprocessing, sys
 
@@ -76,17 +79,25 @@ def folder(tmp_path: Path) -> Path:
          ["python"]),
     ],
 )  # fmt: skip
-def test_program_is_named_by_the_script_folder_or_module(arguments: str, names: list[str], folder: Path) -> None:
+def test_program_is_named_by_the_script_folder_or_module(
+    arguments: str, names: list[str], folder: Path
+) -> None:
     """Scripts and folders have their own name, modules theirs. Code without a file is `python`."""
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} {arguments}"], cwd=folder, capture_output=True, text=True, timeout=60
+        ["bash", "-c", f"{sys.executable} {arguments}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
     assert done.stdout.splitlines() == names, done.stderr
 
 
 def test_python_dot_is_named_by_its_folder(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "."], cwd=folder / "app", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "."], cwd=folder / "app", capture_output=True, text=True, timeout=60
+    )
 
     assert done.stdout == "app\n"
 
@@ -100,11 +111,17 @@ def test_python_dot_is_named_by_its_folder(folder: Path) -> None:
         (None, {"JPY_SESSION_NAME": "/home/me/work/GAN on faces.ipynb"}, "GAN on faces.ipynb"),
         (None, {"JPY_SESSION_NAME": "/home/me/Console 1"}, "notebook"),
         (None, {"JPY_SESSION_NAME": ""}, "notebook"),
-        ("/home/me/mine.ipynb", {"JPY_SESSION_NAME": "/home/me/work/mine-jvsc-4f3a.ipynb"}, "mine.ipynb"),
+        (
+            "/home/me/mine.ipynb",
+            {"JPY_SESSION_NAME": "/home/me/work/mine-jvsc-4f3a.ipynb"},
+            "mine.ipynb",
+        ),
         (7, {}, "notebook"),
     ],
 )
-def test_notebook_is_named_by_its_file(launcher: str, vscode: object, environ: dict[str, str], name: str) -> None:
+def test_notebook_is_named_by_its_file(
+    launcher: str, vscode: object, environ: dict[str, str], name: str
+) -> None:
     """Jupyter Server or VS Code provide the name of the notebook. Without them it is `notebook`."""
     main = types.ModuleType("__main__")
     if vscode is not None:
@@ -115,7 +132,10 @@ def test_notebook_is_named_by_its_file(launcher: str, vscode: object, environ: d
 
 def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
     """The script inherits Jupyter's variable."""
-    assert name_of(["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"}) == "train.py"
+    assert (
+        name_of(["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"})
+        == "train.py"
+    )
 
 
 def test_any_sys_argv_gives_a_program_name() -> None:

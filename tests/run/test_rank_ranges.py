@@ -29,7 +29,9 @@ def test_text_of_any_set_is_parsed_back(ranks: set[int]) -> None:
     assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)
 
 
-@pytest.mark.parametrize("text", ["0-99999999999999999999", "0-9999999", "0-1000000,0-1000000", f"{10**30}"])
+@pytest.mark.parametrize(
+    "text", ["0-99999999999999999999", "0-9999999", "0-1000000,0-1000000", f"{10**30}"]
+)
 def test_too_many_ranks_are_refused(text: str) -> None:
     """Short text could otherwise use gigabytes of memory."""
     with pytest.raises(ValueError, match="more than 1048576 ranks"):

@@ -18,7 +18,9 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.clock import DeviceMark, device_mark
 from torchlens_perf.run.ring import Kind, Reader, RingFile, State
 
-native_only = pytest.mark.skipif("native" not in IDS, reason="the package was installed without a C compiler")
+native_only = pytest.mark.skipif(
+    "native" not in IDS, reason="the package was installed without a C compiler"
+)
 
 
 @native_only
@@ -34,12 +36,25 @@ def test_ring_offsets_equal_those_of_the_c_structures() -> None:
         "internal_errors": ring.INTERNAL_ERRORS, "stack": ring.DEPTH, "capacity": 2, "records_offset": 7,
     }  # fmt: skip
 
-    assert {name: 8 * word for name, word in words.items()} == {name: offsets[f"Header.{name}"] for name in words}
+    assert {name: 8 * word for name, word in words.items()} == {
+        name: offsets[f"Header.{name}"] for name in words
+    }
 
     dtype = ring.record_dtype()
-    fields = ("name_id", "step", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
+    fields = (
+        "name_id",
+        "step",
+        "start_ns",
+        "duration_ns",
+        "nested_ns",
+        "phase_ns",
+        "value0",
+        "value1",
+    )
 
-    assert {name: dtype.fields[name][1] for name in fields} == {name: offsets[f"Record.{name}"] for name in fields}
+    assert {name: dtype.fields[name][1] for name in fields} == {
+        name: offsets[f"Record.{name}"] for name in fields
+    }
     assert dtype.itemsize == ring.RECORD_BYTES
     assert offsets["Header.stack"] + offsets["Stack.frames"] == 8 * ring.FRAMES
 
@@ -62,7 +77,9 @@ def test_ring_file_is_private_with_reserved_blocks(tmp_path: Path) -> None:
     made.close()
 
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_blocks * 512 >= status.st_size == ring.RECORDS_OFFSET + 1024 * ring.RECORD_BYTES
+    assert (
+        status.st_blocks * 512 >= status.st_size == ring.RECORDS_OFFSET + 1024 * ring.RECORD_BYTES
+    )
 
 
 def test_existing_file_is_refused(tmp_path: Path) -> None:
@@ -222,14 +239,19 @@ class TestReading:
         again.close()
         rig.close()
 
-    def test_open_spans_of_a_killed_process_are_read(self, implementation: object, tmp_path: Path) -> None:
+    def test_open_spans_of_a_killed_process_are_read(
+        self, implementation: object, tmp_path: Path
+    ) -> None:
         rig = Rig(implementation, tmp_path)
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.clock.advance(7)
         rig.recorder.begin(Kind.WAIT, rig.ring.intern("wait"))
         spans = rig.reader.open_spans()
 
-        assert [(span.kind, span.name) for span in spans[1:]] == [(Kind.FORWARD, "forward Net"), (Kind.WAIT, "wait")]
+        assert [(span.kind, span.name) for span in spans[1:]] == [
+            (Kind.FORWARD, "forward Net"),
+            (Kind.WAIT, "wait"),
+        ]
         assert spans[2].start_ns - spans[1].start_ns == 7
         rig.recorder.end(Kind.WAIT, rig.ring.intern("wait"))
         assert [span.name for span in rig.reader.open_spans()[1:]] == ["forward Net"]
@@ -259,7 +281,9 @@ def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None
     count = 3_000_000 if kind == "native" else 400_000
     path = tmp_path / "r"
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), kind, str(count)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(path), kind, str(count)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"
@@ -271,7 +295,11 @@ def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None
         assert (start == batch.sequences).all()
         for offset, field in enumerate(("duration_ns", "value0", "value1"), start=1):
             assert (batch.records[field] == batch.sequences + offset).all()
-        seen, lost, batches = seen + len(batch.records), lost + batch.lost, batches + (len(batch.records) > 0)
+        seen, lost, batches = (
+            seen + len(batch.records),
+            lost + batch.lost,
+            batches + (len(batch.records) > 0),
+        )
         if ended:
             break
         if batches % 4 == 0:

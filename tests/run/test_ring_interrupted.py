@@ -62,7 +62,9 @@ def test_names_of_several_threads_keep_their_ids(made: RingFile, often_switched:
 
     assert len(names) == 1 + 400 + 8 * 400
     for each in given:
-        assert {name: names[name_id] for name, name_id in each.items()} == {name: name for name in each}
+        assert {name: names[name_id] for name, name_id in each.items()} == {
+            name: name for name in each
+        }
 
 
 def test_group_of_several_threads_has_one_row(made: RingFile, often_switched: None) -> None:
@@ -79,7 +81,9 @@ def test_group_of_several_threads_has_one_row(made: RingFile, often_switched: No
 
     assert all(each == rows[0] for each in rows)
     assert len(groups) == ring.MAX_GROUPS == len(set(groups))
-    assert [name for name, row in rows[0].items() if row == ring.MAX_GROUPS] == [f"group {i}" for i in range(48, 58)]
+    assert [name for name, row in rows[0].items() if row == ring.MAX_GROUPS] == [
+        f"group {i}" for i in range(48, 58)
+    ]
     assert all(groups[row] == name for name, row in rows[0].items() if row < ring.MAX_GROUPS)
 
 
@@ -90,7 +94,9 @@ def test_metadata_of_several_threads_are_complete(made: RingFile, often_switched
 
     def publish(number: int) -> None:
         for i in range(300):
-            made.set_metadata({"rank": number, "again": number, "notes": ["x" * ((number * 37 + i) % 200)]})
+            made.set_metadata(
+                {"rank": number, "again": number, "notes": ["x" * ((number * 37 + i) % 200)]}
+            )
             found = reader.metadata()
             seen.append(1 if not found or found["rank"] == found["again"] else 0)
 
@@ -131,7 +137,9 @@ def test_metadata_of_a_signal_handler_stay(made: RingFile) -> None:
     def work() -> None:
         made.set_metadata({"rank": 1, "notes": ["x" * 200]})
 
-    for _ in interrupted_at_each_line(SETTING, work, lambda: made.set_metadata({"rank": 2, "from": "a handler"})):
+    for _ in interrupted_at_each_line(
+        SETTING, work, lambda: made.set_metadata({"rank": 2, "from": "a handler"})
+    ):
         # The handler may have run before the change started.
         assert reader.metadata()["rank"] in (1, 2)
         assert made._words[ring.METADATA_REVISION] % 2 == 0
@@ -149,7 +157,9 @@ def test_names_stay_valid_if_a_signal_interrupts(made: RingFile) -> None:
         raise Interruption
 
     cases = 0
-    for _ in interrupted_at_each_line(NAMING, lambda: made.intern(f"name {next(numbers)}"), interrupt):
+    for _ in interrupted_at_each_line(
+        NAMING, lambda: made.intern(f"name {next(numbers)}"), interrupt
+    ):
         after = f"after {next(numbers)}"
         given[after] = made.intern(after)
         cases += 1
@@ -159,7 +169,9 @@ def test_names_stay_valid_if_a_signal_interrupts(made: RingFile) -> None:
     reader.close()
 
     assert cases >= 8
-    assert {name: names[name_id] for name, name_id in given.items()} == {name: name for name in given}
+    assert {name: names[name_id] for name, name_id in given.items()} == {
+        name: name for name in given
+    }
 
 
 def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
@@ -192,7 +204,9 @@ def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
     reader.close()
 
     assert raised > 100
-    assert {name: names[name_id] for name, name_id in given.items()} == {name: name for name in given}
+    assert {name: names[name_id] for name, name_id in given.items()} == {
+        name: name for name in given
+    }
 
 
 def test_failed_creation_leaves_no_file(tmp_path: Path) -> None:

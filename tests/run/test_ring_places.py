@@ -23,10 +23,16 @@ MIB = 1 << 20
 def image(kind: str, place: str) -> str:
     """Return shell commands that mount a file system of this kind from a file."""
     smallest = {"ext4": "16M", "xfs": "304M", "btrfs": "128M"}[kind]
-    return f"truncate -s {smallest} disk.img; mkfs.{kind} -q disk.img > made; mount -o loop disk.img {place}"
+    return (
+        f"truncate -s {smallest} disk.img; mkfs.{kind} -q disk.img > made; mount -o loop disk.img"
+        f" {place}"
+    )
 
 
-OVERLAY = "mkdir -p lower upper work; mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work {}"
+OVERLAY = (
+    "mkdir -p lower upper work; mount -t overlay overlay -o"
+    " lowerdir=lower,upperdir=upper,workdir=work {}"
+)
 # The mounted file system, and whether the ring is in a file: with a sidecar, and without one.
 PLACES = {
     "tmpfs": ("mount -t tmpfs -o size=8m tmpfs {}", True, True),
@@ -99,10 +105,27 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
         pytest.skip("there are no loop devices")
     place = "/dev/shm" if where == "shared memory" else str(folder / "place")
     (folder / "place").mkdir()
-    script = f'set -e; mount --make-rprivate /; mount -t tmpfs tmpfs /dev/shm; ({setup.format(place)})\nexec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", PROGRAM, place, where]
+    script = (
+        "set -e; mount --make-rprivate /; mount -t tmpfs tmpfs /dev/shm;"
+        f' ({setup.format(place)})\nexec "$@"'
+    )
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        sys.executable,
+        "-c",
+        PROGRAM,
+        place,
+        where,
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+    )
     if "mount:" in done.stderr:
         pytest.skip(done.stderr.strip())
     return done
@@ -112,7 +135,10 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("where", ["shared memory", "kept"])
 @pytest.mark.parametrize("kind", long_but({"tmpfs", "small tmpfs", "ext4", "overlay"}, PLACES))
 def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
-    """A file is only used where stores cannot be deadly. There, writing succeeds to the last byte."""
+    """A file is only used where stores cannot be deadly.
+
+    There, writing succeeds to the last byte.
+    """
     setup, in_shared_memory, kept = PLACES[kind]
     done = fill(setup, tmp_path, where)
 
@@ -174,7 +200,10 @@ def test_mapped_file_is_recognized(tmp_path: Path) -> None:
     """The check works from any process, for as long as the file is mapped."""
     path = str(tmp_path / "ring")
     mapped = memory.reserve_file(path, MIB)
-    program = "import sys; from torchlens_perf.run.rings.memory import is_mapped; print(is_mapped(sys.argv[1]))"
+    program = (
+        "import sys; from torchlens_perf.run.rings.memory import is_mapped;"
+        " print(is_mapped(sys.argv[1]))"
+    )
     asked = [sys.executable, "-c", program, path]
     said = [subprocess.run(asked, capture_output=True, text=True, check=True).stdout]
     mapped.close()

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.saved import saved
-from torchlens_perf.run.sketch import BUCKETS, LOWEST_BUCKET, PER_OCTAVE, Sketch, add_to_each, bucket_bounds
+from torchlens_perf.run.sketch import (
+    BUCKETS,
+    LOWEST_BUCKET,
+    PER_OCTAVE,
+    Sketch,
+    add_to_each,
+    bucket_bounds,
+)
 
 durations = st.lists(st.integers(0, 1 << 42), max_size=60)
 
@@ -61,10 +68,14 @@ def test_quantiles_are_within_half_a_bucket(values: list[int], q: float) -> None
     """A quantile differs from its order statistic by at most half a bucket: 1.1 %."""
     exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
 
-    assert sketch_of(values).quantile_ns(q) == pytest.approx(exact, rel=2 ** (0.5 / PER_OCTAVE) - 1 + 1e-9)
+    assert sketch_of(values).quantile_ns(q) == pytest.approx(
+        exact, rel=2 ** (0.5 / PER_OCTAVE) - 1 + 1e-9
+    )
 
 
-@given(st.lists(st.lists(st.integers(-5, 1 << 42), min_size=1, max_size=9), max_size=7), st.booleans())
+@given(
+    st.lists(st.lists(st.integers(-5, 1 << 42), min_size=1, max_size=9), max_size=7), st.booleans()
+)
 def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: bool) -> None:
     """A sketch may be in the list twice."""
     values = np.array([value for group in groups for value in group], np.int64)

@@ -17,12 +17,16 @@ def test_window_is_restored_from_its_records() -> None:
         sketch.add(np.exp(random.uniform(1, 30, count)).astype(np.int64))
         windows.append(WindowSketch(sketch, lost=count, median_ns=1 << 40, mad_ns=3))
     rows = [
-        (index, place, words) for index, window in enumerate(windows) for place, words in enumerate(to_records(window))
+        (index, place, words)
+        for index, window in enumerate(windows)
+        for place, words in enumerate(to_records(window))
     ]
     records = np.zeros(len(rows), record_dtype())
     for record, (index, place, words) in zip(records, rows, strict=True):
         record["name_id"], record["flags"] = index, place
-        for column, word in zip(("start_ns", "duration_ns", "nested_ns", "phase_ns"), words, strict=False):
+        for column, word in zip(
+            ("start_ns", "duration_ns", "nested_ns", "phase_ns"), words, strict=False
+        ):
             record[column] = word
         record["value0"], record["value1"] = (word & (1 << 64) - 1 for word in words[4:])
     found, stray = from_records(records)

@@ -75,7 +75,9 @@ def trained(model: nn.Module) -> str:
     return str([parameter.tolist() for parameter in model.parameters()])
 
 
-def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: int) -> dict[str, Any]:
+def case(
+    calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: int
+) -> dict[str, Any]:
     """Run a watch in which one call fails.
 
     Return the differences by name, which are empty if it was harmless.
@@ -84,7 +86,9 @@ def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: 
     found: dict[str, Any] = {}
     before = state()
     try:
-        config = perf.Config(dir=folder, sidecar=with_sidecar == "sidecar", _exit_timeout_s=0, ring_records=1024)
+        config = perf.Config(
+            dir=folder, sidecar=with_sidecar == "sidecar", _exit_timeout_s=0, ring_records=1024
+        )
         watch = perf.watch(model, config=config)
         if phase == "start":
             calls.arm(["*"], nth, error)
@@ -138,12 +142,19 @@ def main() -> None:
     sys.setprofile(None if wanted else places)
     count = case(calls, model, expected, 0, 0)["count"]
     sys.setprofile(None)
-    turns = list(places.first.values()) if not wanted else range(1, (count if wanted == "all" else int(wanted)) + 1)
+    turns = (
+        list(places.first.values())
+        if not wanted
+        else range(1, (count if wanted == "all" else int(wanted)) + 1)
+    )
     for number, turn in enumerate(turns):
         nth, rounds = (turn - 1) % count + 1, (turn - 1) // count
         # Each round uses another error for a call. If there are few calls, so does each place.
         error = int(errors[((nth if wanted else number) + rounds) % len(errors)])
-        print(json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}), flush=True)
+        print(
+            json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}),
+            flush=True,
+        )
     print(json.dumps({"calls": count, "afterwards": case(calls, model, expected, 0, 0)}))
 
 

@@ -46,7 +46,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    rest = dist.new_group([other for other in range(dist.get_world_size()) if other != options.leaves])
+    rest = dist.new_group(
+        [other for other in range(dist.get_world_size()) if other != options.leaves]
+    )
     done = hashlib.sha256()
     with perf.watch(report="off") as w:
         if options.shrinks and dist.get_world_size() > 1:

@@ -23,7 +23,11 @@ def main(settings: dict[str, Any]) -> None:
     host, port = settings["job_store"]
     places = Endpoints((host, port))
     exchange = Exchange(
-        places, settings["key"], settings["node"], settings["merges"], timing=Timing(**settings["timing"])
+        places,
+        settings["key"],
+        settings["node"],
+        settings["merges"],
+        timing=Timing(**settings["timing"]),
     )
     number, longest_s = 0, 0.0
     while not stop.wait(0.1):
@@ -44,7 +48,13 @@ def main(settings: dict[str, Any]) -> None:
         )
     started_s = time.monotonic()
     in_time = exchange.close(settings["close_s"])
-    say(payloads={}, nodes={}, in_time=in_time, close_s=time.monotonic() - started_s, longest_s=longest_s)
+    say(
+        payloads={},
+        nodes={},
+        in_time=in_time,
+        close_s=time.monotonic() - started_s,
+        longest_s=longest_s,
+    )
 
 
 def say(**values: Any) -> None:

@@ -37,7 +37,9 @@ def enter_own_network() -> None:
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, array.array("B", struct.pack("16sH14x", b"lo", _IFF_UP)))
+        fcntl.ioctl(
+            any_socket, _SIOCSIFFLAGS, array.array("B", struct.pack("16sH14x", b"lo", _IFF_UP))
+        )
 
 
 @contextlib.contextmanager
@@ -48,18 +50,34 @@ def cluster() -> Iterator[None]:
     # The names of its sockets have a limited length.
     temporary = tempfile.mkdtemp(prefix="ray")
     of_nodes = {
-        "node-a": ("--head", "--port=6379", "--node-ip-address=127.0.0.1", f"--temp-dir={temporary}"),
+        "node-a": (
+            "--head",
+            "--port=6379",
+            "--node-ip-address=127.0.0.1",
+            f"--temp-dir={temporary}",
+        ),
         "node-b": (f"--address={ADDRESS}", "--node-ip-address=127.0.0.2"),
     }
     environ = {name: value for name, value in os.environ.items() if not name.startswith(GIVEN)}
     nodes = []
     try:
         for node, arguments in of_nodes.items():
-            command = [sys.executable, f"{HERE}/on_node.py", node, "0", "-m", "ray.scripts.scripts", "start"]
+            command = [
+                sys.executable,
+                f"{HERE}/on_node.py",
+                node,
+                "0",
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+            ]
             with open(f"{node}.log", "wb") as log:
                 nodes.append(
                     subprocess.Popen(
-                        [*command, *arguments, "--num-cpus=2", "--block"], env=environ, stdout=log, stderr=log
+                        [*command, *arguments, "--num-cpus=2", "--block"],
+                        env=environ,
+                        stdout=log,
+                        stderr=log,
                     )
                 )
             until_started(nodes[-1], Path(f"{node}.log"))

@@ -12,7 +12,9 @@ from pathlib import Path
 if __name__ == "__main__":
     script, first = str(Path(__file__).with_name("launched.py")), int(sys.argv[1])
     ranks = [
-        subprocess.Popen([sys.executable, script], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4"})
+        subprocess.Popen(
+            [sys.executable, script], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4"}
+        )
         for rank in range(first, first + 2)
     ]
     sys.exit(max(rank.wait() for rank in ranks))

@@ -20,5 +20,8 @@ def worker(local_rank: int, first: int, world_size: int) -> None:
 
 if __name__ == "__main__":
     mp.start_processes(
-        worker, (int(sys.argv[1]), int(sys.argv[2])), HERE, start_method=os.environ.get("START_METHOD", "spawn")
+        worker,
+        (int(sys.argv[1]), int(sys.argv[2])),
+        HERE,
+        start_method=os.environ.get("START_METHOD", "spawn"),
     )

@@ -25,7 +25,13 @@ from torchlens_perf.watch import running
 # A child that waits for a lost lock never ends.
 ENDS_WITHIN_S = 60
 STEPS = 10
-RECORDED, HAD_THREADS, RAISED, GOT_THREADS, HUNG = "recorded", "had threads", "raised", "got threads", "hung"
+RECORDED, HAD_THREADS, RAISED, GOT_THREADS, HUNG = (
+    "recorded",
+    "had threads",
+    "raised",
+    "got threads",
+    "hung",
+)
 CODES = {0: "well", 1: RECORDED, 2: HAD_THREADS, 3: RAISED, 4: GOT_THREADS}
 
 
@@ -67,7 +73,11 @@ def ended(child: int) -> str:
 def main(folder: str, forks: int) -> None:
     torch.set_num_threads(1)
     model = nn.Linear(4, 2)
-    optimizer, stop, ends = torch.optim.SGD(model.parameters(), lr=0.1), threading.Event(), collections.Counter()
+    optimizer, stop, ends = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        threading.Event(),
+        collections.Counter(),
+    )
 
     def mark() -> None:
         while not stop.is_set():

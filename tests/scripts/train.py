@@ -55,7 +55,9 @@ def main():
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    workers = {"num_workers": 2, "multiprocessing_context": options.workers} if options.workers else {}
+    workers = (
+        {"num_workers": 2, "multiprocessing_context": options.workers} if options.workers else {}
+    )
     loader = DataLoader(Numbers(), batch_size=16, **workers)
     for step, (x, y) in enumerate(batch for _ in itertools.count() for batch in loader):
         if step == options.steps:
@@ -70,7 +72,13 @@ def main():
     if rank == 0:
         data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         print("parameters", hashlib.sha256(data).hexdigest()[:16])
-        print("started as", __name__, os.path.basename(sys.argv[0]), sys.argv[1:], os.path.basename(sys.path[0]))
+        print(
+            "started as",
+            __name__,
+            os.path.basename(sys.argv[0]),
+            sys.argv[1:],
+            os.path.basename(sys.path[0]),
+        )
     if world_size > 1:
         time.sleep(SETTLE_S)
         dist.destroy_process_group()

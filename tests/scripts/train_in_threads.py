@@ -23,7 +23,9 @@ def watch(*arguments):
 
 def compute_gradients(loss, parameters):
     if LIKE == "grad":
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
             parameter.grad = gradient
     elif LIKE == "inputs":
         loss.backward(inputs=parameters)

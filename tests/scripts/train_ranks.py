@@ -20,7 +20,10 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, steps = dist.get_rank(), int(os.environ.get("STEPS", "60"))
 slow_rank, slow_from = int(os.environ.get("SLOW_RANK", "-1")), int(os.environ.get("SLOW_FROM", "0"))
-hang_rank, hang_after = int(os.environ.get("HANG_RANK", "-1")), int(os.environ.get("HANG_AFTER", "20"))
+hang_rank, hang_after = (
+    int(os.environ.get("HANG_RANK", "-1")),
+    int(os.environ.get("HANG_AFTER", "20")),
+)
 
 
 class Block(nn.Module):

@@ -37,7 +37,9 @@ def main(steps: int) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     slow = 0.01 if rank == 1 else 0.0
-    model = DistributedDataParallel(nn.Sequential(OrderedDict(encoder=Block(0.005), decoder=Block(0.005 + slow))))
+    model = DistributedDataParallel(
+        nn.Sequential(OrderedDict(encoder=Block(0.005), decoder=Block(0.005 + slow)))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = DataLoader(TensorDataset(torch.randn(16 * steps, 32)), batch_size=16)
     with perf.watch(model, optimizer):

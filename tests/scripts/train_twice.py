@@ -26,7 +26,9 @@ STEPS = 60
 
 def train() -> dict[str, Any]:
     torch.manual_seed(0)
-    parallel = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)), nn.Dropout(0.1)))
+    parallel = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)), nn.Dropout(0.1))
+    )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     seconds = []
     for _ in range(STEPS):
@@ -42,7 +44,9 @@ def train() -> dict[str, Any]:
         "seconds": seconds,
         "threads": sorted(each.name for each in threading.enumerate()),
         "sockets": sum(
-            os.readlink(each).startswith("socket:") for each in Path("/proc/self/fd").glob("*") if each.exists()
+            os.readlink(each).startswith("socket:")
+            for each in Path("/proc/self/fd").glob("*")
+            if each.exists()
         ),
     }
 

@@ -40,7 +40,9 @@ watch, heard, began_s = perf.watch(model, optimizer), [], time.monotonic()
 
 @watch.on_verdict
 def hear(alert) -> None:
-    heard.append((alert.change, alert.kind, alert.rank, alert.next, time.time() - alert.found_unix_s))
+    heard.append(
+        (alert.change, alert.kind, alert.rank, alert.next, time.time() - alert.found_unix_s)
+    )
 
 
 with watch:
@@ -52,6 +54,8 @@ with watch:
         missing = torch.tensor([float(not heard)])
         dist.all_reduce(missing)
     summary = watch.summary()
-    print("heard", json.dumps([rank, heard[:1], summary.verdicts[0].rank, summary.ranks]), flush=True)
+    print(
+        "heard", json.dumps([rank, heard[:1], summary.verdicts[0].rank, summary.ranks]), flush=True
+    )
     dist.barrier()
 dist.destroy_process_group()

@@ -79,7 +79,9 @@ if "anonymous" in faults:
     memory.WITHOUT_SIGBUS = frozenset()
 if "no-answer" in faults:
     sys.executable = program("no-answer", "exec sleep 600")
-watch = perf.watch(model, optimizer, dir=str(folder / "disk" / "runs"), sidecar="alone" not in faults)
+watch = perf.watch(
+    model, optimizer, dir=str(folder / "disk" / "runs"), sidecar="alone" not in faults
+)
 step()
 began_s = asleep_s()
 watch.__enter__()
@@ -100,4 +102,14 @@ if "flag" in faults:
 began_s = asleep_s()
 watch.__exit__(None, None, None)
 end_s = asleep_s() - began_s
-print(json.dumps({"start_s": start_s, "steps_s": steps_s, "slept": slept, "end_s": end_s, "run": str(watch.run_dir)}))
+print(
+    json.dumps(
+        {
+            "start_s": start_s,
+            "steps_s": steps_s,
+            "slept": slept,
+            "end_s": end_s,
+            "run": str(watch.run_dir),
+        }
+    )
+)

@@ -1,4 +1,6 @@
-"""The user's Authorization header reaches the configured endpoint unchanged, and no other server."""
+"""The user's Authorization header reaches the configured endpoint unchanged, and no other
+server.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitSta
     Return a stack that closes the test's servers.
     """
     netrc = tmp_path / ".netrc"
-    netrc.write_text("machine 127.0.0.1 login somebody password secret\ndefault login somebody password secret\n")
+    netrc.write_text(
+        "machine 127.0.0.1 login somebody password secret\ndefault login somebody password secret\n"
+    )
     netrc.chmod(0o600)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(netrc))
@@ -69,7 +73,9 @@ def test_header_has_priority_over_netrc(leaving: ExitStack) -> None:
 
 
 def test_netrc_password_is_not_sent(leaving: ExitStack) -> None:
-    """Without a header no password is sent: one for a machine is not meant for every server on it."""
+    """Without a header no password is sent: one for a machine is not meant for every server
+    on it.
+    """
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address, header="") is Outcome.DELIVERED
     assert endpoint.received == [None]

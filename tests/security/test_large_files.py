@@ -32,15 +32,24 @@ pytestmark = pytest.mark.distributed
 
 _SPARSE_BYTES = 100 << 30
 _MEMORY_BYTES = 3 << 30
-"""Memory limit of a command in these tests: more than it needs, and far less than the files claim."""
+"""Memory limit of a command in these tests: more than it needs, and far less than the files
+claim.
+"""
 _ID = "20261121-013205-3fa9"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("whole") / f"run-{os.getpid()}"  # Parallel tests must not share a run.
+    made = (
+        tmp_path_factory.mktemp("whole") / f"run-{os.getpid()}"
+    )  # Parallel tests must not share a run.
     command = ["simulate", "--ranks", "2", "--steps", "64", "--out", str(made), "--quiet"]
-    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", *command],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
     return made
 
 
@@ -79,8 +88,12 @@ def many_columns(path: Path) -> None:
 def repeated_text(path: Path) -> None:
     """Write a million rows with the same text of a megabyte, a terabyte of text in total."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * (1 << 20)]))
-    writer = pq.ParquetWriter(path, pa.schema([("process", texts.type)]), compression="zstd", store_schema=False)
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * (1 << 20)])
+    )
+    writer = pq.ParquetWriter(
+        path, pa.schema([("process", texts.type)]), compression="zstd", store_schema=False
+    )
     writer.write_table(pa.table({"process": texts}))
     writer.close()
 
@@ -133,7 +146,9 @@ def test_page_names_a_parquet_file_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
-def test_replay_leaves_out_a_segment_that_cannot_be_read(run: RunDirectory, make: Callable[[Path], None]) -> None:
+def test_replay_leaves_out_a_segment_that_cannot_be_read(
+    run: RunDirectory, make: Callable[[Path], None]
+) -> None:
     (state,) = run.nodes.glob("*.json")
     bad = run.spans / f"{state.stem}-000009.parquet"
     make(bad)
@@ -176,7 +191,9 @@ def test_reader_has_a_memory_limit() -> None:
         "try:\n    _called(allocate, (limit,))\n"
         "except Exception as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     first, second = done.stdout.splitlines()
     assert first == "1048576"
     assert "GiB of memory to read, the limit of a reader" in second
@@ -184,7 +201,9 @@ def test_reader_has_a_memory_limit() -> None:
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows])
-def test_live_page_names_files_that_cannot_be_read(run: RunDirectory, make: Callable[[Path], None]) -> None:
+def test_live_page_names_files_that_cannot_be_read(
+    run: RunDirectory, make: Callable[[Path], None]
+) -> None:
     (state,) = run.nodes.glob("*.json")
     make(run.steps / f"{state.stem}-000009.parquet")
     sparse(run.nodes / "other-0001.json")

@@ -44,12 +44,16 @@ def test_missing_plugin_is_reported_as_not_built(plugin: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "cache", "./cache"])
-def test_doctor_reports_a_relative_or_empty_cache_path(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_relative_or_empty_cache_path(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
     first, *_ = doctor._tap()
 
     assert first.severity == doctor.LIMITED
-    assert str(first).startswith(f"limited cache of native code: XDG_CACHE_HOME={folder} is not an absolute path")
+    assert str(first).startswith(
+        f"limited cache of native code: XDG_CACHE_HOME={folder} is not an absolute path"
+    )
 
 
 def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,9 @@ def test_folder_of_another_user_in_a_sticky_folder_is_refused(theirs: str, world
     folder.chmod(0o777)
     before = sorted(world.rglob("*"))
 
-    with pytest.raises(RunStoreError, match=rf"{folder} is the folder of another user \({SOMEBODY}\)"):
+    with pytest.raises(
+        RunStoreError, match=rf"{folder} is the folder of another user \({SOMEBODY}\)"
+    ):
         RunDirectory(world / "perf" / "run").create()
     assert sorted(world.rglob("*")) == before
     os.chown(folder, 0, 0)
@@ -71,7 +73,9 @@ def test_folder_of_another_user_is_accepted_in_a_team_folder(tmp_path: Path) -> 
 
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/steps"])
-def test_link_in_place_of_a_folder_is_not_followed(theirs: str, world: Path, tmp_path: Path) -> None:
+def test_link_in_place_of_a_folder_is_not_followed(
+    theirs: str, world: Path, tmp_path: Path
+) -> None:
     """A link in place of a folder is not followed, and its target stays unchanged."""
     target = tmp_path / "target"
     target.mkdir()
@@ -88,7 +92,9 @@ def test_link_in_place_of_a_folder_is_not_followed(theirs: str, world: Path, tmp
 
 
 @as_root
-def test_other_place_is_used_if_another_user_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_place_is_used_if_another_user_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user who creates the folder first blocks one place and not the other.
 
     If both are blocked, the error is reported.
@@ -238,16 +244,23 @@ def test_capture_request_of_another_user_is_ignored(run: RunDirectory) -> None:
     relay.update({0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S)
 
     assert not captures.ask_path(run.path / "rank0.ring").exists()
-    assert relay.notes == ["a capture request is invalid: one.request.json: another user has put it there"]
+    assert relay.notes == [
+        "a capture request is invalid: one.request.json: another user has put it there"
+    ]
 
 
 def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar refuses requests with too many ranks or bytes on disk, whichever user wrote them."""
+    """The sidecar refuses requests with too many ranks or bytes on disk, whichever
+    user wrote them.
+    """
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
-    live = {rank: LiveRank(run.path / f"rank{rank}.ring", os.getpid(), 0, 10, refuses=True) for rank in many}
+    live = {
+        rank: LiveRank(run.path / f"rank{rank}.ring", os.getpid(), 0, 10, refuses=True)
+        for rank in many
+    }
     relay.update(live, LOOK_S)
     request = _ask(run, many)
     relay.update(live, 2 * LOOK_S)

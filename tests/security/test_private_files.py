@@ -20,7 +20,8 @@ from torchlens_perf.run.captures import Request
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import KINDS, Mailbox
 
-# It trains and prints the modes of files in shared memory during the run, and of an out-of-memory table.
+# It trains and prints the modes of files in shared memory during the run, and of an out-of-memory
+# table.
 _JOB = """
 import json, os, sys, time
 os.umask(int(sys.argv[3], 8))
@@ -54,7 +55,9 @@ def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
 
     Return the modes in shared memory during the run, and the job's umask at its end.
     """
-    done = run_warm([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share, umask], folder)
+    done = run_warm(
+        [sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share, umask], folder
+    )
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("local "))
     modes, _, after = line.removeprefix("local ").rpartition(" ")
@@ -88,7 +91,9 @@ def test_files_of_a_run_are_private_or_shared_like_their_folder(
     modes = {str(path): path.lstat().st_mode for path in everything}
 
     assert len([path for path in everything if path.is_file()]) >= 6, everything
-    assert {"oom", "nodes", "steps", "spans", "report.txt"} <= {path.name for path in made.path.iterdir()}
+    assert {"oom", "nodes", "steps", "spans", "report.txt"} <= {
+        path.name for path in made.path.iterdir()
+    }
     assert _wrong(modes, folders, files) == {}
     assert local
     assert _wrong(local, 0o700, 0o600) == {}
@@ -109,7 +114,10 @@ def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
 
-    assert _wrong({str(path): path.lstat().st_mode for path in made.path.rglob("*")}, 0o700, 0o600) == {}
+    assert (
+        _wrong({str(path): path.lstat().st_mode for path in made.path.rglob("*")}, 0o700, 0o600)
+        == {}
+    )
     assert len(list(made.captures.rglob("*"))) == 4
 
 

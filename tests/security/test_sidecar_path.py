@@ -34,7 +34,9 @@ def test_relative_python_path_works_after_a_change_of_directory(path: str, tmp_p
     main = copied / "__main__.py"
     main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
     (start / "elsewhere").mkdir()
-    done = run([sys.executable, "-c", _JOB, str(tmp_path / "torchlens-perf")], start, PYTHONPATH=path)
+    done = run(
+        [sys.executable, "-c", _JOB, str(tmp_path / "torchlens-perf")], start, PYTHONPATH=path
+    )
     assert done.returncode == 0, done.stderr
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)
@@ -43,7 +45,9 @@ def test_relative_python_path_works_after_a_change_of_directory(path: str, tmp_p
     assert "20 steps" in done.stderr
 
 
-def test_sidecar_gets_absolute_folders_without_that_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_gets_absolute_folders_without_that_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
@@ -55,7 +59,9 @@ def test_sidecar_gets_absolute_folders_without_that_of_the_script(monkeypatch: p
     assert len(set(found)) == len(found)
 
 
-def test_python_path_of_children_has_absolute_folders_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_path_of_children_has_absolute_folders_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """PYTHONPATH has absolute folders, as resolved when Python started, in the user's order."""
     monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "src:/x")

@@ -37,8 +37,16 @@ _ALLOWED = {
     # Prints a late report after an exception, within the longest wait for it.
     "results.last_report": {"atexit.register", "atexit.unregister"},
     # Prints a line about the user's program if nothing was recorded.
-    "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
-    "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text
+    "hooks.loop.first_step": {
+        "atexit.register",
+        "atexit.unregister",
+        "multiprocessing.parent_process",
+    },
+    "config": {
+        "urllib.parse.parse_qsl",
+        "urllib.parse.urlencode",
+        "urllib.parse.urlsplit",
+    },  # of a text
     "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # of a text
     "run.location": {"urllib.parse.unquote"},  # of a text
     "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # gives theirs back
@@ -84,7 +92,11 @@ print("process", json.dumps([handled, threading.active_count()]))
 def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
     done = run([sys.executable, "-c", _JOB, kind], folder)
     assert done.returncode == 0, done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("modules ", "process ")))
+    found = dict(
+        line.split(" ", 1)
+        for line in done.stdout.splitlines()
+        if line.startswith(("modules ", "process "))
+    )
     return set(json.loads(found["modules"])), json.loads(found["process"])
 
 
@@ -116,7 +128,11 @@ def _used(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call):
             function = node.func
-            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            name = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
             if name in _THREADS:
                 yield f"threading.{name}"
             # A generator's send() is no communication: the call must be one of torch.distributed.
@@ -124,7 +140,11 @@ def _used(tree: ast.AST) -> Iterator[str]:
             if name in _COLLECTIVES and (not owner or "dist" in owner):
                 yield f"dist.{name}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
+        ):
             yield f"{names[node.value.id]}.{node.attr}"
 
 
@@ -137,7 +157,9 @@ def _found(modules: set[str]) -> dict[str, set[str]]:
     return {module: used for module, used in found.items() if used}
 
 
-def test_files_of_the_training_process_use_nothing_banned(loaded: tuple[set[str], set[str]]) -> None:
+def test_files_of_the_training_process_use_nothing_banned(
+    loaded: tuple[set[str], set[str]],
+) -> None:
     prefix = "torchlens_perf."
     ours = {name.removeprefix(prefix) for name in loaded[0] if name.startswith(prefix)}
 
@@ -157,7 +179,9 @@ def test_search_finds_every_banned_use() -> None:
     }  # fmt: skip
 
 
-def test_watch_loads_no_network_pickle_or_sidecar_modules(loaded: tuple[set[str], set[str]]) -> None:
+def test_watch_loads_no_network_pickle_or_sidecar_modules(
+    loaded: tuple[set[str], set[str]],
+) -> None:
     """A watched process loads no further modules for networks, pickles or the sidecar.
 
     Torch itself loads some of the standard library.
@@ -169,7 +193,11 @@ def test_watch_loads_no_network_pickle_or_sidecar_modules(loaded: tuple[set[str]
     assert "torchlens_perf" in roots
     assert roots & (_NETWORK | _UNPICKLES | {"concurrent", "multiprocessing"}) == set()
     assert roots & {"msgspec", "pyarrow", "rich", "pynvml", "IPython", "pandas", "polars"} == set()
-    assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()
+    assert {
+        name
+        for name in more
+        if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))
+    } == set()
     # Modules for results are loaded only as far as every watch needs them.
     shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
     of_watch = ("last_report", "methods")

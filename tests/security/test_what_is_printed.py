@@ -62,7 +62,13 @@ def texts_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all texts in a state."""
     if isinstance(value, str):
         return [path]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [found for key, each in items for found in texts_in(each, (*path, key))]
 
 
@@ -77,13 +83,19 @@ def planted(value: Any, path: tuple[Any, ...], text: str) -> Any:
 
 def _printed(*arguments: str) -> str:
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.suppress(SystemExit),
+    ):
         main(arguments)
     return out.getvalue() + err.getvalue()
 
 
 @given(data=st.data(), text=hostile, note=hostile, schema=hostile)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25
+)
 def test_texts_of_a_node_state_are_escaped(
     data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -102,15 +114,21 @@ def test_texts_of_a_node_state_are_escaped(
     with contextlib.suppress(RunStoreError):  # Some texts must be ranks or numbers.
         for color in (False, True):
             shown = render(run_report(run), str(run.path), columns=100, color=color)
-            assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
+            assert_harmless(
+                re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path))
+            )
 
 
-def test_hostile_notes_and_names_are_escaped_in_the_report(state: dict[str, Any], tmp_path: Path) -> None:
+def test_hostile_notes_and_names_are_escaped_in_the_report(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
     """The report is written in spite of hostile notes and names, and has everything else."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
     value = json.loads(json.dumps(state))
-    value["notes"] = [each for each in _HOSTILE if each != "\ud800"]  # JSON cannot have a lone surrogate.
+    value["notes"] = [
+        each for each in _HOSTILE if each != "\ud800"
+    ]  # JSON cannot have a lone surrogate.
     for process in value["processes"].values():
         process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
     run.node_state(HOST).write_text(json.dumps(value))
@@ -130,13 +148,17 @@ def test_command_line_arguments_are_escaped(text: str) -> None:
         ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
         ["simulate", "--topology", text], [text],
     ):  # fmt: skip
-        with contextlib.suppress(OSError, ValueError):  # The name may be invalid or contain a null byte.
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # The name may be invalid or contain a null byte.
             assert_harmless(_printed(*arguments))
 
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
-def test_texts_of_a_capture_are_escaped(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_texts_of_a_capture_are_escaped(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Texts from a rank are escaped in the output of `capture` and in the report."""
     from torchlens_perf.commands import capture
 
@@ -155,7 +177,9 @@ def test_texts_of_a_capture_are_escaped(text: str, tmp_path_factory: pytest.Temp
 
 
 @given(text=hostile)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10
+)
 def test_settings_are_escaped_by_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Check(2, text, text, text)]
     monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))

@@ -23,8 +23,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fault = f"constant:rank={SLOW},share=0.4,phase=forward,since=20"
     # A run can have only one sidecar at a time, so each process simulates its own run.
     made = folder / f"done-{os.getpid()}"
-    command = ["simulate", "--ranks", "4", "--steps", "96", "--fault", fault, "--out", str(made), "--quiet"]
-    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    command = [
+        "simulate",
+        "--ranks",
+        "4",
+        "--steps",
+        "96",
+        "--fault",
+        fault,
+        "--out",
+        str(made),
+        "--quiet",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", *command],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
     made.rename(folder / "done")
     return folder
 

@@ -1,4 +1,6 @@
-"""Access control: only requests with the token, one of the server's names and its own origin are served."""
+"""Access control: only requests with the token, one of the server's names and its own origin are
+served.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,27 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
     pages = ("/", "/runs/done/", "/runs/none/", "/none", "/runs/done/captures/x/0/trace.json.gz", "/?token=wrong",
              "/?search=done", "/runs/%ff/")  # fmt: skip
     for token in ("", "wrong", "\xff", stranger.address.fragment):
-        shown = {re.sub(r"(\.\./)+", "", stranger.ask(path, torchlens_perf_token=token).text) for path in pages}
+        shown = {
+            re.sub(r"(\.\./)+", "", stranger.ask(path, torchlens_perf_token=token).text)
+            for path in pages
+        }
         (page,) = shown
         assert "Open the address that `torchlens-perf serve` printed" in page
         assert "done" not in page
-        for path in ("/runs/done/api/contents", "/runs/done/api/news", "/runs/done/api/step/1", "/api/counts"):
+        for path in (
+            "/runs/done/api/contents",
+            "/runs/done/api/news",
+            "/runs/done/api/step/1",
+            "/api/counts",
+        ):
             answer = stranger.ask(path, torchlens_perf_token=token)
             assert (answer.status, "done" in answer.text) == (403, False), path
             assert "Open the address that `torchlens-perf serve` printed" in answer.text
 
 
-@pytest.mark.parametrize("path", ["/", "/runs/done/", "//evil.example/", "/%2f%2fevil.example/", '/"><script>/x'])
+@pytest.mark.parametrize(
+    "path", ["/", "/runs/done/", "//evil.example/", "/%2f%2fevil.example/", '/"><script>/x']
+)
 def test_opening_page_loads_its_script_from_this_server_only(server: PageServer, path: str) -> None:
     answer = server.stranger().ask(path)
     (script,) = re.findall(r'<script src="([^"]*)"></script>', answer.text)
@@ -50,7 +62,10 @@ def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> Non
     for path in ("/", "/runs/done/", f"/?{viewer.address.fragment}", "/api/counts"):
         assert "set-cookie" not in stranger.ask(path).headers
         assert "set-cookie" not in viewer.ask(path).headers
-    for cookie in (f"torchlens_perf_{viewer.address.port}={viewer.token}", f"torchlens-perf-token={viewer.token}"):
+    for cookie in (
+        f"torchlens_perf_{viewer.address.port}={viewer.token}",
+        f"torchlens-perf-token={viewer.token}",
+    ):
         assert stranger.ask("/api/counts", Cookie=cookie).status == 403
     assert stranger.ask(f"/api/counts?{viewer.address.fragment}").status == 403
 
@@ -59,7 +74,9 @@ def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> Non
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "", "localhost.evil"]
 )
 def test_foreign_host_header_is_refused(viewer: Viewer, host: str) -> None:
-    """A foreign name that resolves to this machine (DNS rebinding) has no access, even with a cookie."""
+    """A foreign name that resolves to this machine (DNS rebinding) has no access, even with a
+    cookie.
+    """
     answer = viewer.ask("/", Host=host.format(port=viewer.address.port))
     assert answer.status in (400, 421)
     assert "done" not in answer.text
@@ -72,7 +89,8 @@ def test_own_names_are_accepted_with_any_port(viewer: Viewer, host: str) -> None
 
 
 @pytest.mark.parametrize(
-    "origin", ["", "null", "http://evil.example", "http://{host}.evil.example", "http://127.0.0.1:1"]
+    "origin",
+    ["", "null", "http://evil.example", "http://{host}.evil.example", "http://127.0.0.1:1"],
 )
 def test_other_sites_cannot_request_captures(viewer: Viewer, origin: str, runs: Path) -> None:
     path = "/runs/done/api/captures?ranks=0&steps=3"
@@ -88,7 +106,10 @@ def test_form_of_another_site_is_refused(server: PageServer, viewer: Viewer, run
     for path in (asked, f"{asked}&token={viewer.token}"):
         body = f"ranks=0&steps=3&token={viewer.token}"
         assert stranger.ask(path, "POST", body, Origin=f"http://{stranger.host}").status == 403
-    assert stranger.ask("/runs/done/api/captures", "OPTIONS", Origin="http://evil.example").status == 403
+    assert (
+        stranger.ask("/runs/done/api/captures", "OPTIONS", Origin="http://evil.example").status
+        == 403
+    )
     assert not (runs / "done" / "captures").exists()
 
 
@@ -97,7 +118,14 @@ def test_every_response_has_the_security_headers(viewer: Viewer, server: PageSer
 
     Pages may request only this server.
     """
-    for path in ("/", "/runs/done/", "/runs/done/api/contents", "/runs/none/", "/nothing", "/static/page.js"):
+    for path in (
+        "/",
+        "/runs/done/",
+        "/runs/done/api/contents",
+        "/runs/none/",
+        "/nothing",
+        "/static/page.js",
+    ):
         for answer in (viewer.ask(path), server.stranger().ask(path)):
             assert answer.headers["cache-control"] == "no-store"
             assert "access-control-allow-origin" not in answer.headers
@@ -105,9 +133,17 @@ def test_every_response_has_the_security_headers(viewer: Viewer, server: PageSer
             assert answer.headers["referrer-policy"] == "no-referrer"
             assert answer.headers["cross-origin-resource-policy"] == "same-origin"
             assert answer.headers["x-frame-options"] == "DENY"
-            policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-            assert policy["frame-ancestors"] == policy["default-src"] == policy["base-uri"] == "'none'"
-            assert policy.get("script-src", "'self'") == policy.get("connect-src", "'self'") == "'self'"
+            policy = dict(
+                part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+            )
+            assert (
+                policy["frame-ancestors"] == policy["default-src"] == policy["base-uri"] == "'none'"
+            )
+            assert (
+                policy.get("script-src", "'self'")
+                == policy.get("connect-src", "'self'")
+                == "'self'"
+            )
             assert "server" not in answer.headers
 
 
@@ -136,13 +172,17 @@ def test_invalid_number_is_a_client_error(viewer: Viewer, path: str, number: str
 
 
 @pytest.mark.parametrize("number", _NUMBERS)
-@pytest.mark.parametrize("query", ["page={}", "search={}", "page=0&search={}", "page={}&page={}", "{}={}"])
+@pytest.mark.parametrize(
+    "query", ["page={}", "search={}", "page=0&search={}", "page={}&page={}", "{}={}"]
+)
 def test_run_list_is_shown_for_any_query(viewer: Viewer, query: str, number: str) -> None:
     assert viewer.ask("/?" + query.replace("{}", number.replace(" ", "%20"))).status == 200
 
 
 @pytest.mark.parametrize("number", _NUMBERS)
-@pytest.mark.parametrize("fields", ["ranks={}&steps=3", "ranks=0&steps={}", "ranks=0-{}&steps=3", "ranks={}-0&steps=1"])
+@pytest.mark.parametrize(
+    "fields", ["ranks={}&steps=3", "ranks=0&steps={}", "ranks=0-{}&steps=3", "ranks={}-0&steps=1"]
+)
 def test_invalid_numbers_in_a_capture_request_are_client_errors(
     viewer: Viewer, runs: Path, fields: str, number: str
 ) -> None:

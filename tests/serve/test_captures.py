@@ -50,8 +50,12 @@ def run_of(folder: Path) -> Path | None:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_training_job_are_captured_and_files_fetched(training: tuple[Path, Path]) -> None:
-    """The run is followed while it trains, ranks are captured, and their files are fetched, until the run ends."""
+def test_ranks_of_a_training_job_are_captured_and_files_fetched(
+    training: tuple[Path, Path],
+) -> None:
+    """The run is followed while it trains, ranks are captured, and their files are fetched, until
+    the run ends.
+    """
     folder, stop = training
     run = eventually(lambda: run_of(folder))
     assert run
@@ -78,7 +82,9 @@ def test_ranks_of_a_training_job_are_captured_and_files_fetched(training: tuple[
         while news.next()["version"] == version:
             pass
         # The version may change because of the capture before there is a new step.
-        assert eventually(lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made)
+        assert eventually(
+            lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made
+        )
         stop.touch()
         news.until(is_live=False)
         page = viewer.page(run.name)
@@ -104,7 +110,9 @@ def test_ranks_of_a_training_job_are_captured_and_files_fetched(training: tuple[
         ({"ranks": "0" * 20_000, "steps": "3"}, 400, "must be ranks"),
     ],
 )
-def test_invalid_capture_request_is_explained(viewer: Viewer, fields: dict[str, str], status: int, words: str) -> None:
+def test_invalid_capture_request_is_explained(
+    viewer: Viewer, fields: dict[str, str], status: int, words: str
+) -> None:
     answer = viewer.post("/runs/done/api/captures", **fields)
     assert answer.status == status, answer.text
     assert words in answer.json["problem"]
@@ -128,7 +136,15 @@ def captured(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     at.mkdir(parents=True)
     (at / TRACE).write_bytes(os.urandom(5 << 19))
     (at / "other.txt").write_text("not one of ours")
-    outcome = Outcome(ID, 2, 10, 2, files={TRACE: 5 << 19}, left_out={"memory.pickle": "<i>no GPU</i>"}, paused_s=0.25)
+    outcome = Outcome(
+        ID,
+        2,
+        10,
+        2,
+        files={TRACE: 5 << 19},
+        left_out={"memory.pickle": "<i>no GPU</i>"},
+        paused_s=0.25,
+    )
     capture_files.write(capture_files.outcome_path(at), outcome)
     secret = folder / "secret"
     secret.mkdir()
@@ -190,7 +206,10 @@ def test_file_replaced_during_a_download_is_refused(captured: Path) -> None:
     assert len(first) == BLOCK_BYTES
     file = capture_files.rank_folder(run / "captures", ID, 2) / TRACE
     content = file.read_bytes()
-    assert block(str(run), ID, "2", TRACE, BLOCK_BYTES, known)[0] == content[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    assert (
+        block(str(run), ID, "2", TRACE, BLOCK_BYTES, known)[0]
+        == content[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    )
     file.unlink()
     file.write_bytes(content[:-1])
     with pytest.raises(NoSuchError):

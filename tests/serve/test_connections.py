@@ -44,9 +44,12 @@ def is_open(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "begin", ["", "GET / HTTP/1.1\r\nHost: x\r\nX: ", "POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+    "begin",
+    ["", "GET / HTTP/1.1\r\nHost: x\r\nX: ", "POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"],
 )
-def test_hundreds_of_unfinished_requests_do_not_block_viewers(connect: Connect, viewer: Viewer, begin: str) -> None:
+def test_hundreds_of_unfinished_requests_do_not_block_viewers(
+    connect: Connect, viewer: Viewer, begin: str
+) -> None:
     """There are more than any limit of the server.
 
     Both an existing viewer and a new one are served.
@@ -59,7 +62,9 @@ def test_hundreds_of_unfinished_requests_do_not_block_viewers(connect: Connect, 
     assert eventually(lambda: not any(map(is_open, held)))
 
 
-def test_connections_of_viewers_are_not_closed_for_unauthenticated_ones(connect: Connect, viewer: Viewer) -> None:
+def test_connections_of_viewers_are_not_closed_for_unauthenticated_ones(
+    connect: Connect, viewer: Viewer
+) -> None:
     head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\n"
     connection = connect(f"GET /api/counts HTTP/1.1\r\n{head}\r\n")
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
@@ -71,7 +76,12 @@ def test_connections_of_viewers_are_not_closed_for_unauthenticated_ones(connect:
 
 @pytest.mark.parametrize(
     "second",
-    ["", "G", "GET / HTTP/1.1\r\nHost: {host}\r\n", "POST /runs/done/api/captures HTTP/1.1\r\nHost: {host}\r\n"],
+    [
+        "",
+        "G",
+        "GET / HTTP/1.1\r\nHost: {host}\r\n",
+        "POST /runs/done/api/captures HTTP/1.1\r\nHost: {host}\r\n",
+    ],
 )
 def test_unfinished_second_request_is_closed(connect: Connect, viewer: Viewer, second: str) -> None:
     """The first request on the connection had the token and was answered."""
@@ -87,13 +97,20 @@ def test_request_body_is_not_awaited(connect: Connect, viewer: Viewer) -> None:
 
     The server answers without reading it, and closes the connection.
     """
-    head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\nOrigin: http://{viewer.host}\r\n"
-    connection = connect(f"POST /runs/done/api/captures HTTP/1.1\r\n{head}Content-Length: 100\r\n\r\nranks=0")
+    head = (
+        f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\nOrigin:"
+        f" http://{viewer.host}\r\n"
+    )
+    connection = connect(
+        f"POST /runs/done/api/captures HTTP/1.1\r\n{head}Content-Length: 100\r\n\r\nranks=0"
+    )
     assert connection.recv(12) == b"HTTP/1.1 400"
     assert eventually(lambda: not is_open(connection))
 
 
-def test_single_bytes_do_not_extend_the_time_limit_of_a_head(connect: Connect, viewer: Viewer) -> None:
+def test_single_bytes_do_not_extend_the_time_limit_of_a_head(
+    connect: Connect, viewer: Viewer
+) -> None:
     connection = connect("GET / HTTP/1.1\r\n")
 
     def goes_on() -> bool:

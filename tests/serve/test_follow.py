@@ -58,7 +58,9 @@ def newer(news: News, version: object) -> dict[str, object]:
     return now
 
 
-def test_each_state_is_a_new_version_until_the_run_ends(live: LiveSimulation, viewer: Viewer) -> None:
+def test_each_state_is_a_new_version_until_the_run_ends(
+    live: LiveSimulation, viewer: Viewer
+) -> None:
     news = viewer.news(live.name)
     first = news.until(problem="")
     assert first["is_live"]
@@ -121,7 +123,9 @@ def test_stalled_viewer_does_not_block_others(live: LiveSimulation, viewer: View
             version = newer(news, version)["version"]
 
 
-def test_silent_run_is_reported_in_the_page_and_in_the_list(live: LiveSimulation, viewer: Viewer) -> None:
+def test_silent_run_is_reported_in_the_page_and_in_the_list(
+    live: LiveSimulation, viewer: Viewer
+) -> None:
     before_s = time.time() - 300
     os.utime(live.run.nodes, (before_s, before_s))
     news = viewer.news(live.name)

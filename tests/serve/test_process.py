@@ -27,7 +27,9 @@ from torchlens_perf.run.installation import install_command
 pytestmark = pytest.mark.distributed
 
 
-def serve(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def serve(
+    *arguments: str, folder: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command for a server that fails to start."""
     return subprocess.run(
         [sys.executable, "-m", "torchlens_perf", "serve", *arguments],
@@ -64,7 +66,9 @@ def test_listens_on_loopback_by_default(runs: Path) -> None:
         assert server.address.partition("token")[2] != other.address.partition("token")[2]
         port = server.stranger().address.port
         listening = f"{port:04X} 00000000:0000 0A"
-        found = [line for line in Path("/proc/net/tcp").read_text().splitlines() if listening in line]
+        found = [
+            line for line in Path("/proc/net/tcp").read_text().splitlines() if listening in line
+        ]
         assert [line.split()[1].partition(":")[0] for line in found] == ["0100007F"]
 
 
@@ -89,7 +93,8 @@ def test_readers_do_not_import_modules_from_the_current_folder(runs: Path, tmp_p
     script = tmp_path / "bin" / "start.py"
     script.parent.mkdir()
     script.write_text(
-        "import sys\nfrom torchlens_perf.commands.cli import main\nif __name__ == '__main__': sys.exit(main())\n"
+        "import sys\nfrom torchlens_perf.commands.cli import main\nif __name__ == '__main__':"
+        " sys.exit(main())\n"
     )
     with PageServer(runs, cwd=tmp_path, script=str(script)) as server:
         assert server.viewer().page("done")
@@ -124,13 +129,17 @@ def test_invalid_arguments_fail_with_one_line(runs: Path, tmp_path: Path) -> Non
             ([str(runs), "--host", "no.such.host.invalid", "--allow-remote"], "cannot listen on"),
         ):
             done = serve(*arguments)
-            assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+            assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (
+                2,
+                "",
+                1,
+            ), done.stderr
             assert word in done.stderr
     assert "there is no folder torchlens-perf" in serve(folder=tmp_path).stderr
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nfor name in ('starlette', 'uvicorn'): sys.modules[name] = None\n"
-        "import importlib.util as util\nfind = util.find_spec\n"
-        "util.find_spec = lambda name, *rest: None if name in ('starlette', 'uvicorn') else find(name, *rest)\n"
+        "import sys\nfor name in ('starlette', 'uvicorn'): sys.modules[name] = None\nimport"
+        " importlib.util as util\nfind = util.find_spec\nutil.find_spec = lambda name, *rest: None"
+        " if name in ('starlette', 'uvicorn') else find(name, *rest)\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = serve(str(runs), PYTHONPATH=path)
@@ -143,8 +152,16 @@ def test_invalid_http_is_refused_without_output(runs: Path) -> None:
     with PageServer(runs) as server:
         viewer = server.viewer()
         host, port = viewer.host.split(":")
-        for text in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000):
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60) as connection:
+        for text in (
+            b"\x00\xff\x00\r\n\r\n",
+            b"GET\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"A" * 100_000,
+        ):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, int(port)), timeout=60) as connection,
+            ):
                 connection.sendall(text)
                 connection.shutdown(socket.SHUT_WR)
                 answer = http.client.HTTPResponse(connection)
@@ -205,7 +222,9 @@ def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, 
 
 
 @pytest.mark.parametrize("error", [errno.EIO, *long(errno.ESTALE, errno.EACCES)])
-def test_disk_error_is_shown_in_list_and_page(hanging: tuple[Path, Path, dict[str, str]], error: int) -> None:
+def test_disk_error_is_shown_in_list_and_page(
+    hanging: tuple[Path, Path, dict[str, str]], error: int
+) -> None:
     folder, flag, environment = hanging
     flag.touch()
     with PageServer(folder, **{**environment, "FAILING_WITH": str(error)}) as server:

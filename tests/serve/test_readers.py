@@ -82,9 +82,17 @@ def test_readers_have_the_lowest_priority_and_are_reused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [(NoSuchError, 404), (ConfigError, 400), (RunStoreError, 503), (OSError, 503), (ZeroDivisionError, 500)],
+    [
+        (NoSuchError, 404),
+        (ConfigError, 400),
+        (RunStoreError, 503),
+        (OSError, 503),
+        (ZeroDivisionError, 500),
+    ],
 )
-def test_errors_of_readers_become_messages_with_a_status(kind: type[Exception], status: int) -> None:
+def test_errors_of_readers_become_messages_with_a_status(
+    kind: type[Exception], status: int
+) -> None:
     async def work(readers: Readers) -> ReadError:
         with pytest.raises(ReadError) as raised:
             await readers.call(fail, kind, "why\x1b[2J\nso", within_s=LONGEST_S)
@@ -113,7 +121,9 @@ def test_errors_and_dead_readers_become_read_errors() -> None:
 
 
 def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    """Its caller receives an error, concurrent callers are told that readers are busy, and later ones are served."""
+    """Its caller receives an error, concurrent callers are told that readers are busy, and later
+    ones are served.
+    """
     mark = tmp_path / "mark"
 
     async def work(readers: Readers) -> tuple[str, str]:

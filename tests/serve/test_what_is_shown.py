@@ -1,4 +1,6 @@
-"""The content that the server sends: the list, a run's page and its data, for valid and damaged folders."""
+"""The content that the server sends: the list, a run's page and its data, for valid and damaged
+folders.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_page_equals_the_file_page(viewer: Viewer, runs: Path) -> None:
     held = json.loads(as_json(contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")
     text = viewer.page("done")
-    found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="contents">(.*?)</script>', text, re.DOTALL
+    )
     assert found is not None
     for each in (shown, json.loads(found[1])):
         assert {**each, "written": ""} == {**held, "written": ""}
@@ -76,7 +80,10 @@ def test_page_equals_the_file_page(viewer: Viewer, runs: Path) -> None:
 def test_client_without_gzip_receives_plain_text(viewer: Viewer) -> None:
     plain, packed = viewer.ask("/runs/done/"), viewer.ask("/runs/done/", accept_encoding="gzip, br")
     assert plain.body == gzip.decompress(packed.body)
-    assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (None, "gzip")
+    assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (
+        None,
+        "gzip",
+    )
 
 
 def test_any_recorded_step_is_served_span_by_span(viewer: Viewer) -> None:
@@ -124,7 +131,15 @@ def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs
     """
     folder = tmp_path / "runs"
     shutil.copytree(runs / "done", folder / "good")
-    for name in ("<b>bold", 'quote"&amp;', "line\nline", "\x1b[2J", "a b?c#d", "percent%2e", "\u202eexe"):
+    for name in (
+        "<b>bold",
+        'quote"&amp;',
+        "line\nline",
+        "\x1b[2J",
+        "a b?c#d",
+        "percent%2e",
+        "\u202eexe",
+    ):
         shutil.copytree(runs / "done", folder / name)
     shutil.copytree(os.fsencode(runs / "done"), os.fsencode(folder) + b"/not\xffutf8")
     (folder / "bad" / "nodes").mkdir(parents=True)
@@ -147,7 +162,9 @@ def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs
         assert len(found) == 12
         assert all(raw not in text for raw in ("<b>bold", "\x1b", "\u202e", "line\nline"))
         rows = cells(text)
-        assert [row["verdict"] for row in rows if row["status"] == "STARTING"] == ["No step has been recorded yet."]
+        assert [row["verdict"] for row in rows if row["status"] == "STARTING"] == [
+            "No step has been recorded yet."
+        ]
         assert sum(row["status"] == "UNREADABLE" for row in rows) == 2
         shown = {address: viewer.answer_of_page(f"/{address}") for address in found}
         unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
@@ -174,13 +191,19 @@ def test_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
             viewer.list()
 
             def names(query: str) -> list[str]:
-                return [link.split("/")[1] for link in links(viewer.ask(f"/?{query}").text, "runs/")]
+                return [
+                    link.split("/")[1] for link in links(viewer.ask(f"/?{query}").text, "runs/")
+                ]
 
             assert names("sort=ranks") == ["slow", "live", "begins"]
             assert names("sort=-ranks") == ["live", "slow", "begins"]
             assert names("sort=cost")[0] == "slow"
             for key in SORTS:
-                assert sorted(names(f"sort={key}")) == sorted(names(f"sort=-{key}")) == ["begins", "live", "slow"]
+                assert (
+                    sorted(names(f"sort={key}"))
+                    == sorted(names(f"sort=-{key}"))
+                    == ["begins", "live", "slow"]
+                )
             assert names("sort=nothing") == names("")
             assert names("search=SLOW+rank") == ["slow"]
             assert set(names("search=live")) == {"live"}

@@ -21,7 +21,16 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.commands.cli import main
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run import captures as capture_files
-from torchlens_perf.run.captures import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
+from torchlens_perf.run.captures import (
+    BY_USER,
+    BY_VERDICT,
+    LONGEST_S,
+    RAW_TRACE,
+    STACKS,
+    TRACE,
+    Outcome,
+    Request,
+)
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
@@ -37,7 +46,8 @@ class Node:
         self.run = make_run(folder)
         self.folder = folder
         self.ranks = {
-            rank: LiveRank(folder / f"rank{rank}.ring", os.getpid(), 0, step=10, refuses=False) for rank in (0, 1)
+            rank: LiveRank(folder / f"rank{rank}.ring", os.getpid(), 0, step=10, refuses=False)
+            for rank in (0, 1)
         }
         self.relay = CaptureRelay(self.run)
         self.now_s = 100.0
@@ -58,7 +68,9 @@ class Node:
 
     def asked(self) -> list[int]:
         """Return the ranks that have received a request."""
-        return [rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()]
+        return [
+            rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()
+        ]
 
     def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
         """Answer a request as a rank does."""
@@ -66,7 +78,14 @@ class Node:
         request = capture_files.read(capture_files.ask_path(ring), Request)
         capture_files.ask_path(ring).unlink()
         (Path(request.folder) / RAW_TRACE).write_bytes(trace)
-        outcome = Outcome(request.id, rank, request.from_step, request.steps, files={TRACE: len(trace)}, paused_s=0.25)
+        outcome = Outcome(
+            request.id,
+            rank,
+            request.from_step,
+            request.steps,
+            files={TRACE: len(trace)},
+            paused_s=0.25,
+        )
         capture_files.write(capture_files.answer_path(ring), outcome)
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
@@ -104,7 +123,12 @@ def test_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
     assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
     assert list(node.folder.glob("rank*")) == []
     (row,) = captures(node.run)
-    assert (row["rank"], row["first_step"], row["last_step"], row["asked_by"]) == (1, 12, 14, "user")
+    assert (row["rank"], row["first_step"], row["last_step"], row["asked_by"]) == (
+        1,
+        12,
+        14,
+        "user",
+    )
     assert row["files"][TRACE]["path"] == "captures/one/rank00001/trace.json.gz"
 
 
@@ -224,7 +248,9 @@ def test_request_ends_without_an_answer_after_a_timeout(node: Node) -> None:
     assert node.outcomes()["two", 1].steps == 3
 
 
-@pytest.mark.parametrize("answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}'])
+@pytest.mark.parametrize(
+    "answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}']
+)
 def test_unreadable_answer_ends_the_request(node: Node, answer: str) -> None:
     node.ask()
     node.run_round()
@@ -275,7 +301,9 @@ def test_trace_is_removed_if_it_cannot_be_compressed(node: Node) -> None:
     assert list((folder / TRACE).iterdir()) == []
 
 
-@pytest.mark.parametrize(("traced", "code", "quiet"), [(True, 0, []), (False, 1, []), (True, 0, ["--quiet"])])
+@pytest.mark.parametrize(
+    ("traced", "code", "quiet"), [(True, 0, []), (False, 1, []), (True, 0, ["--quiet"])]
+)
 def test_exit_code_of_the_command_shows_if_there_is_a_trace(
     node: Node, traced: bool, code: int, quiet: list[str]
 ) -> None:
@@ -300,7 +328,9 @@ def test_exit_code_of_the_command_shows_if_there_is_a_trace(
     answering.start()
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20", *quiet]) == code
+        assert (
+            main(["capture", str(node.run.path), "--rank", "0", "--timeout", "20", *quiet]) == code
+        )
     answering.join(5)
     assert ("no trace: the disk is full" in out.getvalue()) is not traced
     assert ("asked: ranks 0" in out.getvalue()) is not bool(quiet)
@@ -346,7 +376,9 @@ def test_pause_for_a_capture_is_not_a_lag_in_collectives(node: Node) -> None:
             waits = step == 31 and rank.identity.rank == 0
             took_ns = 500_000_000 if waits else 1_000_000
             start_ns = rank.clock() if waits or step != 31 else rank.clock() + 499_000_000
-            recorder.record_span(int(Kind.COLLECTIVE), name_id, start_ns, took_ns, int(Flag.COMPLETED), 1 << 20, step)
+            recorder.record_span(
+                int(Kind.COLLECTIVE), name_id, start_ns, took_ns, int(Flag.COMPLETED), 1 << 20, step
+            )
             rank.clock.advance(600_000_000)
             captured = step in (28, 29, 30) and rank.identity.rank == 1
             recorder.next_step(int(Flag.CAPTURED) * captured, 0, 1)
@@ -448,12 +480,18 @@ def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
 @pytest.mark.parametrize(
     ("options", "ends", "words"),
     [
-        (["--timeout", "0.2"], False, "has not read the first steps yet: ask again in some seconds"),
+        (
+            ["--timeout", "0.2"],
+            False,
+            "has not read the first steps yet: ask again in some seconds",
+        ),
         (["--no-wait"], False, "has not read the first steps yet: ask again in some seconds"),
         (["--timeout", "60"], True, "has ended: a capture needs a live run"),
     ],
 )
-def test_command_prints_why_a_rank_cannot_be_captured(node: Node, options: list[str], ends: bool, words: str) -> None:
+def test_command_prints_why_a_rank_cannot_be_captured(
+    node: Node, options: list[str], ends: bool, words: str
+) -> None:
     """The command never says that no step was made.
 
     A sidecar that has not read the ring cannot know that.

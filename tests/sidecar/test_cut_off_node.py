@@ -37,7 +37,13 @@ class Node:
     def __init__(self, made: RunDirectory, places: Endpoints) -> None:
         of_node = {"local_world_size": 2}
         self.ranks = [
-            Rank(made, rank, 4, exchange=f"grpc://{places.coordinator}", identity={"local_rank": rank - 2, **of_node})
+            Rank(
+                made,
+                rank,
+                4,
+                exchange=f"grpc://{places.coordinator}",
+                identity={"local_rank": rank - 2, **of_node},
+            )
             for rank in (2, 3)
         ]
         self.exporter = InMemoryExporter()
@@ -50,7 +56,10 @@ class Node:
     def until(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + WITHIN_S
         while not condition():
-            assert time.monotonic() < deadline_s, (self.alerts, self.sidecar.monitor.cluster.notes())
+            assert time.monotonic() < deadline_s, (
+                self.alerts,
+                self.sidecar.monitor.cluster.notes(),
+            )
             self.sidecar.poll()
             self.sidecar.account()
             self.sidecar.judge(time.monotonic())
@@ -62,17 +71,23 @@ class Node:
         return self.exporter.alerts
 
 
-def test_cut_off_node_raises_alerts_until_node_0_judges(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_node_raises_alerts_until_node_0_judges(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     places = Endpoints(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
     node = Node(run, places)
-    node.sidecar.monitor.cluster = Cluster(HOST, run.run_id, cut_off_after_s=1.0, node_0_timeout_s=0.5)
+    node.sidecar.monitor.cluster = Cluster(
+        HOST, run.run_id, cut_off_after_s=1.0, node_0_timeout_s=0.5
+    )
     node.steps()
     node.until(lambda: bool(node.alerts))
     (started,) = node.alerts
     assert (started.change, started.rank) == ("started", 3)
-    assert started.text.startswith(f"Only from node {HOST}, which cannot reach node 0: Rank 3 ({HOST}) is slow")
+    assert started.text.startswith(
+        f"Only from node {HOST}, which cannot reach node 0: Rank 3 ({HOST}) is slow"
+    )
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
     (of_job,) = FindingLog(run.run_id).changes(

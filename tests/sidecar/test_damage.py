@@ -48,7 +48,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda text: text[: len(text) // 2],
     "not JSON": lambda text: b"{",
     "another's": lambda text: b'{"hello": 1}',
-    "newer": lambda text: text.replace(b'"schema":%d' % node_state.SCHEMA, b'"schema":%d' % (node_state.SCHEMA + 1)),
+    "newer": lambda text: text.replace(
+        b'"schema":%d' % node_state.SCHEMA, b'"schema":%d' % (node_state.SCHEMA + 1)
+    ),
     "binary": lambda text: bytes(range(256)) * 8,
     "deep": lambda text: b'{"schema":9,"x":' + b"[" * 100_000,
     "other types": lambda text: json.dumps({**json.loads(text), "processes": {"a": 5}}).encode(),
@@ -104,7 +106,9 @@ def test_changed_bytes_in_a_state_do_not_break_the_report(states: int, run: RunD
     text, draw = run.node_state(HOST).read_bytes(), random.Random(states)
     broken = run.nodes / "zz.json"
     for _ in range(number):
-        damaged = bytearray(text.replace(b'"rank":0', b'"rank":1').replace(b'"host":"node-a"', b'"host":"zz"'))
+        damaged = bytearray(
+            text.replace(b'"rank":0', b'"rank":1').replace(b'"host":"node-a"', b'"host":"zz"')
+        )
         for _ in range(draw.randint(1, 8)):
             at = draw.randrange(len(damaged))
             damaged[at : at + draw.randint(0, 3)] = draw.randbytes(draw.randint(0, 3))
@@ -112,7 +116,14 @@ def test_changed_bytes_in_a_state_do_not_break_the_report(states: int, run: RunD
 
         assert 0 in [rank["rank"] for rank in run_report(run)["ranks"]]
     if states == STATES:
-        note("node states of any bytes", number, STATES, "0 reports missing", time.monotonic() - began_s, states)
+        note(
+            "node states of any bytes",
+            number,
+            STATES,
+            "0 reports missing",
+            time.monotonic() - began_s,
+            states,
+        )
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "newer"])
@@ -130,7 +141,9 @@ def test_damaged_state_is_renamed_with_a_note(damage: str, run: RunDirectory) ->
     assert len(list(run.nodes.glob("*.damaged-*"))) == 1
 
 
-def test_damaged_segment_is_left_out_with_a_note(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_segment_is_left_out_with_a_note(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both a later sidecar and a replay report it. Files of other programs are not touched."""
     finished(run, 20)
     (first,) = run.spans.glob("*.parquet")
@@ -155,7 +168,9 @@ def test_damaged_segment_is_left_out_with_a_note(run: RunDirectory, capsys: pyte
 
 
 @pytest.fixture
-def failing(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def failing(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Path]]:
     """Return a function that makes calls of child processes on some paths fail.
 
     Calls fail with the given error while the returned flag file exists.
@@ -174,7 +189,9 @@ def failing(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield make
 
 
-@pytest.mark.parametrize("error", [errno.ESTALE, *long(errno.EIO, errno.EACCES, errno.ENOSPC)], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "error", [errno.ESTALE, *long(errno.EIO, errno.EACCES, errno.ENOSPC)], ids=errno.errorcode.get
+)
 def test_disk_errors_for_some_seconds_lose_no_records(
     error: int, run: RunDirectory, failing: Callable[..., Path]
 ) -> None:
@@ -198,7 +215,9 @@ def test_disk_errors_for_some_seconds_lose_no_records(
     assert os.strerror(error) in run.node_log(HOST).read_text()
 
 
-def test_unreadable_state_is_read_again_after_a_disk_error(run: RunDirectory, failing: Callable[..., Path]) -> None:
+def test_unreadable_state_is_read_again_after_a_disk_error(
+    run: RunDirectory, failing: Callable[..., Path]
+) -> None:
     """A disk error is not damage, so the state is not renamed."""
     first = Rank(run, 0, 1)
     first.steps(20, **WORK)
@@ -209,13 +228,18 @@ def test_unreadable_state_is_read_again_after_a_disk_error(run: RunDirectory, fa
     rank = Rank(run, 0, 1, identity={"attempt": 1})
     rank.steps(30, **WORK)
     sidecar.ensure(run, rank.identity)
-    assert eventually(lambda: run.node_log(HOST).exists() and "restarts in" in run.node_log(HOST).read_text())
+    assert eventually(
+        lambda: run.node_log(HOST).exists() and "restarts in" in run.node_log(HOST).read_text()
+    )
     flag.unlink()
     rank.close()
     wait_for_sidecar(run)
     state = node_state.load(run.node_state(HOST))
 
-    assert sorted(process.statistics.counted_steps for process in state.processes.values()) == [20, 30]
+    assert sorted(process.statistics.counted_steps for process in state.processes.values()) == [
+        20,
+        30,
+    ]
     assert list(run.nodes.glob("*.damaged-*")) == []
 
 

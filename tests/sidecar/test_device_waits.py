@@ -50,7 +50,9 @@ def test_host_in_one_line_in_all_samples_waits_there() -> None:
     assert not waits.is_due(pause())
 
 
-@pytest.mark.parametrize("second", [stack_in(SLEEP), stack_in(ITEM, line=40)], ids=["no wait", "another line"])
+@pytest.mark.parametrize(
+    "second", [stack_in(SLEEP), stack_in(ITEM, line=40)], ids=["no wait", "another line"]
+)
 def test_host_with_different_samples_does_not_wait(second: Stack) -> None:
     """An evaluation reads values in several places. The first different sample is the last one."""
     waits = asked()

@@ -29,7 +29,11 @@ def test_sidecar_makes_few_calls_to_the_disk(
 ) -> None:
     """Calls with a path in the run directory are counted, while a job trains."""
     log = tmp_path / "calls"
-    for name, value in {"LD_PRELOAD": library(), "FAILING_PATHS": run.path, "FAILING_LOG": log}.items():
+    for name, value in {
+        "LD_PRELOAD": library(),
+        "FAILING_PATHS": run.path,
+        "FAILING_LOG": log,
+    }.items():
         monkeypatch.setenv(name, str(value))
     with everything_ended(str(log)):
         rank = Rank(run, 0, 1, ring_records=1 << 16)

@@ -36,8 +36,25 @@ from torchlens_perf.simulate.simulation import Simulation, Topology
 
 RINGS, MESSAGES, RUNS = 400_000, 500_000, 2_000
 RECORDS = 1024  # the smallest size of a ring
-EDGES = (0, 1, 0x7F, 0xFF, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
-REGIONS = ((0, 256), (0, ring.METADATA_OFFSET), (ring.METADATA_OFFSET, 2048), (ring.NAMES_OFFSET, 512))
+EDGES = (
+    0,
+    1,
+    0x7F,
+    0xFF,
+    1 << 15,
+    (1 << 16) - 1,
+    (1 << 31) - 1,
+    (1 << 32) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
+REGIONS = (
+    (0, 256),
+    (0, ring.METADATA_OFFSET),
+    (ring.METADATA_OFFSET, 2048),
+    (ring.NAMES_OFFSET, 512),
+)
 
 
 def changed(data: bytes, draw: random.Random) -> bytes:
@@ -102,14 +119,23 @@ def read_all(path: Path) -> str:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [400, *long(RINGS)])
-def test_reader_of_a_changed_ring_raises_only_ring_errors(number: int, run: RunDirectory, tmp_path: Path) -> None:
+def test_reader_of_a_changed_ring_raises_only_ring_errors(
+    number: int, run: RunDirectory, tmp_path: Path
+) -> None:
     """The reader ends, and returns no more records than the ring can contain."""
-    began_s, count, draw = time.monotonic(), number if number < RINGS else share(RINGS), random.Random(number)
+    began_s, count, draw = (
+        time.monotonic(),
+        number if number < RINGS else share(RINGS),
+        random.Random(number),
+    )
     rank = Rank(run, 0, 1, ring_records=RECORDS)
     rank.steps(RECORDS // 4, **WORK)
     whole = rank.ring_path.read_bytes()
     rank.close()
-    copy, ends = Path("/dev/shm") / f"{tmp_path.name}-{os.getpid()}.ring", dict.fromkeys(["", "refused", "ended"], 0)
+    copy, ends = (
+        Path("/dev/shm") / f"{tmp_path.name}-{os.getpid()}.ring",
+        dict.fromkeys(["", "refused", "ended"], 0),
+    )
     try:
         copy.write_bytes(whole)
         with open(copy, "r+b", buffering=0) as file:
@@ -131,14 +157,25 @@ def test_reader_of_a_changed_ring_raises_only_ring_errors(number: int, run: RunD
     assert ends[""] > count / 4  # Otherwise the test would cover little.
     assert ends["refused"] > 0
     if count > 400:
-        note("rings of any bytes", count, RINGS, f"{ends['refused']:,} refused", time.monotonic() - began_s, number)
+        note(
+            "rings of any bytes",
+            count,
+            RINGS,
+            f"{ends['refused']:,} refused",
+            time.monotonic() - began_s,
+            number,
+        )
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [6, *long(RUNS)])
 def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path) -> None:
     """All steps of the other rank are in the report."""
-    began_s, count, draw = time.monotonic(), number if number < RUNS else share(RUNS), random.Random(number)
+    began_s, count, draw = (
+        time.monotonic(),
+        number if number < RUNS else share(RUNS),
+        random.Random(number),
+    )
     # The sidecar rightly waits for live processes, or a live launcher, if the ring is not closed.
     dead = dead_process()
     dead["launcher_pid"] = dead["pid"]
@@ -158,7 +195,14 @@ def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path
 
             assert steps[0] == 12, (each, steps)
     if count > 6:
-        note("runs with a ring of any bytes", count, RUNS, "0 lost the other rank", time.monotonic() - began_s, number)
+        note(
+            "runs with a ring of any bytes",
+            count,
+            RUNS,
+            "0 lost the other rank",
+            time.monotonic() - began_s,
+            number,
+        )
 
 
 # -- messages from other nodes
@@ -175,7 +219,11 @@ class Collecting(End):
 
 def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
     """Return a sidecar that judges its two ranks and the posts in Collecting.inbox."""
-    run, at, steps = RunDirectory(tmp_path), places(4, node_size=2), next(Simulation(Topology(4)).steps(20))
+    run, at, steps = (
+        RunDirectory(tmp_path),
+        places(4, node_size=2),
+        next(Simulation(Topology(4)).steps(20)),
+    )
     view = NodeView("node-0", lambda where, key, node, merges: Collecting(wire, node))
     for rank in range(2):
         identity = _identity(run, rank)
@@ -190,7 +238,11 @@ def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
 @pytest.mark.parametrize("number", [1_000, *long(MESSAGES)])
 def test_changed_messages_are_read_or_refused(number: int, tmp_path: Path) -> None:
     """A refused message raises ValueError. A readable one is judged without an error."""
-    began_s, count, draw = time.monotonic(), number if number < MESSAGES else share(MESSAGES), random.Random(number)
+    began_s, count, draw = (
+        time.monotonic(),
+        number if number < MESSAGES else share(MESSAGES),
+        random.Random(number),
+    )
     sent, _ = two_nodes(tmp_path)
     payloads = {rank: payload for each in sent.sent for rank, payload in each.payloads.items()}
     control = ControlMessage("a-run", (ProcessGeneration(0, -5.0, 4),))
@@ -213,4 +265,11 @@ def test_changed_messages_are_read_or_refused(number: int, tmp_path: Path) -> No
     assert taken > count / 10
     assert other_ranks > 0
     if count > 1_000:
-        note("messages of any bytes", count, MESSAGES, f"{taken:,} taken", time.monotonic() - began_s, number)
+        note(
+            "messages of any bytes",
+            count,
+            MESSAGES,
+            f"{taken:,} taken",
+            time.monotonic() - began_s,
+            number,
+        )

@@ -25,7 +25,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
     """Set the device's mark at the end of the rank's last step. The rank is blocked since then."""
-    mark = DeviceMark(STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS)
+    mark = DeviceMark(
+        STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS
+    )
     rank.ring.set_device_mark(mark.words())
 
 
@@ -59,7 +61,8 @@ def test_stuck_device_is_found_from_the_rings_marks(run: RunDirectory) -> None:
     text = hang_text_of(run, ranks)
     assert "the device of rank 2" in text
     assert (
-        "is in step 19 after the beginning of module GPT, while the furthest device of ranks 0-1 is in step 19" in text
+        "is in step 19 after the beginning of module GPT, while the furthest device of ranks 0-1 is"
+        " in step 19" in text
     )
 
 

@@ -31,7 +31,10 @@ def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = 
     """Record a simulated run, read by one sidecar or by several ones in turn."""
     host = of.topology.host(0)
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
-    ranks = [SimulatedRank(run, host, of.topology, rank, anchor, "note") for rank in range(of.topology.ranks)]
+    ranks = [
+        SimulatedRank(run, host, of.topology, rank, anchor, "note")
+        for rank in range(of.topology.ranks)
+    ]
 
     def sidecar() -> Sidecar:
         return Sidecar(run, host, None, lambda run, asked: None)
@@ -96,8 +99,12 @@ def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) 
     for key, each in one.items():
         # A new detector needs some rows to find an end, and finds it less exactly.
         assert again[key].get("since_step") == pytest.approx(each.get("since_step"), abs=16)
-        assert again[key].get("windows_judged", 0) == pytest.approx(each.get("windows_judged", 0), abs=2)
-        assert again[key].get("windows_held", 0) == pytest.approx(each.get("windows_held", 0), abs=4)
+        assert again[key].get("windows_judged", 0) == pytest.approx(
+            each.get("windows_judged", 0), abs=2
+        )
+        assert again[key].get("windows_held", 0) == pytest.approx(
+            each.get("windows_held", 0), abs=4
+        )
 
 
 def test_start_end_and_windows_of_a_finding_match_the_simulated_fault(tmp_path: Path) -> None:
@@ -107,7 +114,10 @@ def test_start_end_and_windows_of_a_finding_match_the_simulated_fault(tmp_path: 
     found = held(run)
     slow, no_straggler = found["straggler_ended", 3], found["none", None]
 
-    assert (slow["since_step"], slow["until_step"]) == (pytest.approx(64, abs=2), pytest.approx(160, abs=8))
+    assert (slow["since_step"], slow["until_step"]) == (
+        pytest.approx(64, abs=2),
+        pytest.approx(160, abs=8),
+    )
     assert (slow["windows_held"], slow["windows_judged"], slow["window_steps"]) == (
         pytest.approx(12, abs=1), 28, 8,
     )  # fmt: skip
@@ -129,7 +139,9 @@ def test_replay_raises_the_same_alerts_and_changes_no_finding(tmp_path: Path) ->
     )  # fmt: skip
 
 
-def test_hang_is_recorded_without_an_exporter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_is_recorded_without_an_exporter(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record stays after a restart of the sidecar and after the hang's end."""
     rank = Rank(run, 0, 1)
     rank.steps(20, forward=10.0)
@@ -138,7 +150,9 @@ def test_hang_is_recorded_without_an_exporter(run: RunDirectory, monkeypatch: py
         return Sidecar(run, HOST, None, lambda run, asked: None)
 
     def round_of(reader: Sidecar, hung: bool) -> Held:
-        monkeypatch.setattr(reader.monitor.epoch._hangs, "hang", hang(20, since_s=12.0) if hung else None)
+        monkeypatch.setattr(
+            reader.monitor.epoch._hangs, "hang", hang(20, since_s=12.0) if hung else None
+        )
         monkeypatch.setattr(reader.monitor.epoch._hangs, "update", lambda *_: None)
         reader.poll()
         reader.account()

@@ -53,7 +53,9 @@ class End:
         self._wire, self._node = wire, node
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        self._wire.sent += [Received(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()]
+        self._wire.sent += [
+            Received(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()
+        ]
 
     def collect(self) -> Collected:
         received, self._wire.sent = self._wire.sent, []
@@ -89,7 +91,9 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
         view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank])
+        view.epoch.set_progress(
+            identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank]
+        )
     nodes[1].update(1.0)
     nodes[0].update(1.0)
 
@@ -111,11 +115,15 @@ def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
                 view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
             now = progress.rank(rank, step=100 + 10 * second, state="running")
             view.epoch.set_progress(identity, at[rank], now, {})
-            view.epoch.add_metrics({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
+            view.epoch.add_metrics(
+                {rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second)
+            )
         nodes[1].update(float(second))
         nodes[0].update(float(second))
     found = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
-    diagnosis_of_rank_1 = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
+    diagnosis_of_rank_1 = nodes[0].epoch.diagnose(
+        StragglerGroup("rank", "", (1,), episode(1, since=100)), {}
+    )
 
     assert [cause.kind for cause in found.causes] == ["gc"]
     assert found.causes[0].evidence == {"gc_share": 0.25, "others_gc_share": 0.0}
@@ -145,13 +153,17 @@ def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None
     nodes[0].update(1.0)
 
     assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
-    assert nodes[0].cluster.notes() == ["node node-2/4 runs another version of torchlens_perf: not compared"]
+    assert nodes[0].cluster.notes() == [
+        "node node-2/4 runs another version of torchlens_perf: not compared"
+    ]
     nodes[0].begin(1)
     assert nodes[0].cluster.notes() == []
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 def test_corrupt_window_does_not_affect_other_nodes(tmp_path: Path, data: st.DataObject) -> None:
     """Any bytes may arrive. There is no exception."""
     wire, run, at = Wire(), RunDirectory(tmp_path), places(6, node_size=2)
@@ -203,10 +215,14 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
 
 
 def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
-    return identity_of(run, rank, world_size, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
+    return identity_of(
+        run, rank, world_size, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}"
+    )
 
 
-def test_text_of_a_hang_has_its_present_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_hang_has_its_present_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stacks are read once, and again when the finding changes."""
     asked = []
 
@@ -243,7 +259,10 @@ def test_end_of_a_hang_is_not_a_new_hang(tmp_path: Path, monkeypatch: pytest.Mon
     watch = hang_watch.HangWatch(6.0)
     stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
     waiting = {number: progress.rank(number, host="node-1", report_age_s=0.5) for number in (2, 3)}
-    going_on = {number: progress.rank(number, host="node-0", since_step_s=0.01, since_mark_s=0.0) for number in (0, 1)}
+    going_on = {
+        number: progress.rank(number, host="node-0", since_step_s=0.01, since_mark_s=0.0)
+        for number in (0, 1)
+    }
 
     def texts(local: Mapping[int, progress.Progress], *, age_s: float, now_s: float) -> str:
         watch.update(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)

@@ -157,14 +157,19 @@ def test_slow_view_is_updated_more_rarely(live: Live) -> None:
     view.close()
 
 
-def test_requester_makes_the_results_of_a_large_job(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requester_makes_the_results_of_a_large_job(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sidecar would need seconds.
 
     Instead it saves the state and sends an empty answer at once.
     """
     monkeypatch.setattr(live_results, "MAX_RANKS", 1)
     live.steps(8)
-    box, view = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS), Mailbox(live.ranks[0].ring_path, VIEW)
+    box, view = (
+        Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS),
+        Mailbox(live.ranks[0].ring_path, VIEW),
+    )
     live.round(1.0)
 
     assert (box.wait(0.0), view.wait(0.0), live.made) == ("", "", 0)
@@ -224,7 +229,9 @@ def test_mailbox_of_a_dead_process_is_removed_with_its_ring(run: RunDirectory) -
     assert not any(box.path.exists() for box in boxes)
 
 
-def test_request_in_the_same_clock_tick_is_seen(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_in_the_same_clock_tick_is_seen(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new file in the same tick of the file system's clock does not change the folder's time."""
     tick_ns = time.time_ns()
     monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)

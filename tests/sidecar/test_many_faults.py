@@ -43,10 +43,21 @@ def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Pat
 
     Each record is counted and kept once.
     """
-    began_s, number, steps, partial = time.monotonic(), kills if kills < KILLS else share(KILLS), 0, 0
+    began_s, number, steps, partial = (
+        time.monotonic(),
+        kills if kills < KILLS else share(KILLS),
+        0,
+        0,
+    )
     runs = max(1, number // KILLS_A_RUN)
     for seed in range(runs):
-        command = [sys.executable, str(SCRIPTS / "sidecars_killed.py"), str(tmp_path), str(KILLS_A_RUN), str(seed)]
+        command = [
+            sys.executable,
+            str(SCRIPTS / "sidecars_killed.py"),
+            str(tmp_path),
+            str(KILLS_A_RUN),
+            str(seed),
+        ]
         done = run_warm(command, tmp_path, timeout_s=300, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
@@ -57,7 +68,14 @@ def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Pat
     assert partial > 0, "none was killed while it wrote"
     if kills == KILLS:
         counted = f"0 of {steps:,} steps lost or counted twice"
-        note("SIGKILL of the sidecar", runs * KILLS_A_RUN, KILLS, counted, time.monotonic() - began_s, runs - 1)
+        note(
+            "SIGKILL of the sidecar",
+            runs * KILLS_A_RUN,
+            KILLS,
+            counted,
+            time.monotonic() - began_s,
+            runs - 1,
+        )
 
 
 @pytest.mark.timeout(3600)
@@ -93,9 +111,10 @@ def test_sidecar_stays_small_on_a_full_disk(seconds: int, run: RunDirectory, fai
     assert growth_kb < MAX_GROWTH_KB
     if seconds == SOAK_S:
         counted = (
-            f"{value['ranks'][0]['steps']:,} of {steps:,} steps counted, {len(kept):,} of {5 * steps:,} records kept, "
-            f"{value['quality']['lost']:,} lost; the sidecar grew by {growth_kb / 1024:.1f} MiB in the second half, "
-            f"{100 * share_of_cpu:.1f} % of a processor"
+            f"{value['ranks'][0]['steps']:,} of {steps:,} steps counted, {len(kept):,} of"
+            f" {5 * steps:,} records kept, {value['quality']['lost']:,} lost; the sidecar grew by"
+            f" {growth_kb / 1024:.1f} MiB in the second half, {100 * share_of_cpu:.1f} % of a"
+            " processor"
         )
         note("seconds of a full disk", full_s, SOAK_S, counted, time.monotonic() - began_s)
 
@@ -109,7 +128,11 @@ def run_lock(run: RunDirectory) -> Path:
 
 
 def resident_kb(pid: int) -> int:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1])
 
 
@@ -140,7 +163,10 @@ def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory
         segments.last_sequences(run, HOST, notes)
         if draw.random() < 0.2:
             wrong = replay(run, None)
-            assert wrong.notes or (wrong.steps, wrong.records) == (20, 100), "neither refused nor whole"
+            assert wrong.notes or (wrong.steps, wrong.records) == (
+                20,
+                100,
+            ), "neither refused nor whole"
         refused += bool(notes)
 
     assert refused > 0
@@ -169,8 +195,17 @@ def readings(payload: bytes) -> Iterator[object]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_damaged_payloads_are_read_or_refused(payloads: int) -> None:
     """The receiver goes on, and a note reports that comparing failed."""
-    began_s, number, seed = time.monotonic(), payloads if payloads < PAYLOADS else share(PAYLOADS), 6
-    whole, draw, refused, stopped = summary.pack(made_summary(5, rows=JOB.rows_of(1))), random.Random(seed), 0, 0
+    began_s, number, seed = (
+        time.monotonic(),
+        payloads if payloads < PAYLOADS else share(PAYLOADS),
+        6,
+    )
+    whole, draw, refused, stopped = (
+        summary.pack(made_summary(5, rows=JOB.rows_of(1))),
+        random.Random(seed),
+        0,
+        0,
+    )
     for _ in range(number):
         payload = damaged(draw, whole)
         if not summary.is_readable(payload):

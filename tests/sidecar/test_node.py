@@ -36,7 +36,9 @@ WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest):
-    made = make_run(tmp_path, f"{request.node.name[:40]}-{os.getpid()}".replace("[", "-").replace("]", ""))
+    made = make_run(
+        tmp_path, f"{request.node.name[:40]}-{os.getpid()}".replace("[", "-").replace("]", "")
+    )
     yield made
     for folder in local_folders(made.run_id):
         for path in folder.iterdir():
@@ -52,7 +54,9 @@ def sidecar(
     return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
 
-def finish(run: RunDirectory, host: str = HOST, exporter: InMemoryExporter | None = None) -> list[dict[str, Any]]:
+def finish(
+    run: RunDirectory, host: str = HOST, exporter: InMemoryExporter | None = None
+) -> list[dict[str, Any]]:
     """Run a sidecar to its end."""
     made, asked = sidecar(run, exporter, host)
     lock = SidecarLock(sidecar_lock(run.run_id))
@@ -88,7 +92,11 @@ def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> Non
 
     assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
     assert [rank["state"] for rank in value["ranks"]] == ["closed", "closed"]
-    assert (value["quality"]["lost"], value["quality"]["coverage"], value["run"]["live"]) == (0, 1.0, False)
+    assert (value["quality"]["lost"], value["quality"]["coverage"], value["run"]["live"]) == (
+        0,
+        1.0,
+        False,
+    )
     assert value["quality"]["records"] == 2 * 50 * 5
     assert value["verdicts"][0]["kind"] == "straggler"
     assert (value["verdicts"][0]["rank"], value["verdicts"][0]["phase"]) == (1, "forward")
@@ -115,7 +123,11 @@ def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
     second = report(run)
 
     assert (first["ranks"][0]["steps"], second["ranks"][0]["steps"]) == (20, 27)
-    assert (first["run"]["live"], first["run"]["ended"], first["ranks"][0]["state"]) == (True, None, "running")
+    assert (first["run"]["live"], first["run"]["ended"], first["ranks"][0]["state"]) == (
+        True,
+        None,
+        "running",
+    )
     assert made.sources.has_more_to_come(1000.0)
     rank.close()
     made.close()
@@ -210,7 +222,12 @@ def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
     traces = exporter.traces
     assert steps.tolist() == list(range(25))
     assert [trace.step for trace in traces] == [*range(FIRST_TRACED_STEPS), 10, 20]
-    assert [span.name for span in traces[3].spans] == ["data", "forward", "communication", "backward"]
+    assert [span.name for span in traces[3].spans] == [
+        "data",
+        "forward",
+        "communication",
+        "backward",
+    ]
     assert traces[3].duration_ns == 14_000_000
 
 
@@ -326,7 +343,11 @@ def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirec
 
     assert not made.sources.has_more_to_come(1000.0)
     value = report(run)
-    assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (1, 9, "closed")
+    assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (
+        1,
+        9,
+        "closed",
+    )
     assert set(pd.read_parquet(run.steps)["attempt"]) == {0, 1}
     made.close()
     died.session.recorder.abandon()
@@ -369,9 +390,15 @@ def test_findings_end_with_their_attempt(run: RunDirectory) -> None:
             rank.steps(count, **WORK)
         run_round(made)
         assert exporter.assessment is not None
-        assert (exporter.assessment.identity.attempt, exporter.assessment.findings.episodes) == (1, ())
+        assert (exporter.assessment.identity.attempt, exporter.assessment.findings.episodes) == (
+            1,
+            (),
+        )
     assert made.state.findings.rows
-    assert [(each.change, each.attempt, each.rank) for each in exporter.alerts] == [("started", 0, 1), ("ended", 0, 1)]
+    assert [(each.change, each.attempt, each.rank) for each in exporter.alerts] == [
+        ("started", 0, 1),
+        ("ended", 0, 1),
+    ]
     assert exporter.alerts[1].text.endswith("It is over: the job was restarted.")
     for rank in after:
         rank.close()
@@ -459,7 +486,14 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
     run_round(made)
     news = []
     began, lasts = hang(step=10), hang(step=10, since_s=20.0)
-    for found in (None, began, lasts, hang(step=10, ranks=(1, 2)), hang(step=10, kind="silent"), None):
+    for found in (
+        None,
+        began,
+        lasts,
+        hang(step=10, ranks=(1, 2)),
+        hang(step=10, kind="silent"),
+        None,
+    ):
         made.monitor.epoch._hangs.hang = found
         made.judge(0.1)
         news.append(made.has_unsaved_hang())
@@ -472,7 +506,9 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
     assert news == [False, True, False, True, True, True]
 
 
-def test_last_choice_of_traces_is_sent_after_a_restart(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_choice_of_traces_is_sent_after_a_restart(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other nodes receive it once a second, until the new processes have made steps.
 
     Buffered steps of the old processes are dropped, because the new ones begin with step 0.
@@ -480,7 +516,9 @@ def test_last_choice_of_traces_is_sent_after_a_restart(run: RunDirectory, monkey
     made, published, left = sidecar(run, InMemoryExporter())[0], list[bytes](), list[int]()
     monkeypatch.setattr(made.monitor.cluster, "publish", published.append)
     for process, steps in ((dead_process(), 60), ({}, 0)):
-        rank = Rank(run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process})
+        rank = Rank(
+            run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process}
+        )
         rank.steps(steps, **WORK)
         run_round(made)
         left.append(len(made.monitor.epoch.traces._buffer.of(37)))
@@ -496,7 +534,10 @@ def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirecto
     exporter, attempts = InMemoryExporter(), []
     made, _ = sidecar(run, exporter)
     for process in (dead_process(), {}):
-        ranks = [Rank(run, rank, identity={"elastic": True, "launcher_pid": 1, **process}) for rank in range(2)]
+        ranks = [
+            Rank(run, rank, identity={"elastic": True, "launcher_pid": 1, **process})
+            for rank in range(2)
+        ]
         ranks[0].steps(60, **WORK)
         ranks[1].steps(60, **{**WORK, "forward": 9})
         for rank in ranks:
@@ -521,7 +562,10 @@ def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirecto
     ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
 )
 def test_error_in_judging_does_not_stop_the_records(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Records are read, counted and saved. The report and the log have the error."""
     monkeypatch.setenv(RAISE, "0")
@@ -542,7 +586,11 @@ def test_error_in_judging_does_not_stop_the_records(
     value = report(run)
 
     assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
-    assert len(pd.read_parquet(run.steps)) == sum(len(batch.steps) for batch in exporter.batches) == 100
+    assert (
+        len(pd.read_parquet(run.steps))
+        == sum(len(batch.steps) for batch in exporter.batches)
+        == 100
+    )
     places = {"alerts": "raising alerts", "metrics": "looking for causes"}
     place = places.get(owner, "judging the ranks")
     assert [note for note in value["quality"]["notes"] if note.startswith(f"{place} failed")] == [
@@ -687,6 +735,9 @@ def test_killed_sidecar_process_can_be_started_again_by_hand(run: RunDirectory) 
 
     assert (second.returncode, "runs on this node already" in second.stderr) == (2, True)
     assert third.returncode == 0
-    assert json.loads(run.node_state(HOST).read_text())["processes"][rank.identity.key]["ended"] == "closed"
+    assert (
+        json.loads(run.node_state(HOST).read_text())["processes"][rank.identity.key]["ended"]
+        == "closed"
+    )
     assert report(run)["ranks"][0]["steps"] == 80
     assert run.report.read_text().count("80 steps") == 1

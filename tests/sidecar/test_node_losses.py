@@ -128,7 +128,10 @@ def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: Run
     run.register_ring(HOST, dead.path)
     finish(run)
 
-    assert any("died before it wrote its metadata; 0 records" in note for note in report(run)["quality"]["notes"])
+    assert any(
+        "died before it wrote its metadata; 0 records" in note
+        for note in report(run)["quality"]["notes"]
+    )
     assert not dead.path.exists()  # Otherwise a finished run could not be replayed.
     dead.close()
 
@@ -148,7 +151,9 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
     made.close()
 
 
-def test_watch_registers_its_ring_with_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_registers_its_ring_with_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Imports take seconds after the registration, and the process may be killed in this time."""
     import torchlens_perf as perf
     from torchlens_perf.run.ring import Reader
@@ -220,7 +225,11 @@ class TroubledExchange:
         pass
 
     def notes(self) -> list[str]:
-        return ["closed already"] if self.closed else ["3 windows could not be sent to node 0's sidecar"]
+        return (
+            ["closed already"]
+            if self.closed
+            else ["3 windows could not be sent to node 0's sidecar"]
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -233,11 +242,16 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
     made.monitor.cluster._open_exchange = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1))
+        patched.setattr(
+            "torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1)
+        )
         rank.session.publish()
     round_of(made)
     made.save()
-    assert report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar") == 1
+    assert (
+        report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar")
+        == 1
+    )
 
     again, _ = sidecar(run)
     again.save()
@@ -248,7 +262,10 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
     round_of(made)
     made.end_exchange()
     made.save()
-    assert report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar") == 1
+    assert (
+        report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar")
+        == 1
+    )
     assert "closed already" not in report(run)["quality"]["notes"]
     made.close()
 
@@ -266,7 +283,9 @@ def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
     recorder.returned(ticket, int(End.BY_RETURN))
 
 
-def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2, **identity: Any) -> list[Rank]:
+def trained(
+    run: RunDirectory, names: list[str], used: str, world_size: int = 2, **identity: Any
+) -> list[Rank]:
     """Return the ranks of a new generation after some steps with one collective each."""
     ranks = []
     for number in range(world_size):
@@ -274,7 +293,9 @@ def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2,
         rank = Rank(run, number, world_size, identity=own)
         rank.session.metadata.add_group("0", list(range(world_size)), "default_pg")
         for name in names:
-            rank.session.intern(f"{name} group=0 dtype=float32" + (" root=0" if name == "broadcast" else ""))
+            rank.session.intern(
+                f"{name} group=0 dtype=float32" + (" root=0" if name == "broadcast" else "")
+            )
         for step in range(20):
             full = next(each for each in rank.ring.names() if each.startswith(used))
             collective(rank, full, step, 1000 * (1 + number))
@@ -289,7 +310,9 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
     made, _ = sidecar(run)
     before = trained(run, ["allreduce", "broadcast"], "allreduce")
     round_of(made)
-    assert {row.key.operation: row.joined for row in made.state.join.operations()} == {"allreduce": 17}
+    assert {row.key.operation: row.joined for row in made.state.join.operations()} == {
+        "allreduce": 17
+    }
 
     living = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
     after = trained(run, ["broadcast", "allreduce"], "broadcast", **living)
@@ -302,9 +325,9 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
         rank.steps(1, **WORK)
         rank.close()
     round_of(again)
-    assert {row.key.operation: (row.records, row.joined) for row in again.state.join.operations()} == {
-        "broadcast": (36, 18)
-    }
+    assert {
+        row.key.operation: (row.records, row.joined) for row in again.state.join.operations()
+    } == {"broadcast": (36, 18)}
     again.close()
     for rank in before:
         rank.session.recorder.abandon()
@@ -316,7 +339,9 @@ def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirector
     A slow rank is reported at once, and not for its predecessor's steps.
     """
     made, _ = sidecar(run)
-    before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
+    before = [
+        Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)
+    ]
     for rank, forward in zip(before, (4, 9), strict=True):
         rank.steps(400, **{**WORK, "forward": forward})
     round_of(made)
@@ -341,7 +366,9 @@ def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirector
 def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
     """They are not part of a hang, and no windows are sent for them."""
     made, _ = sidecar(run)
-    before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
+    before = [
+        Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)
+    ]
     for rank in before:
         rank.steps(20, **WORK)
     round_of(made)
@@ -362,7 +389,9 @@ def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
 # -- memory
 
 
-def test_records_of_an_endless_step_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_an_endless_step_are_bounded(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dropped records are counted as lost once."""
     monkeypatch.setattr(record_account, "MAX_UNKEPT_RECORDS", 2000)
     rank = Rank(run, 0, 1)
@@ -393,7 +422,9 @@ def test_records_of_an_endless_step_are_bounded(run: RunDirectory, monkeypatch: 
     assert report(run)["quality"]["lost"] == 8000
 
 
-def test_unwritten_records_are_bounded_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_records_are_bounded_on_a_full_disk(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest records wait for space, the others are counted, and writing is retried rarely."""
     for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
@@ -426,7 +457,9 @@ def test_unwritten_records_are_bounded_on_a_full_disk(run: RunDirectory, monkeyp
     made.close()
     value = report(run)
 
-    assert pd.read_parquet(run.spans)["sequence"].tolist() == list(range(100 * 100 - waiting, 100 * 100))
+    assert pd.read_parquet(run.spans)["sequence"].tolist() == list(
+        range(100 * 100 - waiting, 100 * 100)
+    )
     assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (2000, 10_000 - waiting)
     assert f"{10_000 - waiting} records could not be written to the run directory" in "\n".join(
         value["quality"]["notes"]
@@ -452,7 +485,9 @@ def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
 # -- a job that is restarted again and again
 
 
-def test_state_does_not_grow_with_restarts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_does_not_grow_with_restarts(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The segments still have the steps of all processes."""
     monkeypatch.setattr("torchlens_perf.sidecar.rings.sources._MAX_GENERATIONS", 2)
     for attempt in range(5):

@@ -42,7 +42,9 @@ BUILT = "the native tap has been built, for the next run"
 
 __all__ = ["tap"]  # a fixture
 pytestmark = [
-    pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"),
+    pytest.mark.skipif(
+        not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
+    ),
     pytest.mark.timeout(400),  # The build has the lowest priority, which cannot be raised again.
 ]
 
@@ -120,7 +122,9 @@ def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
     assert len(runs(node.cxx)) == 1
 
 
-def test_build_waits_for_the_end_without_free_memory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_waits_for_the_end_without_free_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler uses 0.9 GB, which could end a job near its limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
     tap = TapForNextRun(builds=True)
@@ -183,7 +187,10 @@ def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) 
 
     reason = "no native tap yet: the compiler failed: tap.cpp:7: error: too old"
     assert tap.outlook(node.name, wanted=True) == reason
-    assert TapForNextRun(builds=True).outlook(node.name, wanted=True) == f"{reason}; {tap_requirements.AGAIN}"
+    assert (
+        TapForNextRun(builds=True).outlook(node.name, wanted=True)
+        == f"{reason}; {tap_requirements.AGAIN}"
+    )
 
 
 def test_status_of_a_killed_build_is_reported(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +200,10 @@ def test_status_of_a_killed_build_is_reported(node: Node, monkeypatch: pytest.Mo
     tap.outlook(node.name, wanted=True)
     tap.finish()
 
-    assert tap.outlook(node.name, wanted=True) == "no native tap yet: its build has ended with status -9"
+    assert (
+        tap.outlook(node.name, wanted=True)
+        == "no native tap yet: its build has ended with status -9"
+    )
 
 
 # -- priority of the build
@@ -242,7 +252,9 @@ def test_build_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path
     """The compiler and its children end too, and no partial file is left."""
     pids = node.home / "pids"
     copying(node.cxx, tap, f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
-    sidecar = subprocess.Popen([sys.executable, "-c", PARENT, node.name], stdout=subprocess.PIPE, text=True)
+    sidecar = subprocess.Popen(
+        [sys.executable, "-c", PARENT, node.name], stdout=subprocess.PIPE, text=True
+    )
     assert sidecar.stdout is not None
     child = int(sidecar.stdout.readline())
     deadline_s = time.monotonic() + 300
@@ -252,7 +264,11 @@ def test_build_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path
     sidecar.wait(30)
 
     # On a busy machine, processes with the lowest priority take a while to end.
-    assert [has_ended(pid, 150) for pid in (child, *map(int, pids.read_text().split()))] == [True, True, True]
+    assert [has_ended(pid, 150) for pid in (child, *map(int, pids.read_text().split()))] == [
+        True,
+        True,
+        True,
+    ]
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 
@@ -272,7 +288,9 @@ def test_endless_build_is_ended_after_ten_minutes(node: Node, tap: Path) -> None
 # -- report
 
 
-def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, **settings: bool) -> list[str]:
+def reported(
+    run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, **settings: bool
+) -> list[str]:
     """Return the report's notes on ranks without the tap, with one sidecar per outlook."""
     for number, outlook in enumerate(outlooks):
         host = f"{HOST}{number}"
@@ -287,10 +305,17 @@ def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, *
         sidecar.account()
         sidecar.keep()
         sidecar.close()
-    return [note for note in build(run.run_id, node_state.load_all(run))["quality"]["notes"] if "tap" in note]
+    return [
+        note
+        for note in build(run.run_id, node_state.load_all(run))["quality"]["notes"]
+        if "tap" in note
+    ]
 
 
-TAPPED = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones"
+TAPPED = (
+    "collectives were recorded from Python: about 50 us each, without end times of asynchronous"
+    " ones"
+)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +331,9 @@ def test_equal_tap_outlooks_of_nodes_are_one_line_in_the_report(
 ) -> None:
     """The line has the present kind of tap and the outlook."""
     with run_without_traces(tmp_path / "run") as run:
-        notes = reported(run, TapForNextRun(builds=builds), TapForNextRun(builds=builds), **settings)
+        notes = reported(
+            run, TapForNextRun(builds=builds), TapForNextRun(builds=builds), **settings
+        )
 
     assert notes == [f"{TAPPED}; {outlook}"]
 
@@ -315,7 +342,10 @@ def test_different_tap_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapForNextRun(builds=True), TapForNextRun(builds=False))
 
-    assert notes == [f"{TAPPED}; {PLANNED}", f"{TAPPED}; torchlens-perf build-tap builds the native tap"]
+    assert notes == [
+        f"{TAPPED}; {PLANNED}",
+        f"{TAPPED}; torchlens-perf build-tap builds the native tap",
+    ]
 
 
 def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ class Job:
         path = f"{folder / 'old'}:{os.environ.get('PYTHONPATH', '')}"
         command = [sys.executable, SCRIPT, str(folder / "runs"), str(self.stop)]
         self.trainer = WarmPython(
-            command, env=clean_environ({"PYTHONPATH": path}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=clean_environ({"PYTHONPATH": path}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert eventually(lambda: list(folder.glob("runs/*/nodes")))
         (nodes,) = folder.glob("runs/*/nodes")
@@ -73,7 +77,11 @@ class Job:
 
     def kept_steps(self) -> int:
         """Return the number of steps in segments, up to the first gap."""
-        steps = [step for path in sorted(self.run.steps.glob("*.parquet")) for step in pd.read_parquet(path)["step"]]
+        steps = [
+            step
+            for path in sorted(self.run.steps.glob("*.parquet"))
+            for step in pd.read_parquet(path)["step"]
+        ]
         assert steps == list(range(len(steps)))
         return len(steps)
 
@@ -91,7 +99,9 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.trainer.wait(10)
-        shutil.rmtree(f"/dev/shm/torchlens-perf-{os.getuid()}/{self.run.run_id}", ignore_errors=True)
+        shutil.rmtree(
+            f"/dev/shm/torchlens-perf-{os.getuid()}/{self.run.run_id}", ignore_errors=True
+        )
 
 
 @pytest.fixture
@@ -188,7 +198,16 @@ def test_exec_of_the_sidecar_keeps_open_rings(run: RunDirectory) -> None:
     assert lock.acquire()
     ring = os.open(rank.ring_path, os.O_RDONLY)
     shutil.rmtree(rank.ring_path.parent)
-    command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST, "--lock-descriptor"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchlens_perf",
+        "sidecar",
+        str(run.path),
+        "--host",
+        HOST,
+        "--lock-descriptor",
+    ]
     command += [str(lock.descriptor), AT_ONCE, f"{ring}:{rank.ring_path}"]
     sidecar = subprocess.Popen(command, env=clean_environ(), pass_fds=[lock.descriptor, ring])
     os.close(ring)

@@ -81,7 +81,8 @@ def test_report_has_the_current_activity_of_running_ranks_only(run: RunDirectory
 
 
 @pytest.mark.parametrize(
-    ("configured", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)]
+    ("configured", "total"),
+    [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)],
 )
 def test_total_steps_are_known_if_all_ranks_agree(
     run: RunDirectory, configured: tuple[int, int], total: int | None

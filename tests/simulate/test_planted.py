@@ -60,11 +60,17 @@ def test_fault_of_ranks_is_found_by_a_straggler_verdict(
     (planted,) = found["planted"]
 
     assert (planted["found"], planted["missed_ranks"], planted["why_not"]) == (True, [], "")
-    assert set(planted["ranks"]) == ranks == {rank for each in planted["named_by"] for rank in each["ranks"]}
+    assert (
+        set(planted["ranks"])
+        == ranks
+        == {rank for each in planted["named_by"] for rank in each["ranks"]}
+    )
     assert {each["kind"].partition("_")[0] for each in planted["named_by"]} == {"straggler"}
     assert {each["phase"] for each in planted["named_by"]} == {planted["phase"]}
     rows = [(row["kind"], row["since_step"], row["cost_s_per_step"]) for row in found["verdicts"]]
-    assert all((by["kind"], by["since_step"], by["cost_s_per_step"]) in rows for by in planted["named_by"])
+    assert all(
+        (by["kind"], by["since_step"], by["cost_s_per_step"]) in rows for by in planted["named_by"]
+    )
     assert not found["not_planted"]
 
 
@@ -79,7 +85,17 @@ def test_fault_of_ranks_is_found_by_a_straggler_verdict(
 def test_fault_is_found_by_a_verdict_on_a_run_directory(
     fault: str, topology: str, kind: str, ranks: list[int], tmp_path: Path, answer: Any
 ) -> None:
-    found = answer("--topology", topology, "--steps", "96", "--fault", fault, "--out", str(tmp_path / "run"), *QUIET)
+    found = answer(
+        "--topology",
+        topology,
+        "--steps",
+        "96",
+        "--fault",
+        fault,
+        "--out",
+        str(tmp_path / "run"),
+        *QUIET,
+    )
     (planted,) = found["planted"]
 
     assert planted["found"]
@@ -90,16 +106,44 @@ def test_fault_is_found_by_a_verdict_on_a_run_directory(
 @pytest.mark.parametrize(
     ("fault", "arguments", "why"),
     [
-        ("constant:rank=3,share=0.002", ("--ranks", "8"), "too small: 400 us a step, and the smallest detectable slow"),
+        (
+            "constant:rank=3,share=0.002",
+            ("--ranks", "8"),
+            "too small: 400 us a step, and the smallest detectable slow",
+        ),
         ("node:node=0,share=0.002", ("--ranks", "32"), "too small: 400 us a step"),
         ("drifting:rank=2,share=0.004", ("--ranks", "8"), "too small: 194 us a step"),
-        ("stalls:rank=3,share=9,every=90", ("--ranks", "8"), "too rare: it makes 1 of 96 steps longer, and --rows has"),
-        ("constant:rank=3,share=0.2,since=93", ("--ranks", "8"), "too short: it lasts 3 of 96 steps"),
-        ("constant:rank=3,share=0.2,since=500", ("--ranks", "8"), "it does not begin within the 96 steps"),
-        ("constant:rank=0,share=0.05", ("--topology", "dp=1,pp=2"), "not compared: no other rank does the same work"),
-        ("node:node=0,share=0.1", ("--ranks", "12"), "8 of the 12 ranks that do the same work are slow"),
+        (
+            "stalls:rank=3,share=9,every=90",
+            ("--ranks", "8"),
+            "too rare: it makes 1 of 96 steps longer, and --rows has",
+        ),
+        (
+            "constant:rank=3,share=0.2,since=93",
+            ("--ranks", "8"),
+            "too short: it lasts 3 of 96 steps",
+        ),
+        (
+            "constant:rank=3,share=0.2,since=500",
+            ("--ranks", "8"),
+            "it does not begin within the 96 steps",
+        ),
+        (
+            "constant:rank=0,share=0.05",
+            ("--topology", "dp=1,pp=2"),
+            "not compared: no other rank does the same work",
+        ),
+        (
+            "node:node=0,share=0.1",
+            ("--ranks", "12"),
+            "8 of the 12 ranks that do the same work are slow",
+        ),
         ("link:rank=5,share=0.2", ("--topology", "dp=4,tp=4"), "--rows holds no transfer times"),
-        ("link:rank=5,share=0.2,since=500", ("--topology", "dp=4,tp=4"), "it does not begin within the 96 steps"),
+        (
+            "link:rank=5,share=0.2,since=500",
+            ("--topology", "dp=4,tp=4"),
+            "it does not begin within the 96 steps",
+        ),
     ],
 )
 def test_missed_fault_has_a_reason(
@@ -118,7 +162,11 @@ def test_missed_fault_has_a_reason(
 @pytest.mark.parametrize(
     ("fault", "topology", "why"),
     [
-        ("link:rank=1,share=0.2", "dp=2,tp=2", "not compared: no group has 2 others that do the same"),
+        (
+            "link:rank=1,share=0.2",
+            "dp=2,tp=2",
+            "not compared: no group has 2 others that do the same",
+        ),
         ("link:rank=1,share=0.01", "dp=4,tp=4", "too small: transfers take 1.3 times as long"),
     ],
 )
@@ -129,7 +177,16 @@ def test_missed_slow_link_has_a_reason(
     tmp_path: Path,
     answer: Any,
 ) -> None:
-    arguments = ("--topology", topology, "--steps", "64", "--fault", fault, "--out", str(tmp_path / "run"))
+    arguments = (
+        "--topology",
+        topology,
+        "--steps",
+        "64",
+        "--fault",
+        fault,
+        "--out",
+        str(tmp_path / "run"),
+    )
     (planted,) = answer(*arguments)["planted"]
 
     assert planted["found"] is False
@@ -138,14 +195,35 @@ def test_missed_slow_link_has_a_reason(
 
 def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
-    assert simulate(*arguments, "--fault", "constant:rank=0,share=0.3", "--fault", "constant:rank=5,share=0.002") == 0
+    assert (
+        simulate(
+            *arguments,
+            "--fault",
+            "constant:rank=0,share=0.3",
+            "--fault",
+            "constant:rank=5,share=0.002",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    found, missed = printed[printed.index("planted faults: 1 of 2 found\n") :].strip().split("\nconstant:rank=5")
+    found, missed = (
+        printed[printed.index("planted faults: 1 of 2 found\n") :]
+        .strip()
+        .split("\nconstant:rank=5")
+    )
 
-    assert "constant:rank=0,share=0.3: found\n  planted    rank 0, compute, since step 0, +60.0 ms, costs 5" in found
+    assert (
+        "constant:rank=0,share=0.3: found\n  planted    rank 0, compute, since step 0, +60.0 ms,"
+        " costs 5" in found
+    )
     assert "\n  found      rank 0, compute, since step 0, costs 5" in found
-    assert missed.startswith(",share=0.002: not found\n  planted    rank 5, compute, since step 0, +400 us, costs 0 ns")
-    assert "\n  not found  too small: 400 us a step, and the smallest detectable slowdown is " in missed
+    assert missed.startswith(
+        ",share=0.002: not found\n  planted    rank 5, compute, since step 0, +400 us, costs 0 ns"
+    )
+    assert (
+        "\n  not found  too small: 400 us a step, and the smallest detectable slowdown is "
+        in missed
+    )
     # accuracy.md shows this output, so it must stay equal to the command's.
     assert f"```\n{found}\nconstant:rank=5{missed}\n```" in ACCURACY.read_text()
 
@@ -155,14 +233,24 @@ def test_one_verdict_counts_for_one_fault_of_a_rank(answer: Any) -> None:
 
     Faults of two different ranks are both found.
     """
-    forward, backward = "constant:rank=3,share=0.3,phase=forward", "constant:rank=3,share=0.1,phase=backward"
+    forward, backward = (
+        "constant:rank=3,share=0.3,phase=forward",
+        "constant:rank=3,share=0.1,phase=backward",
+    )
     options = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
     both = answer(*options, "--fault", backward, "--fault", forward)
 
-    assert [(each["phase"], each["found"]) for each in both["planted"]] == [("backward", False), ("forward", True)]
-    assert "a larger fault makes the same rank slow at the same time" in both["planted"][0]["why_not"]
+    assert [(each["phase"], each["found"]) for each in both["planted"]] == [
+        ("backward", False),
+        ("forward", True),
+    ]
+    assert (
+        "a larger fault makes the same rank slow at the same time" in both["planted"][0]["why_not"]
+    )
     assert not both["not_planted"]
-    ranks = answer(*options, "--fault", "constant:rank=3,share=0.3", "--fault", "constant:rank=5,share=0.3")
+    ranks = answer(
+        *options, "--fault", "constant:rank=3,share=0.3", "--fault", "constant:rank=5,share=0.3"
+    )
     assert [each["found"] for each in ranks["planted"]] == [True, True]
 
 
@@ -170,30 +258,41 @@ def test_fault_of_all_ranks_counts_neither_as_found_nor_as_missed(answer: Any) -
     faults = ("--fault", "pauses:share=0.3", "--fault", "variable_length:spread=0.1")
     found = answer("--rows", "--steps", "64", *faults)
 
-    assert [(each["found"], each["ranks"], each["missed_ranks"]) for each in found["planted"]] == [(None, [], [])] * 2
+    assert [(each["found"], each["ranks"], each["missed_ranks"]) for each in found["planted"]] == [
+        (None, [], [])
+    ] * 2
 
 
 def test_verdict_that_matches_no_fault_is_listed() -> None:
     """A verdict does not match if it is on another rank, or on the right rank too early."""
-    past = {"kind": "straggler_ended", "phase": "forward", "cost_s_per_step": 0.02, "evidence": {"until_step": 40}}
+    past = {
+        "kind": "straggler_ended",
+        "phase": "forward",
+        "cost_s_per_step": 0.02,
+        "evidence": {"until_step": 40},
+    }
     rows = [{**past, "rank": 5, "since_step": 32}, {**past, "rank": 3, "since_step": 8}]
     fault = "constant:rank=3,share=0.2,since=48"
     found = answer_of([fault], simulation(fault), 96, Compared(rows, 0.005, None))
 
     assert [each.ranks for each in found.not_planted] == [(5,), (3,)]
     assert found.planted[0].missed_ranks == (3,)
-    assert "not planted, but named: rank 5, forward, from step 32 to 39, costs 20.0 ms a step" in "\n".join(
-        found.lines()
+    assert (
+        "not planted, but named: rank 5, forward, from step 32 to 39, costs 20.0 ms a step"
+        in "\n".join(found.lines())
     )
 
 
 def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
     # The stalls draw random numbers, which must not change the steps at the first fault.
-    with_both = simulation("intermittent:rank=1,share=0.3", "stalls:rank=2,share=2,every=5", topology=Topology(4))
+    with_both = simulation(
+        "intermittent:rank=1,share=0.3", "stalls:rank=2,share=2,every=5", topology=Topology(4)
+    )
     first, second = with_both.effects(40)
     alone = simulation("intermittent:rank=1,share=0.3", topology=Topology(4))
     expected = [
-        both.duration_ns - one.duration_ns for both, one in zip(with_both.steps(40), alone.steps(40), strict=True)
+        both.duration_ns - one.duration_ns
+        for both, one in zip(with_both.steps(40), alone.steps(40), strict=True)
     ]
 
     assert first.work_ns.shape == (4, 40)
@@ -210,7 +309,12 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     """With this many ranks, the page's tables omit some. Its texts name ranks without verdicts."""
     out = tmp_path / "run"
     topology, fault = "dp=32,tp=8", "constant:rank=77,share=0.3"
-    assert simulate("--topology", topology, "--steps", "24", "--fault", fault, "--out", str(out), *QUIET) == 0
+    assert (
+        simulate(
+            "--topology", topology, "--steps", "24", "--fault", fault, "--out", str(out), *QUIET
+        )
+        == 0
+    )
     assert "planted faults: 1 of 1 found" in capsys.readouterr().out
 
     size_bytes = write_page(RunDirectory(out), tmp_path / "page.html", 400_000)
@@ -224,9 +328,13 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     assert "Rank 77" in frame
 
 
-def test_low_limit_of_open_files_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limit_of_open_files_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: (256, 256))
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda kind, limits: None)
-    with pytest.raises(ConfigError, match=r"^640 files must be open at a time, and the limit is 256: "):
+    with pytest.raises(
+        ConfigError, match=r"^640 files must be open at a time, and the limit is 256: "
+    ):
         simulate("--ranks", "256", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

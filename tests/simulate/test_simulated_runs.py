@@ -35,7 +35,8 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
     """Return the content of each verdict, with rounded costs so that runs can be compared."""
     return [
-        (e.rank, e.phase, e.since_step, e.until_step, e.named_step, round(e.excess_ns / 1e5)) for e in findings.episodes
+        (e.rank, e.phase, e.since_step, e.until_step, e.named_step, round(e.excess_ns / 1e5))
+        for e in findings.episodes
     ]
 
 
@@ -49,16 +50,23 @@ def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
         "variable_length:reported=yes", "pauses:share=0.2,every=4", topology=topology, noise=0.5
     ).block(0)  # fmt: skip
     timeline = Timeline.of(steps)
-    assert min(timeline.gradients_ns.min(), timeline.norm_ns.min(), timeline.tensor_wait_ns.min()) >= 0
+    assert (
+        min(timeline.gradients_ns.min(), timeline.norm_ns.min(), timeline.tensor_wait_ns.min()) >= 0
+    )
     for rank in range(topology.ranks):
-        simulated = SimulatedRank(run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note")
+        simulated = SimulatedRank(
+            run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note"
+        )
         path = run.registered_rings("node-0000")[-1]
         # Ring files are not in shared memory, where an interrupted simulation would leave them.
         assert path.is_relative_to(run.path)
         simulated.record(timeline)
         simulated.close()
         reader = Reader(path)
-        table, expected = assemble_steps(reader.read(final=True).records), table_of(steps, rank, 10**12)
+        table, expected = (
+            assemble_steps(reader.read(final=True).records),
+            table_of(steps, rank, 10**12),
+        )
         described = {group["description"] for group in reader.metadata()["groups"].values()}
         reader.close()
 
@@ -77,11 +85,15 @@ def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None
     """
     topology = Topology(2, 2)
     run = make_run(tmp_path)
-    steps = simulation("constant:rank=2,share=0.5,phase=backward", topology=topology, noise=0.02).block(0)
+    steps = simulation(
+        "constant:rank=2,share=0.5,phase=backward", topology=topology, noise=0.02
+    ).block(0)
     waited: dict[str, dict[int, np.ndarray]] = {}
     left: dict[str, list[np.ndarray]] = {}
     for rank in range(4):
-        simulated = SimulatedRank(run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note")
+        simulated = SimulatedRank(
+            run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note"
+        )
         path = run.registered_rings("node-0000")[-1]
         simulated.record(Timeline.of(steps))
         simulated.close()
@@ -124,7 +136,8 @@ def test_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "fault", ["constant:rank=3,share=0.1,phase=forward,since=64", "moving:ranks=1+4,share=0.1,every=70", ""]
+    "fault",
+    ["constant:rank=3,share=0.1,phase=forward,since=64", "moving:ranks=1+4,share=0.1,every=70", ""],
 )
 def test_files_and_rows_have_the_same_verdicts(fault: str, tmp_path: Path) -> None:
     """One run goes through ring files and the sidecar, the other goes directly to the detector."""
@@ -161,7 +174,10 @@ def test_all_recorded_steps_are_stored(tmp_path: Path) -> None:
     state = node_state.load_all(run)[0]
 
     assert {p.identity.rank for p in state.processes.values()} == set(range(16))
-    assert all(p.statistics.counted_steps == 300 and p.statistics.lost == 0 for p in state.processes.values())
+    assert all(
+        p.statistics.counted_steps == 300 and p.statistics.lost == 0
+        for p in state.processes.values()
+    )
     assert {p.identity.host for p in state.processes.values()} == {"node-0000", "node-0001"}
     kept = sum(len(records) for _, records, _, _ in segments.read_chunks(run, "node-0000"))
     assert kept == sum(p.statistics.records for p in state.processes.values())
@@ -201,11 +217,18 @@ def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
     ],
 )
 def test_slow_link_and_imbalance_raise_one_alert(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, topology: Topology, kind: str, where: tuple[int, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    topology: Topology,
+    kind: str,
+    where: tuple[int, ...],
 ) -> None:
     """A replay exports the alert with the same id."""
     live, again, run = InMemoryExporter(), InMemoryExporter(), make_run(tmp_path)
-    monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live)
+    monkeypatch.setattr(
+        "torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live
+    )
     record(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)
     report = build(run.run_id, node_state.load_all(run))
@@ -232,7 +255,10 @@ def test_command_writes_a_run_and_its_report(
     """The report names the planted rank and says that the run is simulated."""
     out = tmp_path / f"{tmp_path.name}-run"
     fault = "constant:rank=3,share=0.25,phase=forward,since=40"
-    assert command("--topology", "dp=4,tp=2", "--fault", fault, "--steps", "120", "--out", str(out)) == 0
+    assert (
+        command("--topology", "dp=4,tp=2", "--fault", fault, "--steps", "120", "--out", str(out))
+        == 0
+    )
 
     printed = capsys.readouterr().out
     assert "SLOW RANK   rank 3 (node-0000)   forward" in printed
@@ -245,19 +271,36 @@ def test_rows_of_hundreds_of_ranks_are_judged(capsys: pytest.CaptureFixture[str]
     """Each pipeline stage is judged separately."""
     fault = "constant:rank=300,share=0.08,since=64"
     assert (
-        command("--rows", "--topology", "dp=32,tp=4,pp=4", "--fault", fault, "--steps", "128", "--noise", "0.05") == 0
+        command(
+            "--rows",
+            "--topology",
+            "dp=32,tp=4,pp=4",
+            "--fault",
+            fault,
+            "--steps",
+            "128",
+            "--noise",
+            "0.05",
+        )
+        == 0
     )
     named = capsys.readouterr().out
 
     assert "Rank 300 (node-0037) is slow in computing" in named
-    assert re.search(r"found +rank 300, compute, since step 6\d, costs [\d.]+ ms a step \(verdict straggler\)", named)
+    assert re.search(
+        r"found +rank 300, compute, since step 6\d, costs [\d.]+ ms a step \(verdict straggler\)",
+        named,
+    )
     assert "planted faults: 1 of 1 found" in named
     assert "not planted, but named" not in named
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(["--ranks", "8", "--steps", "8"], "8 steps are too few"), (["--ranks", "1"], "no two ranks do the same work")],
+    [
+        (["--ranks", "8", "--steps", "8"], "8 steps are too few"),
+        (["--ranks", "1"], "no two ranks do the same work"),
+    ],
 )
 def test_command_gives_the_reason_when_nothing_is_comparable(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
@@ -272,15 +315,25 @@ def test_command_gives_the_reason_when_nothing_is_comparable(
 
 def test_slow_node_costs_as_much_as_all_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """This is true during and after the fault. The text names the last slow step as its end."""
-    assert command("--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0") == 0
+    assert (
+        command(
+            "--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0"
+        )
+        == 0
+    )
     now = capsys.readouterr().out
     fault = "node:node=1,share=0.1,since=64,until=128"
     assert command("--rows", "--ranks", "32", "--fault", fault, "--noise", "0.01") == 0
     over = capsys.readouterr().out
 
-    (cost_ms,) = re.findall(r"^Node node-0001 is slow .* costs the job ([\d.]+) ms", now, re.MULTILINE)
+    (cost_ms,) = re.findall(
+        r"^Node node-0001 is slow .* costs the job ([\d.]+) ms", now, re.MULTILINE
+    )
     assert float(cost_ms) > 15
-    ended = r"^Rank \d+ was slow in computing, .* from step 64 to step 12[37]: .* cost the job ([\d.]+) ms"
+    ended = (
+        r"^Rank \d+ was slow in computing, .* from step 64 to step 12[37]: .* cost the job"
+        r" ([\d.]+) ms"
+    )
     costs_ms = re.findall(ended, over, re.MULTILINE)
     assert len(costs_ms) == 8
     assert min(map(float, costs_ms)) > 15
@@ -291,7 +344,12 @@ def test_short_steps_are_joined_into_rows(capsys: pytest.CaptureFixture[str]) ->
 
     An incomplete last row is dropped.
     """
-    assert command("--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2") == 0
+    assert (
+        command(
+            "--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2"
+        )
+        == 0
+    )
 
     assert "Rank 1 (node-0000) is slow" in capsys.readouterr().out
 
@@ -308,13 +366,19 @@ def test_short_steps_are_joined_into_rows(capsys: pytest.CaptureFixture[str]) ->
         (["--rows", "--fault", "constant:rank=8,share=1"], "rank 8 is not among the job's 8 ranks"),
         (["--rows", "--fault", "constant:rank=1,share=-1"], "share must be above 0"),
         (["--rows", "--fault", "constant:rank=1,share=1,phase=lunch"], "phase must be one of"),
-        (["--rows", "--fault", "constant:rank=1,share=1,when=now"], "unknown name 'when'. Names of constant: since, "),
+        (
+            ["--rows", "--fault", "constant:rank=1,share=1,when=now"],
+            "unknown name 'when'. Names of constant: since, ",
+        ),
         (["--rows", "--fault", "moving:ranks=1-2,share=1"], "ranks like 1+2+3"),
         (["--rows", "--fault", "moving:ranks=1+2,share=1,every=0"], "every must be 1 step or more"),
         (["--rows", "--fault", "intermittent:rank=1,share=1,slow=5"], "slow must be 1 to 4"),
         (["--rows", "--fault", "node:node=1,share=1"], "node 1 is not among the job's 1 nodes"),
         (["--rows", "--fault", "link:rank=1,share=1,dimension=xp"], "dimension must be dp or tp"),
-        (["--rows", "--fault", "variable_length:reported=maybe"], "reported=maybe is not yes or no"),
+        (
+            ["--rows", "--fault", "variable_length:reported=maybe"],
+            "reported=maybe is not yes or no",
+        ),
         (["--rows", "--topology", "dp=3,x=2"], "--topology is like"),
         (["--rows", "--topology", "dp=0"], "dp must be 1 or more"),
         (["--rows", "--ranks", "0"], "--ranks must be 1 or more, got 0"),
@@ -339,7 +403,9 @@ def test_wrong_arguments_raise_an_error_of_one_line(arguments: list[str], messag
 
 def test_existing_run_directory_is_not_overwritten(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    with pytest.raises(TorchlensPerfError, match="is a run directory already: choose another --out"):
+    with pytest.raises(
+        TorchlensPerfError, match="is a run directory already: choose another --out"
+    ):
         command("--out", str(run.path))
 
 
@@ -350,7 +416,10 @@ def test_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
     times = {}
     for origin, records, _, _ in segments.read_chunks(run, "node-0000"):
         ends = records[records["kind"] == Kind.STEP]
-        times[origin.rank] = (int(ends["start_ns"][5]), int(ends["start_ns"][5]) - origin.anchor.monotonic_ns)
+        times[origin.rank] = (
+            int(ends["start_ns"][5]),
+            int(ends["start_ns"][5]) - origin.anchor.monotonic_ns,
+        )
 
     assert len({monotonic for monotonic, _ in times.values()}) == 1
     assert len({since for _, since in times.values()}) == 1

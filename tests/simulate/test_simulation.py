@@ -28,7 +28,11 @@ RANKS_AT_FAULT = [
     "node:node=1,share=0.2,since=10",
     "stalls:rank=3,share=2,every=10,since=10",
 ]
-NO_RANK_AT_FAULT = ["link:rank=3,share=0.2", "pauses:share=0.3,every=10", "variable_length:spread=0.2"]
+NO_RANK_AT_FAULT = [
+    "link:rank=3,share=0.2",
+    "pauses:share=0.3,every=10",
+    "variable_length:spread=0.2",
+]
 
 
 def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
@@ -42,7 +46,8 @@ def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
     noise=st.floats(0, 4),
     seed=st.integers(0, 1 << 30),
     faults=st.lists(
-        st.sampled_from([text for text in RANKS_AT_FAULT if "rank=" in text] + NO_RANK_AT_FAULT), max_size=2
+        st.sampled_from([text for text in RANKS_AT_FAULT if "rank=" in text] + NO_RANK_AT_FAULT),
+        max_size=2,
     ),
 )
 def test_steps_last_equally_long_on_all_ranks(
@@ -65,7 +70,10 @@ def test_steps_last_equally_long_on_all_ranks(
     timeline = Timeline.of(steps)
     assert min(timeline.gradients_ns.min(), timeline.norm_ns.min()) >= 0
     if pp == tp == 1:
-        until_gradients, after = steps.parts_ns[:, :, :4].sum(axis=2), steps.parts_ns[:, :, 4:].sum(axis=2)
+        until_gradients, after = (
+            steps.parts_ns[:, :, :4].sum(axis=2),
+            steps.parts_ns[:, :, 4:].sum(axis=2),
+        )
         expected = until_gradients.max(axis=0) + steps.transfer_ns.max(axis=0) + after.max(axis=0)
         assert steps.duration_ns == pytest.approx(expected, rel=1e-4)
     tables = [table_of(steps, rank) for rank in range(topology.ranks)]
@@ -100,7 +108,11 @@ def test_noise_is_an_excerpt_of_recordings() -> None:
         np.lib.stride_tricks.sliding_window_view(values, BLOCK, axis=1).swapaxes(2, 3)
         for values in (recorded.individual, recorded.common)
     )
-    errors = [np.abs(excerpts + common - deviations).max(axis=(2, 3)).min() for run in commons for common in run]
+    errors = [
+        np.abs(excerpts + common - deviations).max(axis=(2, 3)).min()
+        for run in commons
+        for common in run
+    ]
 
     assert min(errors) < 1e-3
     # Only the right pair of excerpts fits.
@@ -130,7 +142,9 @@ def test_fault_slows_only_its_ranks_and_steps(text: str) -> None:
     for step in range(extra.shape[1]):
         others = sorted(set(range(8)) - faulty.slow_ranks(step))
         assert np.abs(extra[others, step]).max(initial=0) < 1e-6, step
-    at_fault = [extra[rank, step] for step in range(extra.shape[1]) for rank in faulty.slow_ranks(step)]
+    at_fault = [
+        extra[rank, step] for step in range(extra.shape[1]) for rank in faulty.slow_ranks(step)
+    ]
 
     assert max(at_fault) > 0.15
     if text.startswith(("constant", "moving", "node")):
@@ -154,9 +168,16 @@ def test_slow_link_makes_steps_longer_without_work() -> None:
     slow, clean = simulation("link:rank=3,share=0.2").block(0), simulation().block(0)
 
     assert (slow.parts_ns == clean.parts_ns).all()
-    assert slow.duration_ns - clean.duration_ns == pytest.approx(np.full(BLOCK, 0.2 * WORK_NS), rel=1e-3)
+    assert slow.duration_ns - clean.duration_ns == pytest.approx(
+        np.full(BLOCK, 0.2 * WORK_NS), rel=1e-3
+    )
     # Ranks 1, 3, 5 and 7 are the data-parallel group of rank 3.
-    assert np.flatnonzero((slow.transfer_ns > clean.transfer_ns).all(axis=1)).tolist() == [1, 3, 5, 7]
+    assert np.flatnonzero((slow.transfer_ns > clean.transfer_ns).all(axis=1)).tolist() == [
+        1,
+        3,
+        5,
+        7,
+    ]
 
 
 def test_reported_workload_is_proportional_to_compute_time() -> None:
@@ -186,7 +207,9 @@ def test_steps_with_pauses_are_flagged_as_garbage_collection() -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_rows_equal_those_that_the_sidecar_makes(width: int) -> None:
-    steps = simulation("variable_length:reported=yes", "pauses:share=0.2", topology=Topology(2, 2, 2)).block(2)
+    steps = simulation(
+        "variable_length:reported=yes", "pauses:share=0.2", topology=Topology(2, 2, 2)
+    ).block(2)
     for population, block in steps.blocks(width):
         for index, rank in enumerate(block.ranks.tolist()):
             rows = StepBinMaker(width).add(table_of(steps, rank))
@@ -196,7 +219,9 @@ def test_rows_equal_those_that_the_sidecar_makes(width: int) -> None:
             assert (block.key[index] == made.key[0]).all()
             assert (block.flags[index] == made.flags[0]).all()
             for name in ("duration_ns", "wait_ns", "workload", "parts_ns"):
-                assert getattr(block, name)[index] == pytest.approx(getattr(made, name)[0], rel=1e-5, abs=10), name
+                assert getattr(block, name)[index] == pytest.approx(
+                    getattr(made, name)[0], rel=1e-5, abs=10
+                ), name
 
 
 def test_ranks_are_numbered_as_in_megatron() -> None:
@@ -204,7 +229,11 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
     topology = Topology(dp=2, tp=2, pp=2, node_size=4)
 
     assert topology.coordinates(5) == {"tp": 1, "dp": 0, "pp": 1}
-    assert (topology.group("tp", 5), topology.group("dp", 5), topology.group("pp", 5)) == ([4, 5], [5, 7], [1, 5])
+    assert (topology.group("tp", 5), topology.group("dp", 5), topology.group("pp", 5)) == (
+        [4, 5],
+        [5, 7],
+        [1, 5],
+    )
     assert topology.place(5).population != topology.place(1).population
     assert (topology.host(3), topology.host(4)) == ("node-0000", "node-0001")
 

@@ -83,7 +83,9 @@ def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
 def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
     for row_group in (0, 1):
         flip_a_bit(folder / "node-000001.parquet", row_group)
-    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [(0, 2 * ROWS_PER_GROUP - 1)]
+    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [
+        (0, 2 * ROWS_PER_GROUP - 1)
+    ]
 
 
 def test_large_file_is_read_in_batches(folder: Path) -> None:
@@ -133,12 +135,14 @@ def test_column_that_an_older_table_lacks_is_null() -> None:
 
 def test_reading_does_not_import_pandas(folder: Path) -> None:
     program = (
-        "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import main; main(); "
-        "import pathlib; from torchlens_perf.store.reader import Files, ParquetFile; "
-        f"(table,) = Files(pathlib.Path({str(folder)!r})).read(ParquetFile.table); "
-        "print(len(table), 'pandas' in sys.modules)"
+        "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import"
+        " main; main(); import pathlib; from torchlens_perf.store.reader import Files,"
+        f" ParquetFile; (table,) = Files(pathlib.Path({str(folder)!r})).read(ParquetFile.table);"
+        " print(len(table), 'pandas' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout == f"{2 * ROWS_PER_GROUP} False\n"
 
 
@@ -155,7 +159,9 @@ before = len(os.listdir("/proc/self/task"))
 (table,) = Files(pathlib.Path({str(tmp_path)!r})).read(ParquetFile.table)
 print(len(table), len(os.listdir("/proc/self/task")) - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     rows, threads = map(int, done.stdout.split())
     assert rows == 200_000
     # Threads that wait for the disk are allowed: they need no CPU.

@@ -47,7 +47,13 @@ def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
         rig.recorder.end(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.recorder.next_step(0, 77, 2)
     batch = rig.reader.read()
-    return Chunk(origin(rank), batch.records, batch.sequences, rig.reader.names(), assemble_steps(batch.records))
+    return Chunk(
+        origin(rank),
+        batch.records,
+        batch.sequences,
+        rig.reader.names(),
+        assemble_steps(batch.records),
+    )
 
 
 @pytest.fixture
@@ -70,9 +76,21 @@ def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
     assert [lost for *_, lost in read] == [0, 0]
     assert [each[0] for each in read] == [origin(), origin()]
     for written, (_, records, names, _) in zip((first, second), read, strict=True):
-        for field in ("kind", "step", "start_ns", "duration_ns", "nested_ns", "phase_ns", "depth", "flags", "value0"):
+        for field in (
+            "kind",
+            "step",
+            "start_ns",
+            "duration_ns",
+            "nested_ns",
+            "phase_ns",
+            "depth",
+            "flags",
+            "value0",
+        ):
             assert (records[field] == written.records[field]).all()
-        assert [names[i] for i in records["name_id"]] == [written.names[i] for i in written.records["name_id"]]
+        assert [names[i] for i in records["name_id"]] == [
+            written.names[i] for i in written.records["name_id"]
+        ]
     assert last_sequences(run, HOST) == {"rank0": int(second.sequences[-1])}
     assert nodes_of(run.spans) == [HOST]
 
@@ -102,7 +120,10 @@ def test_ranks_of_a_node_share_a_segment(rig: Rig, tmp_path: Path) -> None:
     one, two = chunk(rig, 2, rank=0), chunk(rig, 3, rank=1)
     SegmentWriter(run, HOST, 1 << 30).write([one, two])
 
-    assert [(o.rank, len(records)) for o, records, _, _ in read_chunks(run, HOST)] == [(0, 8), (1, 12)]
+    assert [(o.rank, len(records)) for o, records, _, _ in read_chunks(run, HOST)] == [
+        (0, 8),
+        (1, 12),
+    ]
     assert len(list(run.spans.iterdir())) == 1
 
 
@@ -123,13 +144,23 @@ def test_duckdb_and_pandas_read_the_files(rig: Rig, tmp_path: Path) -> None:
     made = chunk(rig, 4, rank=3)
     SegmentWriter(run, HOST, 1 << 30).write([made])
     files = f"'{run.steps}/*.parquet'"
-    query = f"SELECT rank, count(*), min(duration_ns), sum(forward_ns), any_value(host) FROM {files} GROUP BY 1"
+    query = (
+        f"SELECT rank, count(*), min(duration_ns), sum(forward_ns), any_value(host) FROM {files}"
+        " GROUP BY 1"
+    )
 
     assert duckdb.sql(query).fetchall() == [(3, 4, 7 * MS, 4 * 5 * MS, HOST)]
 
     spans = pd.read_parquet(run.spans)
-    assert spans.groupby("kind", observed=True).size().to_dict() == {"data": 4, "forward": 4, "module": 4, "step": 4}
-    assert spans["time"].iloc[0] == pd.Timestamp(ANCHOR.unix_ns - 1_000 + made.records["start_ns"][0], tz="UTC")
+    assert spans.groupby("kind", observed=True).size().to_dict() == {
+        "data": 4,
+        "forward": 4,
+        "module": 4,
+        "step": 4,
+    }
+    assert spans["time"].iloc[0] == pd.Timestamp(
+        ANCHOR.unix_ns - 1_000 + made.records["start_ns"][0], tz="UTC"
+    )
 
     steps = pd.read_parquet(run.steps)
     assert (steps[[f"{part}_ns" for part in PARTS]].sum(axis=1) == steps["duration_ns"]).all()
@@ -151,7 +182,9 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
     writer = SegmentWriter(run, HOST, 1 << 30)
     early, late = chunk(rig, 3), chunk(rig, 2)
     writer.write([late])
-    SegmentWriter(run, "node-b", 1 << 30).write([dataclasses.replace(early, origin=origin(1)), early])
+    SegmentWriter(run, "node-b", 1 << 30).write(
+        [dataclasses.replace(early, origin=origin(1)), early]
+    )
     writer.write([early])
     files = sorted(run.steps.glob(f"{HOST}-*.parquet"))
     stream = io.BytesIO()
@@ -161,7 +194,9 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
 
     assert table.column_names == pq.read_schema(files[0]).names
     rows = list(zip(table["rank"].to_pylist(), table["step"].to_pylist(), strict=True))
-    assert rows == sorted([*[(0, step) for step in (0, 0, 1, 1, 2, 2, 3, 4)], *[(1, step) for step in range(3)]])
+    assert rows == sorted(
+        [*[(0, step) for step in (0, 0, 1, 1, 2, 2, 3, 4)], *[(1, step) for step in range(3)]]
+    )
     files[0].write_bytes(files[0].read_bytes()[:-20])
     stream = io.BytesIO()
     frames.write_table(run, "steps", stream)
@@ -175,7 +210,9 @@ def test_cap_deletes_the_oldest_segments(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])
-    size = sum(path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir())
+    size = sum(
+        path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir()
+    )
     # Three segments of this size fit.
     writer = SegmentWriter(run, HOST, cap_bytes=int(3.5 * size))
     for _ in range(10):
@@ -216,7 +253,9 @@ def test_failed_write_leaves_no_file(
     monkeypatch.setattr(pq, "write_table", write)
     writer.write([made])
 
-    assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [f"{HOST}-000002.parquet"] * 2
+    assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [
+        f"{HOST}-000002.parquet"
+    ] * 2
 
 
 def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(
@@ -271,7 +310,9 @@ def test_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         folder = tmp_path / str(attempt)
         folder.mkdir()
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder), os.getcwd()], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(folder), os.getcwd()],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert writer.stdout is not None
         writer.stdout.readline()

@@ -23,7 +23,10 @@ while os.getppid() == parent:
 def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
     """Run this many programs that each use a whole processor. Kill them at the end."""
     # A session is a separate scheduling group, like another user's program.
-    running = [subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True) for _ in range(programs)]
+    running = [
+        subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True)
+        for _ in range(programs)
+    ]
     try:
         yield
     finally:

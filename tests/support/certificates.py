@@ -37,7 +37,9 @@ class Certificate(NamedTuple):
     key: Path
 
 
-def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1", *, expired: bool = False) -> Certificate:
+def certificate(
+    folder: Path, names: str = "DNS:localhost,IP:127.0.0.1", *, expired: bool = False
+) -> Certificate:
     """Create a certificate for these names in a new folder.
 
     It is valid for a long time, or has expired.

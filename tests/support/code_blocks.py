@@ -34,7 +34,9 @@ class Block:
             words = shlex.split(line, comments=True)
             if words:
                 assigned = [word for word in words if _ASSIGNMENT.fullmatch(word)]
-                count = next((i for i, word in enumerate(words) if word not in assigned), len(words))
+                count = next(
+                    (i for i, word in enumerate(words) if word not in assigned), len(words)
+                )
                 yield Command(self, tuple(words[:count]), tuple(words[count:]))
 
 
@@ -52,7 +54,11 @@ class Command:
 
 def pages() -> list[str]:
     """Return the paths of the README and of all pages in docs/ below the repository's root."""
-    return ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+    return [
+        "README.md",
+        "CONTRIBUTING.md",
+        *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
+    ]
 
 
 def blocks() -> list[Block]:

@@ -24,7 +24,15 @@ class CollectiveRig(Rig):
         super().__init__(implementation, folder, **settings)
         self.recorder.start_collectives(self.ring.intern("wait"))
 
-    def issue(self, sequence: int = 0, *, group: int = 0, name: str = NAME, flags: int = 0, size: int = 4096) -> Any:
+    def issue(
+        self,
+        sequence: int = 0,
+        *,
+        group: int = 0,
+        name: str = NAME,
+        flags: int = 0,
+        size: int = 4096,
+    ) -> Any:
         """Report that an operation is about to be issued."""
         return self.recorder.issue(self.ring.intern(name), group, sequence, flags, size)
 

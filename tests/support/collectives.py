@@ -29,12 +29,18 @@ def world(ranks: int) -> dict[str, dict[str, str]]:
     return {"0": {"ranks": f"0-{ranks - 1}", "description": "default_pg"}}
 
 
-def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[np.ndarray, list[str]]:
+def records(
+    issued: Sequence[Issued], names: list[str] | None = None
+) -> tuple[np.ndarray, list[str]]:
     """Return the records of a ring and its names. New names follow the given ones."""
     names = list(dict.fromkeys([*(names or ["(other)"]), *(each.name for each in issued)]))
     made = np.zeros(len(issued), record_dtype())
     for record, each in zip(made, issued, strict=True):
-        record["kind"], record["name_id"], record["flags"] = Kind.COLLECTIVE, names.index(each.name), each.flags
+        record["kind"], record["name_id"], record["flags"] = (
+            Kind.COLLECTIVE,
+            names.index(each.name),
+            each.flags,
+        )
         record["duration_ns"], record["nested_ns"] = each.duration_ns, 5 * US
         record["start_ns"] = each.start_ns
         record["value0"], record["value1"] = each.bytes, each.sequence & 0xFFFFFFFF | 7 << 32
@@ -42,7 +48,9 @@ def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[n
 
 
 def joined(
-    by_rank: Mapping[int, Sequence[Issued]], groups: Mapping[str, Mapping[str, str]] | None = None, generation: int = 0
+    by_rank: Mapping[int, Sequence[Issued]],
+    groups: Mapping[str, Mapping[str, str]] | None = None,
+    generation: int = 0,
 ) -> CollectiveJoin:
     """Return a join that received all records in one round."""
     join = CollectiveJoin()

@@ -44,11 +44,17 @@ class Trained(NamedTuple):
 
     def stalls_ms(self, step: int, name: str | None = None) -> float:
         """Return how long the compute stream waited in a step."""
-        return sum(each.duration_ns for each in self.of(Kind.WAIT, name) if each.step == step) / self._ms
+        return (
+            sum(each.duration_ns for each in self.of(Kind.WAIT, name) if each.step == step)
+            / self._ms
+        )
 
     def work_ms(self) -> dict[int, float]:
         """Return the device's own work by step."""
-        return {each.step: each.duration_ns / self._ms - self.stalls_ms(each.step) for each in self.of(Kind.STEP)}
+        return {
+            each.step: each.duration_ns / self._ms - self.stalls_ms(each.step)
+            for each in self.of(Kind.STEP)
+        }
 
     @property
     def _ms(self) -> float:
@@ -132,7 +138,9 @@ def train(
     recording = Recording()
     if watched:
         settings = {"backward_every": 0, "modules": "all", **settings}
-        with recorded(folder / f"rank-{os.environ['RANK']}", model, optimizer, **settings) as recording:
+        with recorded(
+            folder / f"rank-{os.environ['RANK']}", model, optimizer, **settings
+        ) as recording:
             loop()
             torch.accelerator.synchronize()
             # Events are read at the end of a step.

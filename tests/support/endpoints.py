@@ -26,7 +26,9 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Run an HTTP server on a free port. Yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -77,7 +79,9 @@ def silent() -> Iterator[str]:
 
 @contextmanager
 def dropping() -> Iterator[str]:
-    """Yield a TCP port that does not react: its queue is full, so the kernel drops new connections."""
+    """Yield a TCP port that does not react: its queue is full, so the kernel
+    drops new connections.
+    """
     with ExitStack() as held:
         server = held.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
@@ -110,7 +114,9 @@ class Spans(TraceServiceServicer):
         self.seen: list[str] = []
         """Metadata of each request."""
 
-    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+    def Export(
+        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> ExportTraceServiceResponse:
         self.seen.append(repr(context.invocation_metadata()))
         time.sleep(self._after_s)
         if self._status is not grpc.StatusCode.OK:

@@ -24,7 +24,10 @@ def library() -> Path:
     folder = tempfile.mkdtemp(prefix="failing-calls-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     built = Path(folder) / "failing_calls.so"
-    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, SOURCE, "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, SOURCE, "-ldl"],
+        check=True,
+    )
     return built
 
 

@@ -16,7 +16,10 @@ from tests.support.processes import ROOT
 
 FIGURES = ROOT / "docs/internals/reliability.md"
 BEGIN, END = "<!-- figures: written by make test-long -->", "<!-- end of the figures -->"
-HEAD = ["| long form | run | of | seed | counted | minutes | date |", "|---|---|---|---|---|---|---|"]
+HEAD = [
+    "| long form | run | of | seed | counted | minutes | date |",
+    "|---|---|---|---|---|---|---|",
+]
 
 
 def share(full: int) -> int:
@@ -24,7 +27,9 @@ def share(full: int) -> int:
     return max(1, round(full * float(os.environ.get("SHARE", "1"))))
 
 
-def note(form: str, run: int, full: int, counted: str, took_s: float, seed: int | None = None) -> None:
+def note(
+    form: str, run: int, full: int, counted: str, took_s: float, seed: int | None = None
+) -> None:
     """Replace the table row of this form.
 
     `form` is its name and place, and `run` the number of actual runs.
@@ -32,7 +37,10 @@ def note(form: str, run: int, full: int, counted: str, took_s: float, seed: int 
     if not os.environ.get("FIGURES"):
         return
     today = datetime.date.today().isoformat()
-    row = f"| {form} | {run:,} | {full:,} | {'' if seed is None else seed} | {counted} | {took_s / 60:.1f} | {today} |"
+    row = (
+        f"| {form} | {run:,} | {full:,} | {'' if seed is None else seed} | {counted} |"
+        f" {took_s / 60:.1f} | {today} |"
+    )
     with open(FIGURES, "r+") as file:
         # Tests run in parallel.
         fcntl.flock(file, fcntl.LOCK_EX)

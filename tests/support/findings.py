@@ -34,30 +34,64 @@ def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed
 
 def findings(*episodes: Episode, **changed: Any) -> Findings:
     """Return the findings of a job with eight ranks."""
-    values = {"rows": 64, "step_ns": 100 * MS, "detectable_ns": 3 * MS, "compared": 8, "last_step": 200, **changed}
+    values = {
+        "rows": 64,
+        "step_ns": 100 * MS,
+        "detectable_ns": 3 * MS,
+        "compared": 8,
+        "last_step": 200,
+        **changed,
+    }
     return dataclasses.replace(NOTHING, episodes=episodes, **values)
 
 
 def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
     """Return findings with slow links between the ranks of these groups, the costliest first."""
     links = tuple(
-        SlowLink(str(group), "", group, False, "allreduce", "float32", 1e6, 50, 2e6, 1e6, 1e9, 2e9, 3, 1e6, 5e7, False)
+        SlowLink(
+            str(group),
+            "",
+            group,
+            False,
+            "allreduce",
+            "float32",
+            1e6,
+            50,
+            2e6,
+            1e6,
+            1e9,
+            2e9,
+            3,
+            1e6,
+            5e7,
+            False,
+        )
         for group in groups
     )
     evidence = SlowLinkEvidence(links, (), (), len(links), "")
-    return judged("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence)
+    return judged(
+        "slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence
+    )
 
 
-def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0) -> OpenHang:
+def hang(
+    step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0
+) -> OpenHang:
     """Return a hang in the form of the node's state."""
     text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
     return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)
 
 
 def hung(
-    lasted_s: float = 12.0, *, over: bool = False, attempt: int = 0, stacks: Mapping[int, RankStack] | None = None
+    lasted_s: float = 12.0,
+    *,
+    over: bool = False,
+    attempt: int = 0,
+    stacks: Mapping[int, RankStack] | None = None,
 ) -> FindingRecords:
-    """Return the records of a run that has hung in step 57, from second 100 of 1970 on. over: it went on afterwards."""
+    """Return the records of a run that has hung in step 57, from second 100 of 1970 on. over: it
+    went on afterwards.
+    """
     log = FindingLog("run")
     for since_s in (12.0, lasted_s):
         now = dataclasses.replace(hang(57, since_s=since_s), stacks=stacks or {})

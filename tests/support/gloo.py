@@ -27,7 +27,11 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> 
 
     Ranks find the function by its module and name.
     """
-    environment = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     processes = [
         WarmPython(
             [sys.executable, "-m", __name__, function.__module__, function.__name__, str(folder)],
@@ -52,10 +56,15 @@ def main() -> None:
     module, function, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     unraisable: list[str] = []
-    sys.unraisablehook = lambda raised: unraisable.append(f"{raised.object!r}: {raised.exc_value!r}")
+    sys.unraisablehook = lambda raised: unraisable.append(
+        f"{raised.object!r}: {raised.exc_value!r}"
+    )
     os.environ[RAISE] = "1"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
     )
     result = getattr(__import__(module, fromlist=[function]), function)(folder)
     dist.barrier()

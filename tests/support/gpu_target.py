@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from tests.support.ranks import identity_of
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    LINK_COUNTERS,
+    GpuSample,
+    Hardware,
+    LinkSample,
+)
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.exporters import ExportBatch
@@ -52,13 +58,18 @@ class GpuTarget:
         self._steps += 1
         for rank in range(GPUS):
             identity = identity_of(self._run, rank, GPUS)
-            memory = MemoryReading(self._steps, 40 * GB, 60 * GB, 2 * GB, 65 * GB, 79 * GB, self._steps, 0)
+            memory = MemoryReading(
+                self._steps, 40 * GB, 60 * GB, 2 * GB, 65 * GB, 79 * GB, self._steps, 0
+            )
             batch = ExportBatch(
                 identity, Anchor(0, 0, 0), _one_step(self._steps), (),
                 {"step": np.array([200_000_000]), "forward": np.array([60_000_000])}, memory,
             )  # fmt: skip
             self._exporter.export(batch)
-        grown = dict.fromkeys(GPU_COUNTERS, 1.0) | {"throttle_thermal_ns": 2e8, "pcie_transmitted_bytes": 1e6}
+        grown = dict.fromkeys(GPU_COUNTERS, 1.0) | {
+            "throttle_thermal_ns": 2e8,
+            "pcie_transmitted_bytes": 1e6,
+        }
         gpus = tuple(GpuSample(f"GPU-{gpu}", 0, 0, **_GPU, grown=grown) for gpu in range(GPUS))
         ports = tuple(
             LinkSample("mlx5_0", port, 0, 0, active=port == 1, rate_bits=400_000_000_000,

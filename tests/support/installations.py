@@ -32,8 +32,19 @@ _HIDDEN_OR_BUILT = ("build", "dist", "__pycache__", "torchlens-perf")
 def tree() -> list[Path]:
     """Return the repository's files relative to its root: tracked and new ones, no built ones."""
     if (ROOT / ".git").exists():
-        command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        command = [
+            "git",
+            "-c",
+            "safe.directory=*",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ]
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\0")
         return [Path(name) for name in listed if name and (ROOT / name).is_file()]
     return sorted(_unpacked(ROOT))
 
@@ -41,7 +52,11 @@ def tree() -> list[Path]:
 def _unpacked(folder: Path) -> Iterator[Path]:
     """Return the same for an unpacked sdist, in which tests may have run."""
     for path in folder.iterdir():
-        if path.name.startswith(".") or path.name in _HIDDEN_OR_BUILT or path.suffix in (*_BUILT, ".egg-info"):
+        if (
+            path.name.startswith(".")
+            or path.name in _HIDDEN_OR_BUILT
+            or path.suffix in (*_BUILT, ".egg-info")
+        ):
             continue
         if path.is_dir():
             yield from _unpacked(path)
@@ -66,14 +81,30 @@ class Environment(NamedTuple):
         return _site(self.folder) / PACKAGE
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """Return an environment without our variables, compilers, and Python's other search paths."""
-        dropped = ("TORCHLENS", "OTEL_", "XDG_", "PYTHON", "CXX", "CC", "VIRTUAL_ENV", "COV_", "PYTEST")
+        """Return an environment without our variables, compilers, and Python's other search
+        paths.
+        """
+        dropped = (
+            "TORCHLENS",
+            "OTEL_",
+            "XDG_",
+            "PYTHON",
+            "CXX",
+            "CC",
+            "VIRTUAL_ENV",
+            "COV_",
+            "PYTEST",
+        )
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "HOME": str(self.home), "PATH": path, "OMP_NUM_THREADS": "1", **changed}
 
     def run(
-        self, *command: str | Path, folder: Path | None = None, timeout_s: float = 300, **changed: str
+        self,
+        *command: str | Path,
+        folder: Path | None = None,
+        timeout_s: float = 300,
+        **changed: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment in the empty folder, or in another one."""
         program = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
@@ -82,7 +113,9 @@ class Environment(NamedTuple):
             timeout=timeout_s,
         )  # fmt: skip
 
-    def run_warm(self, *command: str | Path, folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
+    def run_warm(
+        self, *command: str | Path, folder: Path, **changed: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a Python program of the environment with torch already loaded."""
         program = [str(self.python), *map(str, command)]
         return warm_python.run(program, 110, cwd=folder, env=self.environ(**changed))
@@ -112,11 +145,15 @@ def install(what: Path, environment: Environment, **changed: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def pip(environment: Environment, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+def pip(
+    environment: Environment, *arguments: str, **changed: str
+) -> subprocess.CompletedProcess[str]:
     """Return the command of the test environment's pip for an environment without pip."""
     command = [sys.executable, "-m", "pip", "--python", str(environment.python), *arguments]
     environ = environment.environ(**changed)
-    return subprocess.run(command, cwd=environment.work, env=environ, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=environment.work, env=environ, capture_output=True, text=True
+    )
 
 
 def lend(environment: Environment, requirements: Iterable[str]) -> None:
@@ -141,11 +178,17 @@ def _closure(requirements: Sequence[str]) -> list[importlib.metadata.Distributio
     while to_come:
         requirement = to_come.pop()
         name = canonicalize_name(requirement.name)
-        for extra in {"", *requirement.extras} - {extra for asked_name, extra in asked if asked_name == name}:
+        for extra in {"", *requirement.extras} - {
+            extra for asked_name, extra in asked if asked_name == name
+        }:
             asked.add((name, extra))
             distribution = found.setdefault(name, importlib.metadata.distribution(requirement.name))
             needs = map(Requirement, distribution.requires or ())
-            to_come += [each for each in needs if each.marker is None or each.marker.evaluate({"extra": extra})]
+            to_come += [
+                each
+                for each in needs
+                if each.marker is None or each.marker.evaluate({"extra": extra})
+            ]
     assert canonicalize_name(PACKAGE) not in found
     return list(found.values())
 
@@ -172,7 +215,19 @@ def make_sdist(source: Path, out: Path) -> Path:
 
 def make_wheel(source: Path, out: Path) -> Path:
     """Build the wheel in the same way as `pip install FOLDER`."""
-    _make([sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(out), str(source)])
+    _make(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-v",
+            "--no-deps",
+            "--wheel-dir",
+            str(out),
+            str(source),
+        ]
+    )
     (made,) = out.glob("*.whl")
     return made
 

@@ -50,7 +50,9 @@ def interrupted_at_each_line(
         yield wanted
 
 
-def _traced(codes: set[CodeType], work: Callable[[], object], at_line: Callable[[], object]) -> None:
+def _traced(
+    codes: set[CodeType], work: Callable[[], object], at_line: Callable[[], object]
+) -> None:
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
         return on_line if frame.f_code in codes else None
 

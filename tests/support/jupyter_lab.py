@@ -41,7 +41,9 @@ class JupyterLab:
             {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
              "source": source} for number, source in enumerate(cells)
         ]  # fmt: skip
-        kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+        kernel = {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}
+        }
         text = json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
         (self.folder / name).write_text(text)
 
@@ -53,13 +55,20 @@ class JupyterLab:
         places = {
             f"JUPYTER_{kind}_DIR": str(self._runtime / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")
         }  # fmt: skip
-        places |= {"JUPYTERLAB_SETTINGS_DIR": str(self._settings), "JUPYTERLAB_WORKSPACES_DIR": str(self._runtime)}
+        places |= {
+            "JUPYTERLAB_SETTINGS_DIR": str(self._settings),
+            "JUPYTERLAB_WORKSPACES_DIR": str(self._runtime),
+        }
         options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
         options += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.folder}"]
         environ = clean_environ({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **places})
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", *options], env=environ, stdout=log, stderr=log, cwd=self.folder
+                [sys.executable, "-m", "jupyterlab", *options],
+                env=environ,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
             )
         deadline_s = time.monotonic() + STARTS_WITHIN_S
         said = self._runtime / "runtime" / f"jpserver-{self._process.pid}.json"
@@ -71,7 +80,10 @@ class JupyterLab:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # SIGTERM also ends its kernels.
         os.kill(self._process.pid, signal.SIGTERM)

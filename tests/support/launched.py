@@ -79,7 +79,9 @@ class Done:
 
     @property
     def losses(self) -> list[str]:
-        return [line.partition("loss ")[2].strip() for line in self.said.splitlines() if "loss " in line]
+        return [
+            line.partition("loss ")[2].strip() for line in self.said.splitlines() if "loss " in line
+        ]
 
     @property
     def runs(self) -> list[RunDirectory]:
@@ -93,11 +95,19 @@ class Done:
         return checked(build(run.run_id, node_state.load_all(run)))
 
     def straggler(self) -> dict[str, Any] | None:
-        verdicts = [each for each in self.report()["verdicts"] if each["kind"].startswith("straggler")]
+        verdicts = [
+            each for each in self.report()["verdicts"] if each["kind"].startswith("straggler")
+        ]
         return next((each for each in verdicts if each["rank"] == SLOW_RANK), None)
 
 
-def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: float = 150, **environment: str) -> Done:
+def run(
+    folder: Path,
+    *commands: list[str],
+    watched: bool = True,
+    timeout_s: float = 150,
+    **environment: str,
+) -> Done:
     """Run the commands in parallel, each of which starts a part of the job.
 
     Wait for its sidecars.
@@ -114,7 +124,16 @@ def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: flo
     for command, log in zip(commands, logs, strict=True):
         with open(log, "wb") as file:
             start = WarmPython if command[0] == sys.executable else subprocess.Popen
-            processes.append(start(command, cwd=folder, env=environ, stdout=file, stderr=file, start_new_session=True))
+            processes.append(
+                start(
+                    command,
+                    cwd=folder,
+                    env=environ,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            )
     deadline_s = time.monotonic() + timeout_s
     try:
         for process in processes:
@@ -146,7 +165,10 @@ def _sidecars(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"\0sidecar\0{folder}/".encode() in (entry / "cmdline").read_bytes():
+            if (
+                entry.name.isdigit()
+                and f"\0sidecar\0{folder}/".encode() in (entry / "cmdline").read_bytes()
+            ):
                 found.append(int(entry.name))
     return found
 

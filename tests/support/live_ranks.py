@@ -39,7 +39,12 @@ class LiveRanks:
     """
 
     def __init__(
-        self, folder: Path, ranks: int, nodes: tuple[str, ...] = (), script: str = SCRIPT, **environment: str
+        self,
+        folder: Path,
+        ranks: int,
+        nodes: tuple[str, ...] = (),
+        script: str = SCRIPT,
+        **environment: str,
     ) -> None:
         """Set up the job.
 
@@ -66,9 +71,18 @@ class LiveRanks:
         if not self._nodes and self._environment.get("OMP_NUM_THREADS", "1") == "1":
             with open(self._folder / "log", "wb") as log:
                 for rank in range(share):
-                    theirs = {**environ, **self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    theirs = {
+                        **environ,
+                        **self._environment,
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                    }
                     process = WarmPython(
-                        [sys.executable, self._script], cwd=self._folder, env=theirs, stdout=log, stderr=log
+                        [sys.executable, self._script],
+                        cwd=self._folder,
+                        env=theirs,
+                        stdout=log,
+                        stderr=log,
                     )
                     self._processes.append(process)
                     self._pids[rank] = process.pid
@@ -78,10 +92,17 @@ class LiveRanks:
             folder = self.folder(node)
             folder.mkdir(exist_ok=True)
             isolated = ["unshare", "--uts", "--mount", "sh", "-c", NODE, "sh"] if node else []
-            theirs = {**environ, **self._environment, "NODE": node, "FIRST_RANK": str(number * share)}
+            theirs = {
+                **environ,
+                **self._environment,
+                "NODE": node,
+                "FIRST_RANK": str(number * share),
+            }
             with open(folder / "log", "wb") as log:
                 self._processes.append(
-                    subprocess.Popen([*isolated, *starting], cwd=folder, env=theirs, stdout=log, stderr=log)
+                    subprocess.Popen(
+                        [*isolated, *starting], cwd=folder, env=theirs, stdout=log, stderr=log
+                    )
                 )
         return self
 
@@ -98,7 +119,9 @@ class LiveRanks:
 
     def report(self, node: str = "") -> dict[str, Any]:
         """Return the current `torchlens-perf report --json` on the node."""
-        value: dict[str, Any] = as_json(build(self.run_id, node_state.load_all(self.run_directory(node))))
+        value: dict[str, Any] = as_json(
+            build(self.run_id, node_state.load_all(self.run_directory(node)))
+        )
         return value
 
     def compared(self, node: str = "") -> int:
@@ -106,9 +129,13 @@ class LiveRanks:
 
         It is the whole job once other nodes have reported.
         """
-        return max(state.findings.compared for state in node_state.load_all(self.run_directory(node)))
+        return max(
+            state.findings.compared for state in node_state.load_all(self.run_directory(node))
+        )
 
-    def wait_for(self, wanted: Callable[[dict[str, Any]], Any], timeout_s: float, node: str = "") -> Any:
+    def wait_for(
+        self, wanted: Callable[[dict[str, Any]], Any], timeout_s: float, node: str = ""
+    ) -> Any:
         """Return the first true answer about a report.
 
         Raises AssertionError with the report otherwise.
@@ -121,7 +148,9 @@ class LiveRanks:
                 return answer
             assert all(process.poll() is None for process in self._processes), self._said()
             time.sleep(0.2)
-        verdicts = [verdict["text"] for verdict in self.report(node)["verdicts"]] if told else "no report"
+        verdicts = (
+            [verdict["text"] for verdict in self.report(node)["verdicts"]] if told else "no report"
+        )
         raise AssertionError(f"not within {timeout_s} s: {verdicts}; {self._said()}")
 
     def rank_pids(self) -> dict[int, int]:
@@ -130,7 +159,11 @@ class LiveRanks:
 
     def sidecar_pids(self, node: str = "") -> list[int]:
         """Return the pids of the sidecars of the node's run directory."""
-        return [pid for pid, told in self._ours("") if f" sidecar {self.run_directory(node).path}" in told]
+        return [
+            pid
+            for pid, told in self._ours("")
+            if f" sidecar {self.run_directory(node).path}" in told
+        ]
 
     def _ours(self, variable: str) -> list[tuple[int, str]]:
         """Return this job's processes with their command lines and the value of `variable`."""
@@ -140,17 +173,32 @@ class LiveRanks:
                 continue
             with contextlib.suppress(OSError):
                 environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                values = [text.removeprefix(variable) for text in environ if variable and text.startswith(variable)]
-                if f"TORCHLENS_PERF_RUN_ID={self.run_id}" in environ and command and bool(values) == bool(variable):
+                command = (
+                    (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                )
+                values = [
+                    text.removeprefix(variable)
+                    for text in environ
+                    if variable and text.startswith(variable)
+                ]
+                if (
+                    f"TORCHLENS_PERF_RUN_ID={self.run_id}" in environ
+                    and command
+                    and bool(values) == bool(variable)
+                ):
                     found.append((int(entry.name), f"{''.join(values)} {command}"))
         return found
 
     def _said(self) -> str:
-        return "; ".join((self.folder(node) / "log").read_text()[-2000:] for node in self._nodes or ("",))
+        return "; ".join(
+            (self.folder(node) / "log").read_text()[-2000:] for node in self._nodes or ("",)
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         deadline_s = time.monotonic() + 30
         kill = signal.SIGTERM

@@ -45,7 +45,9 @@ class LiveSimulation:
         host = topology.host(0)
         begin = Anchor(10**12, time.time_ns() - seconds_ago * 10**9, 0)
         self.ranks = [
-            SimulatedRank(self.run, host, topology, rank, begin, "simulated", total_steps=total_steps)
+            SimulatedRank(
+                self.run, host, topology, rank, begin, "simulated", total_steps=total_steps
+            )
             for rank in range(ranks)
         ]
         self.sidecar = Sidecar(self.run, host, None, lambda run, asked: None)
@@ -84,6 +86,9 @@ class LiveSimulation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.ends()

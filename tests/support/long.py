@@ -15,7 +15,10 @@ def long(*cases: Any) -> list[Any]:
 
     A tuple contains several parameters' values.
     """
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+        for case in cases
+    ]
 
 
 def long_but(names: Collection[str], cases: Iterable[str]) -> list[Any]:

@@ -32,7 +32,9 @@ STEPS = 4
 class Watching(Protocol):
     """Makes the context around a training loop: a watch of these models, or an empty one."""
 
-    def __call__(self, *models: nn.Module, optimizers: Iterable[Any] = ()) -> AbstractContextManager[Any]: ...
+    def __call__(
+        self, *models: nn.Module, optimizers: Iterable[Any] = ()
+    ) -> AbstractContextManager[Any]: ...
 
 
 class Outcome(NamedTuple):
@@ -117,7 +119,10 @@ def mlp() -> nn.Sequential:
 @case
 def inplace_activation(watching: Watching) -> Outcome:
     return train(
-        watching, nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.SiLU(inplace=True))
+        watching,
+        nn.Sequential(
+            nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.SiLU(inplace=True)
+        ),
     )
 
 
@@ -187,7 +192,9 @@ class ReturnsDict(Parts):
 @case
 def dict_result(watching: Watching) -> Outcome:
     model = ReturnsDict()
-    return train(watching, model, lambda batch: sum(model(batch)[name].square().mean() for name in "ab"))
+    return train(
+        watching, model, lambda batch: sum(model(batch)[name].square().mean() for name in "ab")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +212,9 @@ class ReturnsDataclass(Parts):
 @case
 def dataclass_result(watching: Watching) -> Outcome:
     model = ReturnsDataclass()
-    return train(watching, model, lambda batch: model(batch).a.mean() + model(batch).b.square().mean())
+    return train(
+        watching, model, lambda batch: model(batch).a.mean() + model(batch).b.square().mean()
+    )
 
 
 class ModelOutput(OrderedDict):
@@ -246,7 +255,11 @@ class KeywordsOnly(nn.Module):
 @case
 def keyword_arguments(watching: Watching) -> Outcome:
     model = KeywordsOnly()
-    return train(watching, model, lambda batch: model(left=batch, right=batch.flip(0), mask=None).square().mean())
+    return train(
+        watching,
+        model,
+        lambda batch: model(left=batch, right=batch.flip(0), mask=None).square().mean(),
+    )
 
 
 class Recursive(nn.Module):
@@ -306,7 +319,9 @@ def sparse_embedding(watching: Watching) -> Outcome:
 
 @case
 def batch_norm(watching: Watching) -> Outcome:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5)
+    )
     # The lazy layer gets its shape.
     model(torch.randn(2, 3, 6, 6))
     return train(watching, model, shape=(4, 3, 6, 6))
@@ -322,7 +337,10 @@ def lazy_layers(watching: Watching) -> Outcome:
 
 @case
 def dropout(watching: Watching) -> Outcome:
-    return train(watching, nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.Linear(16, 2)))
+    return train(
+        watching,
+        nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.Linear(16, 2)),
+    )
 
 
 @case
@@ -344,7 +362,15 @@ def encoder_fast_path(watching: Watching) -> Outcome:
         for batch in batches((2, 5, 8), 6):
             with torch.autograd.profiler.profile() as profile:
                 results.append(model(batch))
-            fused.append(sorted({event.name for event in profile.function_events if "encoder_layer_fwd" in event.name}))
+            fused.append(
+                sorted(
+                    {
+                        event.name
+                        for event in profile.function_events
+                        if "encoder_layer_fwd" in event.name
+                    }
+                )
+            )
     assert fused == [["aten::_transformer_encoder_layer_fwd"]] * 6
     return Outcome([model], [], results)
 
@@ -369,19 +395,26 @@ def reparametrized(watching: Watching) -> Outcome:
 
 @case
 def checkpoint_reentrant(watching: Watching) -> Outcome:
-    model = nn.Sequential(nn.Linear(8, 8), Checkpointed(use_reentrant=True), Checkpointed(use_reentrant=True))
+    model = nn.Sequential(
+        nn.Linear(8, 8), Checkpointed(use_reentrant=True), Checkpointed(use_reentrant=True)
+    )
     return train(watching, model)
 
 
 @case
 def checkpoint_not_reentrant(watching: Watching) -> Outcome:
-    return train(watching, nn.Sequential(Checkpointed(use_reentrant=False), Checkpointed(use_reentrant=False)))
+    return train(
+        watching,
+        nn.Sequential(Checkpointed(use_reentrant=False), Checkpointed(use_reentrant=False)),
+    )
 
 
 class Checkpointed(nn.Module):
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.1), Residual())
+        self.block = nn.Sequential(
+            nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.1), Residual()
+        )
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -486,7 +519,10 @@ def closure(watching: Watching) -> Outcome:
 @case
 def two_optimizers(watching: Watching) -> Outcome:
     """A GAN has two models, two optimizers and two backward passes per step."""
-    generator, critic = mlp(), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1))
+    generator, critic = (
+        mlp(),
+        nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1)),
+    )
     of_critic = torch.optim.RMSprop(critic.parameters())
     of_generator = torch.optim.NAdam(generator.parameters())
     losses = []
@@ -559,7 +595,9 @@ def caught_exception(watching: Watching) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters())
     losses, refused = [], []
     with watching(model, optimizers=[optimizer]):
-        for batch in [batch for good in batches() for batch in (torch.full((4, 8), torch.nan), good)]:
+        for batch in [
+            batch for good in batches() for batch in (torch.full((4, 8), torch.nan), good)
+        ]:
             try:
                 loss = model(batch).square().mean()
             except Refused as error:
@@ -620,7 +658,9 @@ def saving(watching: Watching) -> Outcome:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            saved.append(as_bytes({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+            saved.append(
+                as_bytes({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            )
             losses.append(loss)
     return Outcome([model], [optimizer], losses, saved)
 
@@ -762,7 +802,9 @@ def users_hooks(watching: Watching) -> Outcome:
     model[2].register_full_backward_pre_hook(lambda module, out: (out[0] * 3,))
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.norm()))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(parameter.grad.norm())
+        )
     return train(watching, model)._replace(extra=seen)
 
 
@@ -770,7 +812,9 @@ def users_hooks(watching: Watching) -> Outcome:
 def optimizer_in_backward(watching: Watching) -> Outcome:
     """Each parameter has an optimizer that steps as soon as the gradient is there."""
     model = mlp()
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()
+    }
     losses = []
 
     def step(parameter: Tensor) -> None:
@@ -857,7 +901,9 @@ class Logged(Tensor):
     log: ClassVar[list[str]] = []
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         cls.log.append(getattr(function, "__qualname__", str(function)))
         return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -867,7 +913,11 @@ def tensor_subclass(watching: Watching) -> Outcome:
     """Tensors of a user's class log every function that is called with them, including getters."""
     Logged.log.clear()
     model = nn.Sequential(nn.Linear(8, 8), Residual())
-    outcome = train(watching, model, lambda batch: model(batch.as_subclass(Logged)).square().mean().as_subclass(Tensor))
+    outcome = train(
+        watching,
+        model,
+        lambda batch: model(batch.as_subclass(Logged)).square().mean().as_subclass(Tensor),
+    )
     return outcome._replace(extra=list(Logged.log))
 
 
@@ -876,7 +926,9 @@ class FunctionLog(TorchFunctionMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.seen.append(getattr(function, "__qualname__", str(function)))
         return function(*args, **(kwargs or {}))
 
@@ -886,7 +938,9 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.seen.append(str(operator))
         return operator(*args, **(kwargs or {}))
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, events_of, points_of, spans_of
+from tests.support.otlp_receiver import (
+    ReceivedEvent,
+    ReceivedPoint,
+    ReceivedSpan,
+    events_of,
+    points_of,
+    spans_of,
+)
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
 from torchlens_perf.exporters.delivery.otlp_requests import Item, message, size
 from torchlens_perf.exporters.delivery.outbox import Outbox
@@ -22,7 +29,11 @@ class Collector:
     """Transport of one signal."""
 
     def __init__(
-        self, signal: str, answer: Callable[[int], Answer] | Answer = DELIVERED, *, opened: bool = True
+        self,
+        signal: str,
+        answer: Callable[[int], Answer] | Answer = DELIVERED,
+        *,
+        opened: bool = True,
     ) -> None:
         """Set the answer to each request, or a function of its number of items.
 

@@ -28,7 +28,9 @@ def variables(told: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def exporter_for(told: Mapping[str, str], run: RunDirectory | None = None, owner: str = "") -> Exporter:
+def exporter_for(
+    told: Mapping[str, str], run: RunDirectory | None = None, owner: str = ""
+) -> Exporter:
     """Return the exporter for these variables."""
     with variables(told):
         made = exporter_from_environment(run, owner)
@@ -39,7 +41,9 @@ def exporter_for(told: Mapping[str, str], run: RunDirectory | None = None, owner
 def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exporters.SdkTransport:
     """Return the transport for these variables, whose names lack OTEL_EXPORTER_OTLP_."""
     with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
-        return sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
+        return (
+            sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
+        )
 
 
 def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> Answer:

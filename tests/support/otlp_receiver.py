@@ -92,18 +92,32 @@ class ReceivedEvent:
 class Receiver:
     """The running agent."""
 
-    def __init__(self, folder: Path, http_port: int | None = None, grpc_port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, http_port: int | None = None, grpc_port: int | None = None
+    ) -> None:
         """Start the agent and wait until it answers. Its log goes into `folder`."""
         self.http_port, self.grpc_port = http_port or free_port(), grpc_port or free_port()
         command = [
             str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),
             "--otlp-http-port", str(self.http_port), "--otlp-grpc-port", str(self.grpc_port),
         ]  # fmt: skip
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "DD_"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OTEL_", "DD_"))
+        }
         with open(folder / "receiver.log", "ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=folder, env=environment
+            )
         try:
-            wait_for(lambda: self._process.poll() is not None or (_accepts(self.grpc_port) and self._answers()), 30)
+            wait_for(
+                lambda: (
+                    self._process.poll() is not None
+                    or (_accepts(self.grpc_port) and self._answers())
+                ),
+                30,
+            )
             assert self._process.poll() is None, (folder / "receiver.log").read_text()
         except BaseException:
             self.close()
@@ -198,7 +212,10 @@ def spans_of(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
                     resource=resource,
                     scope=f"{of_scope['scope']['name']} {of_scope['scope'].get('version', '')}",
                     status=span.get("status", {}).get("code", ""),
-                    links=tuple((_id(link["trace_id"]), _id(link["span_id"])) for link in span.get("links", [])),
+                    links=tuple(
+                        (_id(link["trace_id"]), _id(link["span_id"]))
+                        for link in span.get("links", [])
+                    ),
                 )
 
 
@@ -215,14 +232,19 @@ def points_of(request: dict[str, Any]) -> Iterator[ReceivedPoint]:
                             unit=metric["unit"],
                             form=form,
                             time_ns=int(point["time_unix_nano"]),
-                            temporality=data.get("aggregation_temporality", "").lower().rpartition("_")[2],
+                            temporality=data.get("aggregation_temporality", "")
+                            .lower()
+                            .rpartition("_")[2],
                             attributes=_attributes(point),
                             resource=resource,
                             count=int(point.get("count", 0)),
-                            value=float(point.get("sum", point.get("as_double", point.get("as_int", 0)))),
+                            value=float(
+                                point.get("sum", point.get("as_double", point.get("as_int", 0)))
+                            ),
                             bounds=tuple(point.get("explicit_bounds", ())),
                             buckets=tuple(
-                                int(count) for count in point.get("positive", point).get("bucket_counts", ())
+                                int(count)
+                                for count in point.get("positive", point).get("bucket_counts", ())
                             ),
                             scale=int(point.get("scale", 0)),
                             offset=int(point.get("positive", {}).get("offset", 0)),
@@ -257,11 +279,15 @@ def _id(text: str) -> int:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    return {attribute["key"]: _plain(attribute["value"]) for attribute in holder.get("attributes", [])}
+    return {
+        attribute["key"]: _plain(attribute["value"]) for attribute in holder.get("attributes", [])
+    }
 
 
 def _plain(held: dict[str, Any]) -> Any:
     ((kind, value),) = held.items()
     if kind == "array_value":
         return [_plain(each) for each in value["values"]]
-    return {"string_value": str, "int_value": int, "double_value": float, "bool_value": bool}[kind](value)
+    return {"string_value": str, "int_value": int, "double_value": float, "bool_value": bool}[kind](
+        value
+    )

@@ -16,7 +16,14 @@ from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.view.rank_tables import rank_table
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
-STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = 0.25, 0.2, 16, 100, 250, 3
+STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = (
+    0.25,
+    0.2,
+    16,
+    100,
+    250,
+    3,
+)
 # The data of this rank's first steps is missing.
 LATE_RANK, LATE_STEPS = 9, 24
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
@@ -30,7 +37,9 @@ _SHARES = {
 }
 
 
-def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False) -> Contents:
+def enlarged(
+    small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False
+) -> Contents:
     """Return the page of a larger job, in which one rank's forward pass takes longer from a step
     on.
 
@@ -40,16 +49,26 @@ def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int
     made["steps"] = _matrices(ranks, steps, slow_rank, since, devices=devices)
     report = made["report"]
     template = {rank["rank"]: rank for rank in report["ranks"]}
-    usual, slow = template[0], template[max(template, key=lambda each: template[each]["typical"]["own_s"])]
+    usual, slow = (
+        template[0],
+        template[max(template, key=lambda each: template[each]["typical"]["own_s"])],
+    )
     shown = sorted({slow_rank, *range(0, ranks, max(1, ranks // MAX_REPORTED))})
     report["ranks"] = [
-        {**copy.deepcopy(slow if rank == slow_rank else usual), "rank": rank, "host": _host(rank)} for rank in shown
+        {**copy.deepcopy(slow if rank == slow_rank else usual), "rank": rank, "host": _host(rank)}
+        for rank in shown
     ]
     memory = made["steps"]["memory_bytes"]
     for rank in report["ranks"]:
-        rank["memory"] |= {"last_bytes": memory[rank["rank"]][-1], "max_bytes": max(memory[rank["rank"]])}
+        rank["memory"] |= {
+            "last_bytes": memory[rank["rank"]][-1],
+            "max_bytes": max(memory[rank["rank"]]),
+        }
         rank["memory"]["source"] = "resident memory"
-    report["run"] |= {"world_size": ranks, "nodes": [_host(rank) for rank in range(0, ranks, NODE_SIZE)]}
+    report["run"] |= {
+        "world_size": ranks,
+        "nodes": [_host(rank) for rank in range(0, ranks, NODE_SIZE)],
+    }
     report["steps"]["count"] = steps
     for verdict in report["verdicts"]:
         if verdict["kind"] == "straggler":
@@ -66,27 +85,41 @@ def _host(rank: int) -> str:
 
 def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool) -> StepMatrices:
     draw = np.random.default_rng(1)
-    own = {part: share * STEP_S * draw.lognormal(0, 0.02, (ranks, steps)) for part, share in _SHARES.items()}
+    own = {
+        part: share * STEP_S * draw.lognormal(0, 0.02, (ranks, steps))
+        for part, share in _SHARES.items()
+    }
     own["forward"][slow_rank, since:] += EXCESS * STEP_S
     work = np.asarray(sum(own.values()))
     step = np.broadcast_to(work.max(axis=0), work.shape) * (1 + 0.001 * draw.random(work.shape))
     number = np.arange(steps)
     step = step + np.where(number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1, 2 * STEP_S, 0.0)
-    compared = (number >= WARM_UP) & (number % SAMPLED_EVERY != 0) & (number % CHECKPOINT_EVERY != CHECKPOINT_EVERY - 1)
+    compared = (
+        (number >= WARM_UP)
+        & (number % SAMPLED_EVERY != 0)
+        & (number % CHECKPOINT_EVERY != CHECKPOINT_EVERY - 1)
+    )
     parts = {**own, "communication": step - work}
     if ranks > LATE_RANK:
         for values in (step, work, *parts.values()):
             values[LATE_RANK, :LATE_STEPS] = np.nan
     order = ("data", "forward", "backward", "optimizer", "communication", "host")
     compared_work = np.where(compared, work, np.nan)
-    slow: SlowTime = {"rank": slow_rank, "phase": "forward", "since_step": since, "until_step": None}
+    slow: SlowTime = {
+        "rank": slow_rank,
+        "phase": "forward",
+        "since_step": since,
+        "until_step": None,
+    }
     columns = -(-steps // -(-steps // MAX_MEMORY_COLUMNS))
     flags: list[list[str]] = [[] for _ in range(steps)]
     for at in range(CHECKPOINT_EVERY - 1, steps, CHECKPOINT_EVERY):
         flags[at].append("checkpoint")
     for at in range(EVALUATION_EVERY - 1, steps, EVALUATION_EVERY):
         flags[at].append("evaluation")
-    memory = (2e9 + 1e8 * draw.random((ranks, columns)) + 5e8 * (np.arange(ranks) == slow_rank)[:, None]).astype(int)
+    memory = (
+        2e9 + 1e8 * draw.random((ranks, columns)) + 5e8 * (np.arange(ranks) == slow_rank)[:, None]
+    ).astype(int)
     return {
         "columns": {
             "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(np.nanmax(step, axis=0)).tolist(),
@@ -125,9 +158,15 @@ def _telemetry(ranks: list[int], slow_rank: int, end_s: float) -> list[Any]:
     found = []
     for rank in ranks[:16] if slow_rank in ranks[:16] else [slow_rank, *ranks[:15]]:
         is_slow = rank == slow_rank
-        for title, unit, usual, more in (("GPU temperature", "Cel", 58.0, 27.0), ("SM clock", "Hz", 1.98e9, -0.5e9)):
+        for title, unit, usual, more in (
+            ("GPU temperature", "Cel", 58.0, 27.0),
+            ("SM clock", "Hz", 1.98e9, -0.5e9),
+        ):
             values = usual * (1 + 0.01 * draw.standard_normal(TELEMETRY_POINTS)) + is_slow * more
-            values = [None if 100 <= at < 110 else round(value, 3) for at, value in enumerate(values.tolist())]
+            values = [
+                None if 100 <= at < 110 else round(value, 3)
+                for at, value in enumerate(values.tolist())
+            ]
             found.append(
                 {
                     "title": title, "unit": unit, "where": f"rank {rank}", "rank": rank,

@@ -25,7 +25,9 @@ def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
 
     NaN stands for missing values. Raises ValueError.
     """
-    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(ranks, -1)
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(
+        ranks, -1
+    )
     values: npt.NDArray[np.float64] = matrix["smallest_s"] * np.exp(
         (codes.astype(np.float64) - _FIRST) * matrix["log_step"]
     )
@@ -50,6 +52,8 @@ class Steps:
         return decoded(self._of["work"], len(self.ranks))
 
     def excess(self) -> Floats:
-        """Return each rank's work above the median of comparable ranks, as a share of this median."""
+        """Return each rank's work above the median of comparable ranks, as a share of this
+        median.
+        """
         excess: Floats = self.work_s / decoded(self._of["others"], len(self.ranks)) - 1
         return excess

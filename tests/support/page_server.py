@@ -97,7 +97,10 @@ class Viewer(Stranger):
         return gzip.decompress(answer.body).decode()
 
     def answer_of_page(self, path: str, **headers: str) -> Answer:
-        """Return the answer once the run is read. Until then the page says that the run is being read."""
+        """Return the answer once the run is read.
+
+        Until then the page says that the run is being read.
+        """
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (answer := self.ask(path, **headers)).status == 200:
             if answer.headers.get("content-encoding") == "gzip" or IS_READ not in answer.text:
@@ -141,7 +144,9 @@ class News:
 class PageServer:
     """One server, whose process ends with the context."""
 
-    def __init__(self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str
+    ) -> None:
         """Set up the server. `script` replaces `-m torchlens_perf`."""
         self.folder = folder
         command = [
@@ -170,7 +175,9 @@ class PageServer:
 
     def children(self) -> list[int]:
         """Return the pids of the readers."""
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pids = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         return [int(pid) for pid in pids]
 
     def said(self) -> str:

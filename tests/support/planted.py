@@ -17,7 +17,14 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 MS = 1e6
-WORK_MS = {"data": 10.0, "forward": 60.0, "recompute": 0.0, "backward": 110.0, "optimizer": 15.0, "host": 5.0}
+WORK_MS = {
+    "data": 10.0,
+    "forward": 60.0,
+    "recompute": 0.0,
+    "backward": 110.0,
+    "optimizer": 15.0,
+    "host": 5.0,
+}
 WORK_NS = sum(WORK_MS.values()) * MS
 # Transfer time of the gradients once all ranks have arrived.
 TRANSFER_NS = 4 * MS
@@ -39,7 +46,9 @@ class Job:
     flags: np.ndarray
 
     @classmethod
-    def of(cls, ranks: int, rows: int, *, seed: int = 0, noise: float = 0.01, deviations: Any = None) -> Job:
+    def of(
+        cls, ranks: int, rows: int, *, seed: int = 0, noise: float = 0.01, deviations: Any = None
+    ) -> Job:
         """Return a healthy job.
 
         `noise` is the relative standard deviation of a rank's work between rows.
@@ -61,7 +70,9 @@ class Job:
     def rows(self) -> int:
         return self.parts_ns.shape[1]
 
-    def slow(self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)) -> Job:
+    def slow(
+        self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)
+    ) -> Job:
         """Make these rows of the rank longer, in place.
 
         "compute" is spread over forward and backward.
@@ -127,7 +138,9 @@ def wider(rows: StepBins, width: int) -> StepBins:
     """Return means over `width` rows of one step each, aligned to multiples of `width`."""
     count = len(rows) // width
     values = {
-        name: getattr(rows, name)[: count * width].reshape(count, width, *getattr(rows, name).shape[1:]).mean(axis=1)
+        name: getattr(rows, name)[: count * width]
+        .reshape(count, width, *getattr(rows, name).shape[1:])
+        .mean(axis=1)
         for name in (
             "duration_ns",
             "work_ns",
@@ -146,7 +159,9 @@ def wider(rows: StepBins, width: int) -> StepBins:
 def part_of(rows: StepBins, first: int, end: int) -> StepBins:
     """Return some rows by position."""
     fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
-    return StepBins(**{name: value if name == "width" else value[first:end] for name, value in fields.items()})
+    return StepBins(
+        **{name: value if name == "width" else value[first:end] for name, value in fields.items()}
+    )
 
 
 def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:
@@ -155,6 +170,10 @@ def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict
     `coordinates` is a list per dimension.
     """
     return {
-        rank: Placement(f"node-{rank // node_size}", "", {name: values[rank] for name, values in coordinates.items()})
+        rank: Placement(
+            f"node-{rank // node_size}",
+            "",
+            {name: values[rank] for name, values in coordinates.items()},
+        )
         for rank in range(ranks)
     }

@@ -31,7 +31,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder` with one thread per process and these additional variables."""
     environ = clean_environ(environment)
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 def run_warm(
@@ -49,7 +51,11 @@ def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
 
     It sets one OpenMP thread, raises our internal errors, and disables the page by default.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHLENS", "OTEL_"))
+    }
     ours = {"OMP_NUM_THREADS": "1", RAISE: "1", "TORCHLENS_PERF_REPORT": "text"}
     return {**inherited, **ours, **(added or {})}
 
@@ -96,8 +102,8 @@ def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None
 def read_by_hand(run_directory: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `torchlens-perf sidecar RUN_DIRECTORY` on a run whose processes were killed.
 
-    Each start of a watch on this node, also in another test, reads the rings of such runs. The command is repeated
-    until no other process reads them.
+    Each start of a watch on this node, also in another test, reads the rings of such runs. The
+    command is repeated until no other process reads them.
     """
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run_directory)]
     deadline = time.monotonic() + 120

@@ -28,19 +28,29 @@ def rank(number: int, **changed: Any) -> Progress:
 
 def behind(number: int, **changed: Any) -> Progress:
     """Return a rank that is stuck in its forward pass and has not entered allreduce 57."""
-    values: dict[str, Any] = {"issued": {WORLD: 56}, "inside": FORWARD, "operations": {WORLD: {56: "allreduce"}}}
+    values: dict[str, Any] = {
+        "issued": {WORLD: 56},
+        "inside": FORWARD,
+        "operations": {WORLD: {56: "allreduce"}},
+    }
     return rank(number, **{**values, **changed})
 
 
-def job(*ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None) -> Hang | None:
+def job(
+    *ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
+) -> Hang | None:
     """Return the finding on a job of `count` waiting ranks, some of which are replaced by the given
     ones.
     """
-    progress = {number: rank(number) for number in range(count)} | {each.rank: each for each in ranks}
+    progress = {number: rank(number) for number in range(count)} | {
+        each.rank: each for each in ranks
+    }
     return find_hang(progress, groups or {})
 
 
-def found(*ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None) -> Hang:
+def found(
+    *ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
+) -> Hang:
     hang = job(*ranks, count=count, groups=groups)
     assert hang is not None
     return hang
@@ -54,6 +64,10 @@ def every(count: int, **changed: Any) -> list[Progress]:
     return [rank(number, **changed) for number in range(count)]
 
 
-def on_silent_node(number: int, report_age_s: float, since_s: float = 0.05, **changed: Any) -> Progress:
+def on_silent_node(
+    number: int, report_age_s: float, since_s: float = 0.05, **changed: Any
+) -> Progress:
     """Return a rank of a node that has stopped reporting."""
-    return rank(number, report_age_s=report_age_s, since_step_s=since_s, since_mark_s=0.0, **changed)
+    return rank(
+        number, report_age_s=report_age_s, since_step_s=since_s, since_mark_s=0.0, **changed
+    )

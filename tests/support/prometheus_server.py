@@ -35,7 +35,10 @@ class Prometheus:
         """
         self._folder, self._port = folder, free_port()
         given = ", ".join(f'"{target}"' for target in targets)
-        scraped = scrape_configs or f"  - job_name: training\n    static_configs:\n      - targets: [{given}]\n"
+        scraped = (
+            scrape_configs
+            or f"  - job_name: training\n    static_configs:\n      - targets: [{given}]\n"
+        )
         self.config = folder / "prometheus.yml"
         self.config.write_text(
             "global:\n  scrape_interval: 1s\n  scrape_timeout: 1s\n  evaluation_interval: 1s\n"
@@ -54,7 +57,10 @@ class Prometheus:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._process.terminate()
         try:
@@ -95,7 +101,9 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/-/ready", timeout=5
+            ) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

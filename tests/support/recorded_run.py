@@ -22,7 +22,9 @@ from torchlens_perf.run.place.node import node_name
 from torchlens_perf.verdicts import node_state
 
 STEPS = 12
-"""Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
+"""Optimizer steps of a recorded run. The first is not measured, because recording begins with
+it.
+"""
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 """Trace context in the environment of a recorded run."""
@@ -30,13 +32,24 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of test processes. Runs go into `folder`."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
-    ours = {"TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_REPORT": "text"}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OTEL_", "TORCHLENS_PERF"))
+    }
+    ours = {
+        "TORCHLENS_PERF_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "TORCHLENS_PERF_REPORT": "text",
+    }
     return {**inherited, **ours, **told}
 
 
 def train(
-    folder: Path, told: Mapping[str, str], steps: int = STEPS, script: Path = SCRIPTS / "train_two_ranks.py"
+    folder: Path,
+    told: Mapping[str, str],
+    steps: int = STEPS,
+    script: Path = SCRIPTS / "train_two_ranks.py",
 ) -> RunDirectory:
     """Train two ranks under torchrun's flag. Return the only run directory."""
     command = [
@@ -61,8 +74,12 @@ def spans_of(run: RunDirectory, every: int) -> int:
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
     sampled = traced_steps([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
-    processes = [process for node in node_state.load_all(run) for process in node.processes.values()]
-    handed_over = sum(process.identity.rank == 0 and bool(process.identity.traceparent) for process in processes)
+    processes = [
+        process for node in node_state.load_all(run) for process in node.processes.values()
+    ]
+    handed_over = sum(
+        process.identity.rank == 0 and bool(process.identity.traceparent) for process in processes
+    )
     return records + sum(rank == 0 and step in sampled for rank, step in ended) + handed_over
 
 
@@ -90,13 +107,26 @@ class Sidecar:
     """A sidecar process that the test has started by hand, and that has ended."""
 
     def __init__(
-        self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60, then: str = ""
+        self,
+        run: RunDirectory,
+        folder: Path,
+        told: Mapping[str, str],
+        timeout_s: float = 60,
+        then: str = "",
     ) -> None:
         """Run the sidecar. `then` is Python code that the process runs at its end."""
-        code = f"import sys, torchlens_perf.commands.cli as cli\ncode = cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
+        code = (
+            "import sys, torchlens_perf.commands.cli as cli\ncode ="
+            f" cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
+        )
         started_s = time.monotonic()
         done = subprocess.run(
-            [sys.executable, *(["-c", code] if then else ["-m", "torchlens_perf"]), "sidecar", str(run.path)],
+            [
+                sys.executable,
+                *(["-c", code] if then else ["-m", "torchlens_perf"]),
+                "sidecar",
+                str(run.path),
+            ],
             env=environment(folder, told),
             capture_output=True,
             text=True,
@@ -130,7 +160,11 @@ def receiver(_one_receiver: Receiver) -> Receiver:
 
 @pytest.fixture(scope="session")
 def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    told = {"TORCHLENS_PERF_SIDECAR": "0", "TORCHLENS_PERF_TRACE_EVERY": "1", "TRACEPARENT": TRACEPARENT}
+    told = {
+        "TORCHLENS_PERF_SIDECAR": "0",
+        "TORCHLENS_PERF_TRACE_EVERY": "1",
+        "TRACEPARENT": TRACEPARENT,
+    }
     return train(tmp_path_factory.mktemp("recorded"), told)
 
 
@@ -149,6 +183,8 @@ def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
     """Run a sidecar over the recorded run with these variables. A second call is a replay."""
 
     def run(timeout_s: float = 60, then: str = "", **told: str) -> Sidecar:
-        return Sidecar(recorded, tmp_path, {"TORCHLENS_PERF_TRACE_EVERY": "1", **told}, timeout_s, then)
+        return Sidecar(
+            recorded, tmp_path, {"TORCHLENS_PERF_TRACE_EVERY": "1", **told}, timeout_s, then
+        )
 
     return run

@@ -34,7 +34,9 @@ class FakeClock:
 class Rig:
     """A recorder of one implementation with a separate ring file, and a reader of this file."""
 
-    def __init__(self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake") -> None:
+    def __init__(
+        self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake"
+    ) -> None:
         self.implementation = implementation
         self.clock = FakeClock() if clock == "fake" else clock
         self.ring = RingFile(folder / f"{len(list(folder.iterdir()))}.ring", capacity)

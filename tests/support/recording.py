@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlens_perf import Watch, watch
-from torchlens_perf.run.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader, record_dtype
+from torchlens_perf.run.ring import (
+    HEAD,
+    INTERNAL_ERRORS,
+    UNBALANCED,
+    Flag,
+    GroupProgress,
+    Kind,
+    Reader,
+    record_dtype,
+)
 
 # Settings that time every module in every step, including its backward pass.
 EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
@@ -53,7 +62,9 @@ class Recording:
         reader = Reader(ring)
         names = reader.names()
         batch = reader.read(final=True)
-        assert batch.lost == 0, f"{reader.counter(HEAD)} records do not fit into the ring: ask for more"
+        assert batch.lost == 0, (
+            f"{reader.counter(HEAD)} records do not fit into the ring: ask for more"
+        )
         fields = [field for field in Record._fields if field != "name"]
         self.records = []
         for row in batch.records:
@@ -63,7 +74,10 @@ class Recording:
         self.metadata = reader.metadata()
         self.known_names, self.interned = set(names), list(names)
         self.groups = reader.groups()
-        self.unbalanced, self.internal_errors = reader.counter(UNBALANCED), reader.counter(INTERNAL_ERRORS)
+        self.unbalanced, self.internal_errors = (
+            reader.counter(UNBALANCED),
+            reader.counter(INTERNAL_ERRORS),
+        )
         reader.close()
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
@@ -91,7 +105,9 @@ def ring_of_this_process(run_dir: Path) -> Path:
 
 
 @contextmanager
-def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings: Any) -> Iterator[Recording]:
+def recorded(
+    folder: Path, model: Any = None, optimizer: Any = None, **settings: Any
+) -> Iterator[Recording]:
     """Watch in this process without a sidecar. The recording is complete when the context ends."""
     recording = Recording()
     settings = {"sidecar": False, "report": "off", "dir": str(folder), **settings}

@@ -52,16 +52,27 @@ def _problem(value: Any, schema: dict[str, Any], at: str, *, closed: bool = Fals
     """
     assert set(schema) <= _KEYWORDS, f"{at}: not looked at: {set(schema) - _KEYWORDS}"
     if "$ref" in schema:
-        return _problem(value, _schema()["$defs"][schema["$ref"].removeprefix("#/$defs/")], at, closed=True)
-    allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else [value]
+        return _problem(
+            value, _schema()["$defs"][schema["$ref"].removeprefix("#/$defs/")], at, closed=True
+        )
+    allowed = (
+        schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else [value]
+    )
     types = _TYPES[schema["type"]] if "type" in schema else (object,)
-    if value not in allowed or not isinstance(value, types) or (isinstance(value, bool) and int in types):
+    if (
+        value not in allowed
+        or not isinstance(value, types)
+        or (isinstance(value, bool) and int in types)
+    ):
         return f"{at} is {value!r}"
     found = [_problem(value, each, at) for each in schema.get("anyOf", ())]
     if found and all(found):
         return " or ".join(found)
     if isinstance(value, list):
-        inside = [_problem(each, schema.get("items", {}), f"{at}[{index}]") for index, each in enumerate(value)]
+        inside = [
+            _problem(each, schema.get("items", {}), f"{at}[{index}]")
+            for index, each in enumerate(value)
+        ]
         return next(filter(None, inside), "")
     if not isinstance(value, dict):
         return ""

@@ -28,7 +28,11 @@ class Scrape:
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
         """Return the samples of this name with these labels."""
-        return [each for each in self.all() if each.name == name and labels.items() <= each.labels.items()]
+        return [
+            each
+            for each in self.all()
+            if each.name == name and labels.items() <= each.labels.items()
+        ]
 
     def value(self, name: str, **labels: str) -> float:
         """Return the value of the only sample."""
@@ -51,7 +55,9 @@ class ScrapedSimulation:
     """A simulated run that continues, with its sidecar's metrics port open."""
 
     def __init__(self, folder: Path, ranks: int, *faults: str, **simulated: Any) -> None:
-        self.simulation = LiveSimulation(folder / f"scraped-{folder.name}", ranks, *faults, **simulated)
+        self.simulation = LiveSimulation(
+            folder / f"scraped-{folder.name}", ranks, *faults, **simulated
+        )
         self.port = MetricsPort()
 
     def goes_on(self, blocks: int = 1) -> None:
@@ -78,7 +84,10 @@ class ScrapedSimulation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.port.finish(lingers=False)
         self.simulation.ends()

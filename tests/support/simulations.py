@@ -18,7 +18,9 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 def simulation(*faults: str, topology: Topology | None = None, **settings: Any) -> Simulation:
     """Return a job with these faults."""
     return Simulation(
-        topology or Topology(4, 2, node_size=4), faults=[parse_fault(text) for text in faults], **settings
+        topology or Topology(4, 2, node_size=4),
+        faults=[parse_fault(text) for text in faults],
+        **settings,
     )
 
 
@@ -32,8 +34,12 @@ def judged(run: Simulation, steps: int) -> Findings:
 
 
 def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
-    """Return the rest of each step, which is blocked in communication, in the shape [ranks, steps]."""
-    found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(axis=2, dtype=np.float64)
+    """Return the rest of each step, which is blocked in communication, in the
+    shape [ranks, steps].
+    """
+    found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(
+        axis=2, dtype=np.float64
+    )
     return found
 
 

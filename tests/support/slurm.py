@@ -29,10 +29,10 @@ def cluster(folder: Path, settings: str = "") -> Iterator[dict[str, str]]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     nodes = "\n".join(
-        f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2" for node in NODES
+        f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2"
+        for node in NODES
     )
-    (folder / "slurm.conf").write_text(
-        f"""ClusterName=test
+    (folder / "slurm.conf").write_text(f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={control}
 SlurmUser=root
@@ -57,25 +57,39 @@ FirstJobId={1000 + os.getpid() % 50000}
 {nodes}
 {settings}
 PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-    )
+""")
     environ = {"SLURM_CONF": str(folder / "slurm.conf")}
     munge = [
         "munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}",
         f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
     ]  # fmt: skip
-    daemons = [munge, ["slurmctld", "-D"], *(by_shell(node, "slurmd", "-D", "-N", node) for node in NODES)]
+    daemons = [
+        munge,
+        ["slurmctld", "-D"],
+        *(by_shell(node, "slurmd", "-D", "-N", node) for node in NODES),
+    ]
     started = []
     try:
         for daemon in daemons:
             with open(folder / "daemons.log", "ab") as log:
-                started.append(subprocess.Popen(daemon, env={**os.environ, **environ}, stdout=log, stderr=log))
+                started.append(
+                    subprocess.Popen(daemon, env={**os.environ, **environ}, stdout=log, stderr=log)
+                )
             time.sleep(1)
         deadline_s = time.monotonic() + 30
         idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
-        while len(subprocess.run(idle, env={**os.environ, **environ}, capture_output=True).stdout.split()) < 2:
+        while (
+            len(
+                subprocess.run(
+                    idle, env={**os.environ, **environ}, capture_output=True
+                ).stdout.split()
+            )
+            < 2
+        ):
             if time.monotonic() > deadline_s:
-                pytest.skip("Slurm does not start here: " + (folder / "daemons.log").read_text()[-800:])
+                pytest.skip(
+                    "Slurm does not start here: " + (folder / "daemons.log").read_text()[-800:]
+                )
             time.sleep(0.5)
         yield environ
     finally:

@@ -15,9 +15,13 @@ from torchlens_perf.run.ring import Kind, record_dtype
 MS = 1_000_000
 
 
-def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags: int = 0, memory: int = 0) -> StepTable:
+def step_table(
+    parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags: int = 0, memory: int = 0
+) -> StepTable:
     """Return steps with these parts in ms. A step lasts as long as the sum of its parts."""
-    parts_ns = np.array([[round(step.get(part, 0) * MS) for part in PARTS] for step in parts_ms], np.int64)
+    parts_ns = np.array(
+        [[round(step.get(part, 0) * MS) for part in PARTS] for step in parts_ms], np.int64
+    )
     parts_ns = parts_ns.reshape(len(parts_ms), len(PARTS))
     count = len(parts_ms)
     duration_ns = parts_ns.sum(axis=1)
@@ -36,7 +40,9 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
     )
 
 
-def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0) -> StepTable:
+def mixed_table(
+    steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0
+) -> StepTable:
     """Return steps that vary: parts in ms, "flags", and "cpu" for CPU contention.
 
     CPU contention lies in the forward part, or in the part named by "cpu_in". `noise` is the
@@ -44,7 +50,10 @@ def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: flo
     """
     scales = np.exp(noise * np.random.default_rng(0).standard_normal(len(steps)))
     made = step_table(
-        [{part: step.get(part, 0.0) * scale for part in PARTS} for step, scale in zip(steps, scales, strict=True)],
+        [
+            {part: step.get(part, 0.0) * scale for part in PARTS}
+            for step, scale in zip(steps, scales, strict=True)
+        ],
         first_step,
     )
     ready_ns = np.full_like(made.parts_ns, -1)
@@ -60,5 +69,10 @@ def records(rows: Sequence[tuple[Kind, int, int, int]]) -> np.ndarray:
     """Return records from (kind, name_id, step, duration_ns)."""
     made = np.zeros(len(rows), record_dtype())
     for record, (kind, name_id, step, duration_ns) in zip(made, rows, strict=True):
-        record["kind"], record["name_id"], record["step"], record["duration_ns"] = kind, name_id, step, duration_ns
+        record["kind"], record["name_id"], record["step"], record["duration_ns"] = (
+            kind,
+            name_id,
+            step,
+            duration_ns,
+        )
     return made

@@ -78,7 +78,9 @@ def tiny_torch(folder: Path) -> Path:
 
 def compiler(path: Path, script: str) -> Path:
     """Create a compiler from a shell script. "$out" is its output file."""
-    path.write_text(f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n')
+    path.write_text(
+        f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -114,14 +116,24 @@ def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def copy_of_sources(to: Path) -> Path:
     """Copy the native sources without built files."""
     return Path(
-        shutil.copytree(tap_requirements.SOURCES, to, ignore=shutil.ignore_patterns("*.so", "*.lock", ".build-*"))
+        shutil.copytree(
+            tap_requirements.SOURCES,
+            to,
+            ignore=shutil.ignore_patterns("*.so", "*.lock", ".build-*"),
+        )
     )
 
 
 def tap_name(site: Path) -> str:
     """Return the file name of the tap for the torch in `site`."""
-    asked = [sys.executable, "-c", "from torchlens_perf.recorder import native_tap; print(native_tap.file_name())"]
-    return subprocess.run(asked, env=with_torch(site), capture_output=True, text=True, check=True).stdout.strip()
+    asked = [
+        sys.executable,
+        "-c",
+        "from torchlens_perf.recorder import native_tap; print(native_tap.file_name())",
+    ]
+    return subprocess.run(
+        asked, env=with_torch(site), capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def with_torch(site: Path, **changed: str) -> dict[str, str]:
@@ -151,7 +163,9 @@ def _hurry(wanted: bytes, ended: threading.Event) -> None:
     while os.geteuid() == 0 and not ended.wait(0.05):
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if int(process.name) != os.getpid() and wanted in (process / "environ").read_bytes().split(b"\0"):
+                if int(process.name) != os.getpid() and wanted in (
+                    process / "environ"
+                ).read_bytes().split(b"\0"):
                     os.sched_setscheduler(int(process.name), os.SCHED_OTHER, os.sched_param(0))
                     os.setpriority(os.PRIO_PROCESS, int(process.name), 0)
                     (process / "autogroup").write_text("0")

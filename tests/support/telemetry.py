@@ -7,7 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, LinkSample, growth
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    LINK_COUNTERS,
+    GpuSample,
+    LinkSample,
+    growth,
+)
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.file_names import files_of
 from torchlens_perf.store.samples import GPUS, LINKS
@@ -18,7 +24,9 @@ def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
     samples: dict[str, list[GpuSample]] = {}
     for row in _rows(run, GPUS, host):
         own = samples.setdefault(row["uuid"], [])
-        own.append(GpuSample(**row, grown=growth(vars(own[-1]) if own else None, row, GPU_COUNTERS)))
+        own.append(
+            GpuSample(**row, grown=growth(vars(own[-1]) if own else None, row, GPU_COUNTERS))
+        )
     return samples
 
 
@@ -27,7 +35,9 @@ def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
     samples: dict[str, list[LinkSample]] = {}
     for row in _rows(run, LINKS, host):
         own = samples.setdefault(f"{row['device']}/{row['port']}", [])
-        own.append(LinkSample(**row, grown=growth(vars(own[-1]) if own else None, row, LINK_COUNTERS)))
+        own.append(
+            LinkSample(**row, grown=growth(vars(own[-1]) if own else None, row, LINK_COUNTERS))
+        )
     return samples
 
 

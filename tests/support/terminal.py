@@ -21,16 +21,29 @@ class OnTerminal:
     """The program runs on a terminal of this size inside the context and has ended after it."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, size: tuple[int, int] = (80, 24)
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        size: tuple[int, int] = (80, 24),
     ) -> None:
         self._master, slave = pty.openpty()
         columns, lines = size
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.modes = termios.tcgetattr(slave)
         self._slave = slave
-        environ = {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), **(environment or {})}
+        environ = {
+            "TERM": "xterm-256color",
+            "LC_ALL": "C.UTF-8",
+            "PYTHONPATH": str(ROOT),
+            **(environment or {}),
+        }
         self.process = subprocess.Popen(
-            list(command), stdin=slave, stdout=slave, stderr=slave, env=clean_environ(environ), start_new_session=True
+            list(command),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=clean_environ(environ),
+            start_new_session=True,
         )
         self.written = b""
 
@@ -77,7 +90,10 @@ class OnTerminal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)

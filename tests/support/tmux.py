@@ -24,12 +24,18 @@ class Tmux:
     After it, the shell and its programs are gone. Uses a separate server.
     """
 
-    def __init__(self, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None
+    ) -> None:
         if shutil.which("tmux") is None:
             pytest.skip(MISSING)
         self._socket = f"torchlens-perf-{uuid.uuid4().hex[:8]}"
-        environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", **(environment or {})})
-        self._environ = {name: value for name, value in environ.items() if not name.startswith("TMUX")}
+        environ = clean_environ(
+            {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", **(environment or {})}
+        )
+        self._environ = {
+            name: value for name, value in environ.items() if not name.startswith("TMUX")
+        }
         self._size = str(columns), str(lines)
 
     def type(self, *keys: str) -> None:
@@ -41,7 +47,11 @@ class Tmux:
 
     def lines(self, *, styled: bool = False) -> list[str]:
         """Return the lines on the screen, with escape sequences for colours if `styled`."""
-        return self._tmux("capture-pane", "-p", "-t", "0", *(["-e"] if styled else [])).rstrip("\n").split("\n")
+        return (
+            self._tmux("capture-pane", "-p", "-t", "0", *(["-e"] if styled else []))
+            .rstrip("\n")
+            .split("\n")
+        )
 
     def sees(self, what: str | Callable[[list[str]], object], timeout_s: float = 60) -> list[str]:
         """Wait until this text is on the screen, ignoring repeated spaces.
@@ -59,18 +69,24 @@ class Tmux:
     def pid(self) -> int:
         """Return the pid of the shell's foreground program."""
         shell = self._tmux("list-panes", "-F", "#{pane_pid}").strip()
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", shell], capture_output=True, text=True).stdout.split()
+        children = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", shell], capture_output=True, text=True
+        ).stdout.split()
         return int(children[-1])
 
     def _tmux(self, *arguments: str) -> str:
         command = ["tmux", "-L", self._socket, "-f", "/dev/null", "-u", *arguments]
-        done = subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, env=self._environ, capture_output=True, text=True, timeout=30
+        )
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
         return done.stdout
 
     def __enter__(self) -> Tmux:
         columns, lines = self._size
-        self._tmux("new-session", "-d", "-x", columns, "-y", lines, "exec bash --norc --noprofile -i")
+        self._tmux(
+            "new-session", "-d", "-x", columns, "-y", lines, "exec bash --norc --noprofile -i"
+        )
         try:
             self.sees(lambda lines: lines[-1].rstrip().endswith(("$", "#")))
             self.type(f"PS1='{PROMPT}'; clear", "Enter")
@@ -81,7 +97,10 @@ class Tmux:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._end()
 

@@ -53,7 +53,9 @@ class WarmPython(subprocess.Popen[Any]):
             raise ValueError(f"{unheeded} are obeyed by a Python that starts: use subprocess")
         if environ.get(_THREADS, "1") != "1":
             raise ValueError("OpenMP has read the number of its threads already: use subprocess")
-        given = [1 + number if fd == -1 else fd for number, fd in enumerate((stdin, stdout, stderr), -1)]
+        given = [
+            1 + number if fd == -1 else fd for number, fd in enumerate((stdin, stdout, stderr), -1)
+        ]
         request = {
             "arguments": [os.fspath(argument) for argument in args[1:]],
             "environ": environ,
@@ -67,7 +69,9 @@ class WarmPython(subprocess.Popen[Any]):
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def run(command: list[str], timeout_s: float = 90, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], timeout_s: float = 90, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run such a program as subprocess.run() does.
 
     Capture its output as text. Raises subprocess.TimeoutExpired.
@@ -105,7 +109,9 @@ def _start_server(python: str, preloaded: str) -> socket.socket:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     # The programs load entry points themselves, with the variables that they are given.
     environ |= {_THREADS: "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_PRELOAD": preloaded}
-    subprocess.Popen([python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ, cwd="/")
+    subprocess.Popen(
+        [python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ, cwd="/"
+    )
     theirs.close()
     assert ours.recv(64) == b"ready"
     return ours

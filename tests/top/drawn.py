@@ -27,7 +27,11 @@ class Drawn:
     """A context manager in which the application runs."""
 
     def __init__(
-        self, run: Path | None, folder: Path, size: tuple[int, int] = (80, 24), terminal: Terminal | None = None
+        self,
+        run: Path | None,
+        folder: Path,
+        size: tuple[int, int] = (80, 24),
+        terminal: Terminal | None = None,
     ) -> None:
         run_directory = RunDirectory(run) if run is not None else None
         self.app = Top(run_directory, folder, terminal or Terminal(), look_s=LOOK_S)
@@ -56,7 +60,9 @@ class Drawn:
             await self.pilot.press(key)
             await self.pilot.pause()
 
-    async def sees(self, what: str | Callable[[list[str]], object], timeout_s: float = 20) -> list[str]:
+    async def sees(
+        self, what: str | Callable[[list[str]], object], timeout_s: float = 20
+    ) -> list[str]:
         """Wait until the text is on the screen, with single spaces.
 
         Raise AssertionError with the screen's text otherwise.
@@ -73,7 +79,9 @@ class Drawn:
 def text_of(svg: str) -> list[str]:
     """Return the lines of a picture, each with as many columns as were drawn."""
     found: dict[float, list[tuple[float, str]]] = {}
-    for kind, x, y, text in re.findall(r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', svg):
+    for kind, x, y, text in re.findall(
+        r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', svg
+    ):
         if kind.endswith("-title"):
             continue
         found.setdefault(float(y), []).append((float(x), html.unescape(text).replace("\xa0", " ")))

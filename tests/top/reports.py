@@ -55,7 +55,9 @@ def add_node(run: RunDirectory, number: int) -> Path:
     state.host = f"node-{number:04d}"
     for process in state.processes.values():
         who = process.identity
-        process.identity = dataclasses.replace(who, rank=who.rank + 100 * number, host=state.host, node=state.host)
+        process.identity = dataclasses.replace(
+            who, rank=who.rank + 100 * number, host=state.host, node=state.host
+        )
     state.findings = NOTHING
     state.save(run)
     return run.node_state(state.host)

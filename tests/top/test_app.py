@@ -105,7 +105,9 @@ def test_all_of_512_ranks_can_be_reached(tmp_path: Path) -> None:
     """The slow rank comes first, and the number of others is shown."""
 
     async def scenario() -> None:
-        with LiveSimulation(tmp_path / "run", 64, "constant:rank=19,share=0.3", node_size=64) as live:
+        with LiveSimulation(
+            tmp_path / "run", 64, "constant:rank=19,share=0.3", node_size=64
+        ) as live:
             live.goes_on(2)
             for number in range(1, 8):
                 add_node(live.run, number)
@@ -149,7 +151,10 @@ def test_live_run_is_chosen_from_the_list(tmp_path: Path) -> None:
     """The key `r` shows the list again, and another run can be chosen."""
 
     async def scenario() -> None:
-        with LiveSimulation(tmp_path / "first", 2) as first, LiveSimulation(tmp_path / "second", 4) as second:
+        with (
+            LiveSimulation(tmp_path / "first", 2) as first,
+            LiveSimulation(tmp_path / "second", 4) as second,
+        ):
             first.goes_on()
             second.goes_on()
             async with Drawn(second.run.path, tmp_path) as drawn:
@@ -169,7 +174,10 @@ def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
     """Even if one of them ends."""
 
     async def scenario() -> None:
-        with LiveSimulation(tmp_path / "first", 2) as first, LiveSimulation(tmp_path / "second", 4) as second:
+        with (
+            LiveSimulation(tmp_path / "first", 2) as first,
+            LiveSimulation(tmp_path / "second", 4) as second,
+        ):
             first.goes_on()
             second.goes_on()
             async with Drawn(None, tmp_path) as drawn:
@@ -198,9 +206,13 @@ def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
     runs(scenario)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (40, 10), *long(((20, 4),), ((69, 19),), ((110, 20),), ((200, 60),))])
+@pytest.mark.parametrize(
+    "size", [(1, 1), (40, 10), *long(((20, 4),), ((69, 19),), ((110, 20),), ((200, 60),))]
+)
 def test_screens_fit_every_terminal_size(live: LiveSimulation, size: tuple[int, int]) -> None:
-    """No line is wider than the terminal, and the keys stay visible, also after a change of size."""
+    """No line is wider than the terminal, and the keys stay visible, also after a change of
+    size.
+    """
 
     async def scenario() -> None:
         live.goes_on(4)
@@ -222,7 +234,9 @@ def test_screens_fit_every_terminal_size(live: LiveSimulation, size: tuple[int, 
 def test_screens_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
-        async with Drawn(live.run.path, live.run.path.parent, terminal=Terminal(ascii_only=True)) as drawn:
+        async with Drawn(
+            live.run.path, live.run.path.parent, terminal=Terminal(ascii_only=True)
+        ) as drawn:
             await drawn.sees("rank 3")
             for keys in ([], ["enter"], ["escape", "question_mark"], ["escape", "r"]):
                 await drawn.press(*keys)
@@ -249,7 +263,9 @@ def test_long_texts_scroll(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_error_of_the_reading_thread_ends_the_program(live: LiveSimulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_reading_thread_ends_the_program(
+    live: LiveSimulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the screen would show old data."""
 
     def broken(self: object) -> None:

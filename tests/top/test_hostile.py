@@ -45,10 +45,24 @@ def all_lines(view: View, width: int, terminal: Terminal) -> list[Text]:
     return [*terminal.lines(texts, width), *overview.frame(view, width, terminal)]
 
 
-@given(data=st.data(), text=hostile, note=hostile, width=st.sampled_from([20, 80]), ascii_only=st.booleans())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(
+    data=st.data(),
+    text=hostile,
+    note=hostile,
+    width=st.sampled_from([20, 80]),
+    ascii_only=st.booleans(),
+)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30
+)
 def test_any_text_of_a_state_is_drawn_as_text(
-    data: st.DataObject, text: str, note: str, width: int, ascii_only: bool, state: dict[str, Any], tmp_path: Path
+    data: st.DataObject,
+    text: str,
+    note: str,
+    width: int,
+    ascii_only: bool,
+    state: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True, exist_ok=True)
@@ -63,8 +77,12 @@ def test_any_text_of_a_state_is_drawn_as_text(
         assert line.plain.isascii() or not ascii_only
 
 
-@pytest.mark.parametrize("text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000])
-def test_names_cannot_control_the_terminal(text: str, state: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000]
+)
+def test_names_cannot_control_the_terminal(
+    text: str, state: dict[str, Any], tmp_path: Path
+) -> None:
     """The names of program, host, modules and open spans are hostile at the same time."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)

@@ -28,7 +28,9 @@ HANG = HangEvidence("missing", 42.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f"
 def view(tmp_path_factory: pytest.TempPathFactory) -> View:
     """Four ranks on two nodes, of which rank 3 is slow."""
     folder = tmp_path_factory.mktemp("frame")
-    return view_of(folder / "run", 4, "constant:rank=3,share=0.3,phase=forward", blocks=3, node_size=2)
+    return view_of(
+        folder / "run", 4, "constant:rank=3,share=0.3,phase=forward", blocks=3, node_size=2
+    )
 
 
 def frame(view: View, width: int = 100, terminal: Terminal = UNICODE) -> list[str]:
@@ -79,7 +81,11 @@ def test_every_rank_has_a_row_with_its_difference(view: View) -> None:
     cells = next(each for each in table.columns if each.title == "vs others").texts()
 
     for lines in (screen(view), frame(view)):
-        rows = {int(line.split()[line.startswith("▶")]): line for line in lines if re.match(r"[▶ ] {1,8}\d+ ", line)}
+        rows = {
+            int(line.split()[line.startswith("▶")]): line
+            for line in lines
+            if re.match(r"[▶ ] {1,8}\d+ ", line)
+        }
         assert list(rows) == ranks
         assert all(f" {cell} " in rows[rank] for rank, cell in zip(ranks, cells, strict=True))
 
@@ -134,7 +140,10 @@ def test_no_line_is_wider_than_the_terminal(view: View, width: int, terminal: Te
 
 def test_other_findings_have_a_line_each(view: View) -> None:
     """At most three are shown, then their number. Ended ones are called earlier."""
-    over = [verdict("straggler_ended", f"Rank {rank} was slow.", rank=rank, since_step=8) for rank in range(4)]
+    over = [
+        verdict("straggler_ended", f"Rank {rank} was slow.", rank=rank, since_step=8)
+        for rank in range(4)
+    ]
     lines = screen(with_report(view, verdicts=[*report_of(view)["verdicts"], *over]))
 
     assert sum(line.startswith("  earlier ") for line in lines) == 3
@@ -152,19 +161,30 @@ def test_title_shows_whether_the_run_is_live(view: View) -> None:
     at = overview.clock_time("2026-11-23T09:00:00+00:00")
     assert overview.run_state(with_report(view, **run, ranks=ranks)) == (f"ENDED {at}", "bold")
     dead = {**run, "died": [2], "ranks_seen": 4}
-    assert overview.run_state(with_report(view, **dead, ranks=ranks))[0] == f"ENDED {at}, rank 2 died"
+    assert (
+        overview.run_state(with_report(view, **dead, ranks=ranks))[0] == f"ENDED {at}, rank 2 died"
+    )
     assert overview.run_state(with_report(view, died=[2]))[0].endswith(", rank 2 died")
 
 
 def test_hang_shows_stacks_and_no_pace(view: View) -> None:
     """A hanging run has no steps per second, and no time left."""
-    hangs = with_report(view, verdicts=[verdict("hang", "No step for 42 s.", rank=1, evidence=HANG)], total_steps=1000)
+    hangs = with_report(
+        view,
+        verdicts=[verdict("hang", "No step for 42 s.", rank=1, evidence=HANG)],
+        total_steps=1000,
+    )
     lines = screen(hangs, 100, 50)
 
     assert lines[1].startswith("  HANG ")
     assert "b.py:2 g" in joined(lines)
     assert "b.py:2 g" in joined(frame(hangs))
-    assert [each.split()[0] for each in pace_words(report_of(hangs), 0.2)] == ["96", "p50", "p95", "max"]
+    assert [each.split()[0] for each in pace_words(report_of(hangs), 0.2)] == [
+        "96",
+        "p50",
+        "p95",
+        "max",
+    ]
 
 
 def test_time_left_needs_a_total_number_of_steps(view: View) -> None:
@@ -176,7 +196,11 @@ def test_time_left_needs_a_total_number_of_steps(view: View) -> None:
 
 def test_unmeasured_values_are_not_shown_as_zero(view: View) -> None:
     ranks: Any = [
-        {**rank, "not_measured": ["communication"], "phases": {"forward": rank["phases"]["forward"]}}
+        {
+            **rank,
+            "not_measured": ["communication"],
+            "phases": {"forward": rank["phases"]["forward"]},
+        }
         for rank in report_of(view)["ranks"]
     ]
     quality: Any = {**report_of(view)["quality"], "overhead_share": None}
@@ -196,14 +220,21 @@ def test_ranks_are_listed_without_values_before_the_first_step(view: View) -> No
     lines = screen(none)
 
     assert lines[1].startswith("── no step yet ")
-    assert [line.split()[-1] for line in lines if re.match(r"[▶ ] +\d+$", line)] == ["0", "1", "2", "3"]
+    assert [line.split()[-1] for line in lines if re.match(r"[▶ ] +\d+$", line)] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
     for said in (joined(frame(none)), joined(of_rank(none, 0))):
         assert "no step was recorded" in said
         assert "0.0% of" not in said
 
 
 def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> None:
-    """The screen has the current activity, phases and modules compared with other ranks, and collectives."""
+    """The screen has the current activity, phases and modules compared with other ranks, and
+    collectives.
+    """
     now = {"step": 97, "step_s": 0.12, "inside": ["backward", "wait"], "inside_s": 0.1}
     ranks: Any = [{**rank, "now": now} for rank in report_of(view)["ranks"]]
     lines = of_rank(with_report(view, ranks=ranks), 3)
@@ -225,7 +256,9 @@ def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> 
 
 
 def test_rank_screen_shows_death_and_open_span(view: View) -> None:
-    ranks: Any = [{**rank, "state": "died", "inside": ["forward GPT"]} for rank in report_of(view)["ranks"]]
+    ranks: Any = [
+        {**rank, "state": "died", "inside": ["forward GPT"]} for rank in report_of(view)["ranks"]
+    ]
 
     assert "  died inside forward GPT" in of_rank(with_report(view, ranks=ranks), 1)
 
@@ -253,5 +286,9 @@ def test_all_findings_have_their_duration(view: View) -> None:
 
 
 def test_times_of_other_days_have_the_day() -> None:
-    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len("12:00:00")
-    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=2e9)) == len("2001-09-09 01:46")
+    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len(
+        "12:00:00"
+    )
+    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=2e9)) == len(
+        "2001-09-09 01:46"
+    )

@@ -8,7 +8,15 @@ import pytest
 
 from tests.top.reports import report_of, view_of
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.top.pace import SeenSteps, curve, left_s, pace_words, progress, step_times, time_left
+from torchlens_perf.top.pace import (
+    SeenSteps,
+    curve,
+    left_s,
+    pace_words,
+    progress,
+    step_times,
+    time_left,
+)
 
 
 def test_time_left_is_remaining_steps_times_mean_step() -> None:
@@ -38,7 +46,14 @@ def test_progress_shows_that_there_were_more_steps_than_expected() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (89, "89 s"), (91, "2 min"), (5340, "89 min"), (5460, "1 h 31 min"), (200_000, "2 d 7 h")],
+    [
+        (0, "0 s"),
+        (89, "89 s"),
+        (91, "2 min"),
+        (5340, "89 min"),
+        (5460, "1 h 31 min"),
+        (200_000, "2 d 7 h"),
+    ],
 )
 def test_time_left_is_rounded_to_suitable_units(seconds: float, text: str) -> None:
     assert time_left(seconds) == text

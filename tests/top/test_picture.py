@@ -16,7 +16,9 @@ PICTURE = ROOT / "docs" / "images" / "top.svg"
 SIZE = (112, 32)
 
 
-def test_documented_picture_has_the_current_titles_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_picture_has_the_current_titles_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The picture loads no font from the network."""
     faults = (
         "constant:rank=11,share=0.12,phase=data,since=32,until=160",
@@ -28,7 +30,12 @@ def test_documented_picture_has_the_current_titles_and_keys(tmp_path: Path, monk
 
     async def scenario() -> None:
         with LiveSimulation(
-            tmp_path / "20261123-140512-3fa9c1d2", 16, *faults, node_size=8, total_steps=2000, seconds_ago=75
+            tmp_path / "20261123-140512-3fa9c1d2",
+            16,
+            *faults,
+            node_size=8,
+            total_steps=2000,
+            seconds_ago=75,
         ) as live:
             live.goes_on(2)
             async with Drawn(live.run.path, tmp_path, SIZE) as drawn:
@@ -43,7 +50,9 @@ def test_documented_picture_has_the_current_titles_and_keys(tmp_path: Path, monk
                 assert _fixed(text_of(PICTURE.read_text())) == _fixed(text_of(picture))
 
     runs(scenario)
-    assert "http" not in PICTURE.read_text().replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
+    assert "http" not in PICTURE.read_text().replace("http://www.w3.org", "").replace(
+        "https://www.textualize.io", ""
+    )
 
 
 def _without_fonts(picture: str) -> str:
@@ -52,5 +61,7 @@ def _without_fonts(picture: str) -> str:
 
 def _fixed(lines: list[str]) -> list[str]:
     """Return titles and keys. Other text depends on verdicts and numbers."""
-    titles = [line for line in lines if re.match(r"  (Typical|Modules|Collectives|rank +step)", line)]
+    titles = [
+        line for line in lines if re.match(r"  (Typical|Modules|Collectives|rank +step)", line)
+    ]
     return [re.sub(r"\d+", "", line) for line in (*titles, lines[-1])]

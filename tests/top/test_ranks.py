@@ -1,4 +1,6 @@
-"""The table of ranks: the report's figures, slow ranks first, and each rank's difference from other ranks."""
+"""The table of ranks: the report's figures, slow ranks first, and each rank's difference from other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_rank_that_others_wait_for_is_first(view: View) -> None:
     hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
     ranks: Any = [
         {**rank, "now": {"step": 40, "step_s": 12.0, "inside": inside, "inside_s": 1.0}}
-        for rank, inside in zip(report_of(view)["ranks"], (["backward", "wait"], [], ["x"], ["x"]), strict=True)
+        for rank, inside in zip(
+            report_of(view)["ranks"], (["backward", "wait"], [], ["x"], ["x"]), strict=True
+        )
     ]
     table, order = rank_list(with_report(view, verdicts=[hang], ranks=ranks))
 
@@ -109,7 +113,10 @@ def test_ranks_without_a_step_are_listed(view: View) -> None:
 
 def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
     """The other ranks keep their figures."""
-    ranks: Any = [{**rank, "typical": None} if rank["rank"] == 1 else rank for rank in report_of(view)["ranks"]]
+    ranks: Any = [
+        {**rank, "typical": None} if rank["rank"] == 1 else rank
+        for rank in report_of(view)["ranks"]
+    ]
     table, order = rank_list(with_report(view, ranks=ranks, verdicts=[]))
 
     assert (order[0], order[-1]) == (3, 1)
@@ -122,7 +129,9 @@ def test_rank_list_is_empty_without_a_report() -> None:
 
 
 def test_excess_over_the_run_is_drawn_as_blocks() -> None:
-    """Blocks are full from 30 %, blank if not known, and means of neighbours if there is no room."""
+    """Blocks are full from 30 %, blank if not known, and means of neighbours if there is no
+    room.
+    """
     assert blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
     assert blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
     assert blocks([], 8) == ""
@@ -130,7 +139,9 @@ def test_excess_over_the_run_is_drawn_as_blocks() -> None:
 
 def test_recently_slow_rank_is_visible_in_the_latest_window(tmp_path: Path) -> None:
     """A typical step of the run hardly shows it. Ranks without excess have no value."""
-    table, ranks = rank_list(view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8))
+    table, ranks = rank_list(
+        view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8)
+    )
     latest: Any = column(table, "latest excess").values
 
     assert ranks[0] == 2
@@ -144,8 +155,16 @@ def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:
     rows = [{**row, "excess": [0.1, 0.3, None]} for row in heat["ranks"]]
     old = [{**row, "excess": [0.3, None, None]} for row in heat["ranks"]]
 
-    assert column(rank_list(with_report(view, heat={**heat, "ranks": rows}))[0], "latest excess").values == [0.3] * 4
-    assert column(rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess").values == [None] * 4
+    assert (
+        column(
+            rank_list(with_report(view, heat={**heat, "ranks": rows}))[0], "latest excess"
+        ).values
+        == [0.3] * 4
+    )
+    assert (
+        column(rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess").values
+        == [None] * 4
+    )
 
 
 def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:

@@ -141,7 +141,9 @@ def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> N
     clock.now_s += SILENT_S - 1
     assert reader.look() is view
     clock.now_s += 62
-    assert reader.look().trouble.startswith("no new data from node-0000 for 2 minutes or more: the sidecar has ended")
+    assert reader.look().trouble.startswith(
+        "no new data from node-0000 for 2 minutes or more: the sidecar has ended"
+    )
     live.goes_on()
     assert reader.look().trouble == ""
 

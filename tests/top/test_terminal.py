@@ -1,4 +1,6 @@
-"""The real program in a real terminal: drawing, resizing, missing colour or Unicode, and its end."""
+"""The real program in a real terminal: drawing, resizing, missing colour or Unicode, and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,31 @@ def test_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
     """The screen shows the training process's progress, time left, current activity, and end."""
     runs, stop = tmp_path / "runs", tmp_path / "stop"
     with open(tmp_path / "log", "wb") as log:
-        command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop), "1000000"]
+        command = [
+            sys.executable,
+            str(SCRIPTS / "train_until_told.py"),
+            str(runs),
+            str(stop),
+            "1000000",
+        ]
         training = WarmPython(command, cwd=tmp_path, env=clean_environ({}), stdout=log, stderr=log)
     try:
         with Tmux(environment={"TORCHLENS_PERF_DIR": str(runs)}) as terminal:
             terminal.type(f"stty -g > {tmp_path}/before; {TOP}", "Enter")
             terminal.sees("1 rank LIVE ")
             terminal.sees(
-                lambda lines: any(re.match(r"── [\d,]+ of 1,000,000 steps \([\d.]+%\) .* left", each) for each in lines)
+                lambda lines: any(
+                    re.match(r"── [\d,]+ of 1,000,000 steps \([\d.]+%\) .* left", each)
+                    for each in lines
+                )
             )
             terminal.type("Enter")
             terminal.sees("── rank 0")
             terminal.sees(": running")
             # Between two steps, the line on the activity is missing for an instant.
-            activity = re.compile(r"  at [\d:]{8}: in step [\d,]+ for [\d.]+ .?s, (inside|outside) ")
+            activity = re.compile(
+                r"  at [\d:]{8}: in step [\d,]+ for [\d.]+ .?s, (inside|outside) "
+            )
             terminal.sees(lambda lines: any(activity.match(line) for line in lines))
             stop.touch()
             terminal.sees("1 rank ENDED ")
@@ -71,8 +84,12 @@ def test_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), *long(((120, 40),), ((200, 60),))])
-def test_slow_rank_cost_and_action_are_not_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> None:
-    """The slow rank, its cost and the action are completely visible, with all ranks, parts and keys."""
+def test_slow_rank_cost_and_action_are_not_cut_off(
+    planted: LiveSimulation, size: tuple[int, int]
+) -> None:
+    """The slow rank, its cost and the action are completely visible, with all ranks, parts and
+    keys.
+    """
     with Tmux(*size) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees("q quit")
@@ -84,7 +101,9 @@ def test_slow_rank_cost_and_action_are_not_cut_off(planted: LiveSimulation, size
     assert len(lines) == size[1]
     assert lines[0].startswith("simulation  run  8 ranks")
     assert re.search(
-        r"cost [\d.]+ ms per step = \d+% of step time evidence Rank 3 computes .* next .* --rank 3 ──", text
+        r"cost [\d.]+ ms per step = \d+% of step time evidence Rank 3 computes .* next .* --rank"
+        r" 3 ──",
+        text,
     )
     assert re.search(r"▶ 3 .*\d+ \+[\d.]+ \+\d+% █", text)
     assert all(f"█ {part}" in text for part in ("forward", "backward", "optimizer", "comm wait"))
@@ -96,13 +115,20 @@ def test_screen_adapts_to_a_resized_terminal(planted: LiveSimulation) -> None:
     """The size changes while it runs, to small and large sizes."""
 
     def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
-        """Return True if a screen of this size is complete: its first line is as wide as the terminal."""
+        """Return True if a screen of this size is complete: its first line is as wide as the
+        terminal.
+        """
         return len(shown) == lines and len(shown[0]) == columns and shown[-1].endswith(keys)
 
     with Tmux(120, 40) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees(lambda shown: is_drawn(shown, 120, 40, "r runs"))
-        for columns, lines, keys in ((60, 16, "o order"), (20, 5, "? help"), (200, 60, "r runs"), (120, 40, "r runs")):
+        for columns, lines, keys in (
+            (60, 16, "o order"),
+            (20, 5, "? help"),
+            (200, 60, "r runs"),
+            (120, 40, "r runs"),
+        ):
             terminal.resize(columns, lines)
             terminal.sees(partial(is_drawn, columns=columns, lines=lines, keys=keys))
 

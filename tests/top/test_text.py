@@ -16,11 +16,21 @@ from tests.support.processes import ROOT
 from torchlens_perf.top.text import Terminal, bar, cursor_lines, fitting, line, part, rule, signed
 from torchlens_perf.view.specs import Column, Quantity, Table
 
-texts = st.one_of(st.text(max_size=80), st.sampled_from(["\u4e00" * 60, "x" * 500, "e\u0301" * 30, "  indented  text"]))
+texts = st.one_of(
+    st.text(max_size=80),
+    st.sampled_from(["\u4e00" * 60, "x" * 500, "e\u0301" * 30, "  indented  text"]),
+)
 
 
-@given(text=texts, width=st.integers(1, 60), terminal=st.builds(Terminal, st.booleans()), no_wrap=st.booleans())
-def test_no_line_is_wider_than_the_terminal(text: str, width: int, terminal: Terminal, no_wrap: bool) -> None:
+@given(
+    text=texts,
+    width=st.integers(1, 60),
+    terminal=st.builds(Terminal, st.booleans()),
+    no_wrap=st.booleans(),
+)
+def test_no_line_is_wider_than_the_terminal(
+    text: str, width: int, terminal: Terminal, no_wrap: bool
+) -> None:
     lines = terminal.lines([Text(text.replace("\n", " "), no_wrap=no_wrap)], width)
 
     assert all(cell_len(each.plain) <= width for each in lines)
@@ -35,7 +45,10 @@ def test_wrapped_text_keeps_all_words() -> None:
 
 
 def test_wrapped_lines_are_indented_as_the_first() -> None:
-    assert [each.plain.rstrip() for each in Terminal().lines([Text("  one two three")], 10)] == ["  one two", "  three"]
+    assert [each.plain.rstrip() for each in Terminal().lines([Text("  one two three")], 10)] == [
+        "  one two",
+        "  three",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +61,9 @@ def test_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
 
 
 def test_small_shares_have_different_bars() -> None:
-    """The shares are 1.3 %, 5.2 % and 27 % of twelve columns, the width of bars in the table of ranks."""
+    """The shares are 1.3 %, 5.2 % and 27 % of twelve columns, the width of bars in the table of
+    ranks.
+    """
     assert len({bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
 
 
@@ -73,7 +88,9 @@ def test_selected_rows_keep_slow_marks_and_units() -> None:
 
 @pytest.mark.parametrize(("at", "first"), [(0, 0), (50, 48), (199, 195)])
 def test_selected_row_is_visible(at: int, first: int) -> None:
-    """With 200 rows and room for five, the selected row has the mark and its number is in the title."""
+    """With 200 rows and room for five, the selected row has the mark and its number is in the
+    title.
+    """
     lines = [each.plain for each in cursor_lines(table(200), 40, 7, at)]
 
     assert lines[0].split(",")[1] == f" {at + 1} of 200"
@@ -130,6 +147,8 @@ def test_unicode_depends_on_the_locale(environment: dict[str, str], is_ascii: bo
     """Python may replace the C locale by UTF-8, so the environment at process start counts."""
     program = "from torchlens_perf.top.text import of_environment; print(of_environment())"
     environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True
+    )
 
     assert done.stdout == f"Terminal(ascii_only={is_ascii}, color=True)\n"

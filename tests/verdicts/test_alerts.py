@@ -22,7 +22,9 @@ from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 NOW_NS = 1_700_000_000_000_000_000
 
 
-def told(log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None) -> list[Alert]:
+def told(
+    log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None
+) -> list[Alert]:
     """Return the alerts that a log raises for these findings."""
     return list(log.changes(attempt, found, hung, PLACES, NOW_NS))
 
@@ -42,18 +44,35 @@ def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     (ended,) = told(log, findings(slow))
     assert told(log, findings(slow)) == []
 
-    assert (started.change, ended.change, started.urgent, ended.urgent) == ("started", "ended", True, False)
+    assert (started.change, ended.change, started.urgent, ended.urgent) == (
+        "started",
+        "ended",
+        True,
+        False,
+    )
     assert started.about == ended.about
     assert started.id != ended.id
     assert (started.since_step, started.until_step, ended.until_step) == (100, None, 180)
-    assert (started.rank, started.ranks, started.host, started.phase) == (3, (3,), "node-a", "backward")
+    assert (started.rank, started.ranks, started.host, started.phase) == (
+        3,
+        (3,),
+        "node-a",
+        "backward",
+    )
     assert (started.cause, started.scope, started.attempt) == ("slow_compute", "rank", 0)
-    assert (started.cost_s_per_step, started.cost_share, ended.cost_s_per_step) == (0.015, 0.15, 0.014)
+    assert (started.cost_s_per_step, started.cost_share, ended.cost_s_per_step) == (
+        0.015,
+        0.15,
+        0.014,
+    )
     assert started.text.startswith(
-        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0"
+        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other"
+        " ranks 60.0"
     )
     assert "Next: compare" in started.sentence
-    assert ended.sentence.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
+    assert ended.sentence.startswith(
+        "Rank 3 was slow in the backward pass from step 100 to step 179"
+    )
 
 
 def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
@@ -65,7 +84,10 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
     (unknown,) = told(FindingLog("run"), findings(episode()))
 
     assert started.because == ("gc",)
-    assert "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()." in started.sentence
+    assert (
+        "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()."
+        in started.sentence
+    )
     assert unknown.because == ()
     assert started.id == unknown.id
 
@@ -91,7 +113,9 @@ def test_ids_differ_by_run_attempt_rank_step_and_change() -> None:
     ids = [
         alert.id
         for run, attempt, rank, since in itertools.product("ab", (0, 1), (1, 2), (100, 200))
-        for alert in told(FindingLog(run), findings(episode(rank, since, since + 50)), attempt=attempt)
+        for alert in told(
+            FindingLog(run), findings(episode(rank, since, since + 50)), attempt=attempt
+        )
     ]
     assert len(set(ids)) == len(ids) == 32
     assert all(len(each) == 32 and int(each, 16) >= 0 for each in ids)
@@ -101,7 +125,10 @@ def test_alert_ids_equal_their_pinned_values() -> None:
     """Ids must not change in later versions: `printf run/0/straggler/3/112 | sha256sum`, and again
     with /started."""
     (alert,) = told(FindingLog("run"), findings(episode()))
-    assert (alert.about, alert.id) == ("d99058c2bea77235e991556cbaa1c026", "d096ecffb5fb492b68522f7dd942ffa1")
+    assert (alert.about, alert.id) == (
+        "d99058c2bea77235e991556cbaa1c026",
+        "d096ecffb5fb492b68522f7dd942ffa1",
+    )
 
 
 @pytest.mark.parametrize("restart", [None, 80], ids=["one sidecar", "two"])
@@ -133,17 +160,24 @@ def test_corrected_first_step_raises_no_other_alert(restart: int | None) -> None
 
     assert len(since) > 1
     assert [alert.change for alert in raised] == ["started", "ended"]
-    assert [(alert.id, alert.about) for alert in raised] == [(alert.id, alert.about) for alert in replayed]
+    assert [(alert.id, alert.about) for alert in raised] == [
+        (alert.id, alert.about) for alert in replayed
+    ]
 
 
 @pytest.mark.parametrize(
-    ("shared_cost_ns", "cost"), [(12e6, (0.012, 0.12)), (None, (None, None))], ids=["known", "not known"]
+    ("shared_cost_ns", "cost"),
+    [(12e6, (0.012, 0.12)), (None, (None, None))],
+    ids=["known", "not known"],
 )
 def test_slow_node_is_one_alert_with_its_shared_cost(
     shared_cost_ns: float | None, cost: tuple[float | None, float | None]
 ) -> None:
     """Each of its ranks alone costs nothing."""
-    slow = [episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
+    slow = [
+        episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns)
+        for rank in range(4)
+    ]
     log = FindingLog("run")
     (started,) = told(log, findings(*slow))
     for rank, each in enumerate(slow):
@@ -156,7 +190,12 @@ def test_slow_node_is_one_alert_with_its_shared_cost(
     assert started.sentence.startswith("Node node-a is slow (ranks 0-3), most of all rank 3,")
     assert (started.cost_s_per_step, started.cost_share) == cost
     assert ("is not known" in started.sentence) == (shared_cost_ns is None)
-    assert (ended.about, ended.change, ended.scope, ended.ranks) == (started.about, "ended", "node", (0, 1, 2, 3))
+    assert (ended.about, ended.change, ended.scope, ended.ranks) == (
+        started.about,
+        "ended",
+        "node",
+        (0, 1, 2, 3),
+    )
     assert (ended.until_step, ended.cost_s_per_step) == (183, (shared_cost_ns or 0) / 1e9)
     assert ended.sentence.startswith(
         "Node node-a (ranks 0-3) was slow up to step 182. Rank 3 was slow in the backward pass"
@@ -280,7 +319,11 @@ def test_hang_raises_its_start_its_updates_and_its_end() -> None:
     assert started.about == updated.about == ended.about
     assert len({started.id, updated.id, ended.id}) == 3
     assert (started.rank, started.host, updated.rank, updated.host) == (None, "", 5, "node-b")
-    assert (updated.cause, updated.since_step, updated.sentence) == ("dead", 57, hang(since_s=20).text)
+    assert (updated.cause, updated.since_step, updated.sentence) == (
+        "dead",
+        57,
+        hang(since_s=20).text,
+    )
     # The end has the duration that was measured last. It does not grow until the end.
     assert (started.duration_s, ended.duration_s) == (12.0, 20)
 
@@ -353,7 +396,12 @@ def test_newly_slow_link_updates_the_alert() -> None:
         log = restarted(log)
     (started,), (updated,), *others = raised
 
-    assert (started.change, started.ranks, updated.change, updated.ranks) == ("started", (0, 1), "updated", (2, 3))
+    assert (started.change, started.ranks, updated.change, updated.ranks) == (
+        "started",
+        (0, 1),
+        "updated",
+        (2, 3),
+    )
     assert started.about == updated.about
     assert started.id != updated.id
     assert others == [(), ()]
@@ -362,7 +410,12 @@ def test_newly_slow_link_updates_the_alert() -> None:
 def test_verdict_absent_for_less_than_a_minute_stays_open() -> None:
     log, second = FindingLog("run"), 10**9
     changes = [
-        [each.change for each in log.changes(0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts)]
+        [
+            each.change
+            for each in log.changes(
+                0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts
+            )
+        ]
         for at, verdicts in (
             (0, [slow_links((0, 1))]),
             (50, []),
@@ -378,8 +431,12 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     """Changed numbers raise no alert."""
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
-    verdict = judged("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
-    changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see.")
+    verdict = judged(
+        "imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence
+    )
+    changed = dataclasses.replace(
+        verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see."
+    )
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (
@@ -397,7 +454,11 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
 
 
 def test_alert_names_the_slow_module_of_the_report() -> None:
-    module = {"name": "blocks.3", "by_rank": {}, "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012}}
+    module = {
+        "name": "blocks.3",
+        "by_rank": {},
+        "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012},
+    }
     (alert,) = FindingLog("run").changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
@@ -407,9 +468,18 @@ def test_alert_names_the_slow_module_of_the_report() -> None:
 def test_slow_ranks_are_counted_by_class() -> None:
     """Ended episodes do not count, and all classes are present."""
     found = findings(
-        episode(0), episode(1, phase="data"), episode(2, phase="cpu"), episode(3, phase="host"), episode(4, until=120)
+        episode(0),
+        episode(1, phase="data"),
+        episode(2, phase="cpu"),
+        episode(3, phase="host"),
+        episode(4, until=120),
     )
-    assert stragglers_by_class(found) == {"slow_compute": 1, "slow_data": 1, "slow_host": 2, "more_work": 0}
+    assert stragglers_by_class(found) == {
+        "slow_compute": 1,
+        "slow_data": 1,
+        "slow_host": 2,
+        "more_work": 0,
+    }
 
 
 def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> None:
@@ -421,7 +491,16 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         verdicts = () if judge is None else (links,)
         hung = None if judge is None else hang()
         return list(
-            log.changes(0, findings(slow, past), hung, PLACES, NOW_NS, judge=judge, verdicts=verdicts, at_step=1)
+            log.changes(
+                0,
+                findings(slow, past),
+                hung,
+                PLACES,
+                NOW_NS,
+                judge=judge,
+                verdicts=verdicts,
+                at_step=1,
+            )
         )
 
     assert found(None) == []
@@ -430,7 +509,10 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         ("straggler", "started"), ("hang", "started"), ("slow_link", "started")
     }  # fmt: skip
     assert [each.rank for each in began if each.kind == "straggler"] == [3]
-    assert all(each.sentence.startswith("Only from node node-b, which cannot reach node 0: ") for each in began)
+    assert all(
+        each.sentence.startswith("Only from node node-b, which cannot reach node 0: ")
+        for each in began
+    )
     assert found("node-b") == []
 
     again = restarted(log, findings(slow, past))
@@ -438,6 +520,9 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         ended = found(None, each)
         assert {alert.about for alert in ended} == {alert.about for alert in began}
         assert {alert.change for alert in ended} == {"ended"}
-        assert all(alert.sentence.endswith("This alert ends: another node judges this from now on.") for alert in ended)
+        assert all(
+            alert.sentence.endswith("This alert ends: another node judges this from now on.")
+            for alert in ended
+        )
         assert not each.are_open
         assert found(None, each) == []

@@ -22,10 +22,22 @@ class Rig:
         self.log, self.raised = FindingLog("run"), 0
 
     def look(
-        self, at_s: float, step: int, hung: OpenHang | None = None, *verdicts: JudgedVerdict, attempt: int = 0
+        self,
+        at_s: float,
+        step: int,
+        hung: OpenHang | None = None,
+        *verdicts: JudgedVerdict,
+        attempt: int = 0,
     ) -> list[Finding]:
         alerts = self.log.changes(
-            attempt, NOTHING, hung, PLACES, round(at_s * S), at_step=step + 1, last_step=step, verdicts=list(verdicts)
+            attempt,
+            NOTHING,
+            hung,
+            PLACES,
+            round(at_s * S),
+            at_step=step + 1,
+            last_step=step,
+            verdicts=list(verdicts),
         )
         self.raised += len(alerts)
         return self.found
@@ -42,12 +54,21 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     rig = Rig()
     rig.look(100, 56)
     (noted,) = rig.look(112, 56, hang(57, since_s=12))
-    assert (noted.kind, noted.since_step, noted.since_unix_ns, noted.is_over) == ("hang", 57, 100 * S, False)
+    assert (noted.kind, noted.since_step, noted.since_unix_ns, noted.is_over) == (
+        "hang",
+        57,
+        100 * S,
+        False,
+    )
     rig.look(150, 56, hang(57, "dead", (2,), since_s=50))
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.alert.sentence) == (58, 50.0, hang(57, since_s=50).text)
+    assert (noted.until_step, noted.duration_s, noted.alert.sentence) == (
+        58,
+        50.0,
+        hang(57, since_s=50).text,
+    )
     assert rig.log.records.holds("hang") is None
 
 
@@ -58,7 +79,9 @@ def test_restart_changes_neither_alerts_nor_records() -> None:
         (172, 80, hang(81)), (185, 81, None),
     ]  # fmt: skip
     for at_s, step, hung in looks:
-        straight.look(at_s, step, hung or (hang(57, since_s=14) if at_s == 114 else None), slow_links((0, 1)))
+        straight.look(
+            at_s, step, hung or (hang(57, since_s=14) if at_s == 114 else None), slow_links((0, 1))
+        )
         restarted.look(at_s, step, hung, slow_links((0, 1)))
         restarted.restart()
 
@@ -82,7 +105,13 @@ def _without_duration(finding: Finding) -> Finding:
 
 def test_slow_link_ends_a_minute_after_it_was_seen_last() -> None:
     rig, held = Rig(), []
-    for at_s, verdicts in ((0, []), (10, [slow_links((0, 1))]), (20, [slow_links((0, 1), (2, 3))]), (40, []), (90, [])):
+    for at_s, verdicts in (
+        (0, []),
+        (10, [slow_links((0, 1))]),
+        (20, [slow_links((0, 1), (2, 3))]),
+        (40, []),
+        (90, []),
+    ):
         rig.look(at_s, at_s, None, *verdicts)
         held.append(len(rig.log.records.open))
     (noted,) = rig.found
@@ -93,7 +122,13 @@ def test_slow_link_ends_a_minute_after_it_was_seen_last() -> None:
 
 def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
     rig = Rig()
-    for at_s, verdicts in ((0, [slow_links((0, 1))]), (10, []), (90, []), (100, [slow_links((0, 1))]), (110, [])):
+    for at_s, verdicts in (
+        (0, [slow_links((0, 1))]),
+        (10, []),
+        (90, []),
+        (100, [slow_links((0, 1))]),
+        (110, []),
+    ):
         rig.look(at_s, at_s, None, *verdicts)
 
     assert [(each.since_step, each.until_step) for each in rig.found] == [(0, 90), (100, None)]
@@ -102,11 +137,17 @@ def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
 def test_stragglers_are_removed_at_their_end() -> None:
     """The detector keeps their episodes."""
     log = FindingLog("run")
-    alerts = log.changes(0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200)
+    alerts = log.changes(
+        0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200
+    )
 
     assert len(alerts) == 3
-    assert [(each.kind, each.alert.rank, each.since_step) for each in log.records.findings] == [("straggler", 3, 100)]
-    log.changes(0, findings(episode(until=190), episode(5, until=180)), None, PLACES, S, last_step=200)
+    assert [(each.kind, each.alert.rank, each.since_step) for each in log.records.findings] == [
+        ("straggler", 3, 100)
+    ]
+    log.changes(
+        0, findings(episode(until=190), episode(5, until=180)), None, PLACES, S, last_step=200
+    )
     assert log.records.findings == []
 
 

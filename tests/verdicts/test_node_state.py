@@ -28,11 +28,21 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.node_state import NodeState, encode
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, StageImbalance, Usual
+from torchlens_perf.verdicts.stragglers.findings import (
+    NOTHING,
+    Cause,
+    Diagnosis,
+    StageImbalance,
+    Usual,
+)
 from torchlens_perf.verdicts.words.hang import RankStack
 
 WHY = Diagnosis(
-    (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5}, {}
+    (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),),
+    ("GPUs",),
+    (),
+    {"gc_share": 0.5},
+    {},
 )
 
 
@@ -44,7 +54,13 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     for rank in ranks:
         session, recorder = rank.session, rank.session.recorder
         session.metadata.add_group("0", range(2), "default_pg")
-        device = {"clock": "CUDA events", "error_ns": 4000, "captured": 1, "skipped": 0, "unread": 0}
+        device = {
+            "clock": "CUDA events",
+            "error_ns": 4000,
+            "captured": 1,
+            "skipped": 0,
+            "unread": 0,
+        }
         session.publish(gpus=[{"uuid": FIRST, "name": "H200", "index": 0}], device=device)
         for number in range(40):
             recorder.begin(Kind.MODULE, session.intern("block"))
@@ -53,10 +69,16 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
                 recorder.record_span(kind, session.intern(label), 0, 5)
             collective = session.intern("allreduce group=0 dtype=float32")
             done = int(Flag.COMPLETED)
-            recorder.record_completed(int(Kind.COLLECTIVE), collective, number, number * MS, 90, done, 64, number)
+            recorder.record_completed(
+                int(Kind.COLLECTIVE), collective, number, number * MS, 90, done, 64, number
+            )
             forward, elsewhere = session.intern("forward"), int(Flag.OTHER_THREAD)
-            recorder.record_completed(int(Kind.FORWARD), forward, number, number * MS, MS, elsewhere)
-            memory.mark_memory(rank, allocated=(number << 20, 0), limit=1 << 40, alloc_retries=number)
+            recorder.record_completed(
+                int(Kind.FORWARD), forward, number, number * MS, MS, elsewhere
+            )
+            memory.mark_memory(
+                rank, allocated=(number << 20, 0), limit=1 << 40, alloc_retries=number
+            )
             rank.timed_steps(1, 30 * MS)
         rank.stamped("decode", [MS] * 500)
         rank.timed_steps(1, 30 * MS)
@@ -70,9 +92,14 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     sidecar.close()
     rig = Rig(run, tmp_path / "infiniband")
     port(tmp_path / "infiniband")
-    rig.gpus.values, rig.gpus.losses[FIRST] = {FIRST: {"temperature_c": 88, "power_w": 1.5, "xids": 1}}, 1
+    rig.gpus.values, rig.gpus.losses[FIRST] = (
+        {FIRST: {"temperature_c": 88, "power_w": 1.5, "xids": 1}},
+        1,
+    )
     rig.seconds(12, FIRST)
-    slow = findings(episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),))
+    slow = findings(
+        episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),)
+    )
     found = dataclasses.replace(
         with_groups(slow, PLACES, diagnosed=lambda group: WHY),
         imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), diagnoses=((episode(5).key, WHY),),
@@ -107,8 +134,21 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
         {"lost_samples", "dropped_files", "slow_samples"},
     )
     assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
-    assert empty(statistics) <= {"lost", "flags_seen", "first_step", "memory_bytes", "memory_max_bytes", "work"}
-    assert empty(statistics["device"]) <= {"caught_up", "stamped_lost", "stray_records", "sections", "modules"}
+    assert empty(statistics) <= {
+        "lost",
+        "flags_seen",
+        "first_step",
+        "memory_bytes",
+        "memory_max_bytes",
+        "work",
+    }
+    assert empty(statistics["device"]) <= {
+        "caught_up",
+        "stamped_lost",
+        "stray_records",
+        "sections",
+        "modules",
+    }
     assert empty(value["join"]) == {"generation", "outdated_records", "from_any"}
 
 
@@ -122,7 +162,11 @@ def test_values_are_read_back_with_their_types(run: RunDirectory, state: NodeSta
     assert (loaded.findings, loaded.hang) == (state.findings, state.hang)
     assert (loaded.records, loaded.telemetry) == (state.records, state.telemetry)
     assert (process.identity, process.anchor) == (before.identity, before.anchor)
-    assert (process.groups, process.gpus, process.device) == (before.groups, before.gpus, before.device)
+    assert (process.groups, process.gpus, process.device) == (
+        before.groups,
+        before.gpus,
+        before.device,
+    )
     process.statistics.step.merge(before.statistics.step)
     process.statistics.mix.merge(before.statistics.mix)
     assert process.statistics.step.count == 2 * before.statistics.step.count
@@ -132,7 +176,9 @@ def test_values_are_read_back_with_their_types(run: RunDirectory, state: NodeSta
 @pytest.mark.parametrize("schema", [b"12", b"99"])
 def test_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
     run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
-    with pytest.raises(RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"):
+    with pytest.raises(
+        RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"
+    ):
         node_state.load(run.node_state(HOST))
 
 
@@ -162,7 +208,11 @@ def test_damaged_file_is_refused(run: RunDirectory, state: NodeState) -> None:
 def test_values_that_are_not_finite_become_null(run: RunDirectory) -> None:
     """They are refused when read, unless the field may be None."""
     for detectable_ns, cpu_s in ((None, 1.0), (3.0, 1.0), (3.0, math.nan), (3.0, math.inf)):
-        state = NodeState(HOST, findings=dataclasses.replace(NOTHING, detectable_ns=detectable_ns), sidecar_cpu_s=cpu_s)
+        state = NodeState(
+            HOST,
+            findings=dataclasses.replace(NOTHING, detectable_ns=detectable_ns),
+            sidecar_cpu_s=cpu_s,
+        )
         assert (b"null" in encode(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)
         state.save(run)
         if math.isfinite(cpu_s):

@@ -25,7 +25,10 @@ def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> R
     run = RunDirectory(folder / uuid.uuid4().hex)
     run.create()
     record(
-        Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05), steps, run, run.run_id
+        Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05),
+        steps,
+        run,
+        run.run_id,
     )
     return build(run.run_id, node_state.load_all(run))
 
@@ -74,7 +77,9 @@ def test_command_profiles_the_rank_while_the_job_runs(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
     report["run"]["live"] = True
 
-    assert headlines(report, "my runs/x")[0].command == "torchlens-perf capture 'my runs/x' --rank 3"
+    assert (
+        headlines(report, "my runs/x")[0].command == "torchlens-perf capture 'my runs/x' --rank 3"
+    )
 
 
 def test_command_profiles_the_next_run_when_the_job_has_ended(tmp_path: Path) -> None:
@@ -87,7 +92,9 @@ def test_the_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
     slow, *_ = headlines(report)
     fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", "", is_over=False)
-    over = Headline("long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", "", is_over=True)
+    over = Headline(
+        "long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", "", is_over=True
+    )
 
     assert overall([over, fine, slow]) is slow
     assert overall([over, fine]) is fine

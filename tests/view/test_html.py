@@ -63,7 +63,16 @@ def tags_of(text: str) -> set[str]:
 def test_card_shows_each_fact_once() -> None:
     words = text_of(card(SLOW, "verdict-1"))
 
-    for fact in ("22.9 ms", "27%", "SLOW RANK", "13 (node-1)", "forward", "since step 40", "9 of 9", SLOW.sentence):
+    for fact in (
+        "22.9 ms",
+        "27%",
+        "SLOW RANK",
+        "13 (node-1)",
+        "forward",
+        "since step 40",
+        "9 of 9",
+        SLOW.sentence,
+    ):
         assert words.count(fact) == 1, fact
     assert "Next: profile it." in words
 
@@ -132,7 +141,9 @@ def test_long_text_keeps_the_whole_in_a_title() -> None:
 def test_hostile_text_is_escaped() -> None:
     facts = (("rank", HOSTILE),)
     bad = dataclasses.replace(SLOW, facts=facts, sentence=HOSTILE, action=HOSTILE, command=HOSTILE)
-    spec = Table("t", HOSTILE, [Column(HOSTILE, [HOSTILE], Quantity.TEXT, help=HOSTILE)], note=HOSTILE)
+    spec = Table(
+        "t", HOSTILE, [Column(HOSTILE, [HOSTILE], Quantity.TEXT, help=HOSTILE)], note=HOSTILE
+    )
 
     for made in (card(bad, "a"), line(bad, "b"), table(spec)):
         assert "img" not in tags_of(html(made))

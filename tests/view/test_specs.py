@@ -36,7 +36,9 @@ def test_name_that_drives_a_terminal_is_made_printable() -> None:
 
 
 def test_head_keeps_the_slow_rows_that_it_contains() -> None:
-    table = Table("ranks", "Ranks", [Column("rank", [3, 0, 1], Quantity.NUMBER)], slow=frozenset({0, 2}))
+    table = Table(
+        "ranks", "Ranks", [Column("rank", [3, 0, 1], Quantity.NUMBER)], slow=frozenset({0, 2})
+    )
 
     assert table.rows == 3
     assert table.head(2).slow == {0}
@@ -65,7 +67,11 @@ def test_rank_number_is_formatted_without_a_thousands_separator() -> None:
 def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
     ranks = Column("rank", [3, 0, 1, 2], Quantity.TEXT)
     table = Table(
-        "ranks", "Ranks", [ranks, Column("compute", [0.3, 0.245, 0.251, 0.25])], noun="rank", ranged="compute"
+        "ranks",
+        "Ranks",
+        [ranks, Column("compute", [0.3, 0.245, 0.251, 0.25])],
+        noun="rank",
+        ranged="compute",
     )
 
     assert table.rest(1) == "3 more ranks, compute 245 to 251 ms"
@@ -81,4 +87,8 @@ def test_range_of_hidden_rows_has_its_own_unit() -> None:
 
 
 def test_large_numbers_have_no_exponent() -> None:
-    assert Column("signal", [4540.2, 0.0123, 1576], Quantity.NUMBER).texts() == ["4,540", "0.0123", "1,576"]
+    assert Column("signal", [4540.2, 0.0123, 1576], Quantity.NUMBER).texts() == [
+        "4,540",
+        "0.0123",
+        "1,576",
+    ]

@@ -30,7 +30,9 @@ def column(table: Table, title: str) -> Column:
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Rank 3 of 16 is slow in forward."""
-    return simulated(tmp_path_factory.mktemp("slow"), "constant:rank=3,share=0.25,phase=forward", ranks=16)
+    return simulated(
+        tmp_path_factory.mktemp("slow"), "constant:rank=3,share=0.25,phase=forward", ranks=16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,13 @@ def test_columns_of_a_rank_have_one_unit(slow: Report) -> None:
 def test_modules_of_the_slow_rank_are_compared_with_the_others(slow: Report) -> None:
     table = found(slow, "modules")
 
-    assert [each.title for each in table.columns] == ["module", "rank 3", "other ranks", "difference", "share"]
+    assert [each.title for each in table.columns] == [
+        "module",
+        "rank 3",
+        "other ranks",
+        "difference",
+        "share",
+    ]
     differences = list(column(table, "difference").values)
     assert differences == sorted(differences, reverse=True)
     assert differences[0] > 0  # type: ignore[operator]
@@ -94,8 +102,12 @@ def test_small_collective_has_no_bandwidth(slow: Report) -> None:
     sizes = [row["bandwidth_at_bytes"] or 0 for row in slow["collectives"]]
 
     assert min(sizes) < 1000 < max(sizes)
-    bandwidths = dict(zip(column(table, "bytes").texts(), column(table, "bus bandwidth").values, strict=True))
-    assert [value is None for value in bandwidths.values()] == [text.endswith(" KB") for text in bandwidths]
+    bandwidths = dict(
+        zip(column(table, "bytes").texts(), column(table, "bus bandwidth").values, strict=True)
+    )
+    assert [value is None for value in bandwidths.values()] == [
+        text.endswith(" KB") for text in bandwidths
+    ]
 
 
 def test_one_process_has_no_columns_of_several_ranks(tmp_path: Path) -> None:
@@ -124,7 +136,9 @@ def test_columns_of_a_rank_add_up_to_its_step() -> None:
     """CPU contention has its own column and is in no phase."""
     steps = [{**BASE, "forward": 24.0, "cpu": 20.0}] * 60
     table = found(build("r", [node([steps])]), "ranks")
-    seconds = {each.title: each.values[0] for each in table.columns if each.quantity is Quantity.DURATION}
+    seconds = {
+        each.title: each.values[0] for each in table.columns if each.quantity is Quantity.DURATION
+    }
     step_s, compute_s = seconds.pop("step"), seconds.pop("compute")
 
     assert seconds["CPU contention"] == pytest.approx(0.020)
@@ -139,7 +153,10 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
 
     assert isinstance(row["evidence"], StragglerEvidence)
     assert row["held"] is not None
-    expected = f"Since step {row['held']['since_step']}, rank 3 computes {duration(row['evidence'].work_s)} (mean)."
+    expected = (
+        f"Since step {row['held']['since_step']}, rank 3 computes"
+        f" {duration(row['evidence'].work_s)} (mean)."
+    )
     assert expected in found(report, "ranks").note
 
     same = {"work_s": row["evidence"].work_s}

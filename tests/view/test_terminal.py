@@ -57,7 +57,10 @@ def with_all(state: NodeState) -> NodeState:
         of._add_named_sections(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
         of.modules.update(dict.fromkeys(names, of.step))
         of.usual_steps, of.lost = 60, 20
-        process.notes += [f"note {place} that is as long as notes on what was not recorded are" for place in range(9)]
+        process.notes += [
+            f"note {place} that is as long as notes on what was not recorded are"
+            for place in range(9)
+        ]
     return state
 
 
@@ -70,9 +73,14 @@ class TestPlantedJobs:
         lines = text.splitlines()
 
         assert lines[0].startswith("torchlens_perf  simulation  2 ranks, 120 steps, ended after ")
-        assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
+        assert re.fullmatch(
+            r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2]
+        )
         assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
-        assert re.search(r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
+        assert re.search(
+            r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.",
+            words(text),
+        )
         assert "Seen in 100% of these steps." in words(text)
         assert "\n  next        compare the input sizes of the model on rank 1 " in text
         assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job" in text
@@ -88,7 +96,9 @@ class TestPlantedJobs:
         assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
         assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
         assert "data 48%" in text
-        assert not re.search("rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0])
+        assert not re.search(
+            "rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0]
+        )
         assert text.count("\n") <= SHORT_LINES_OK
 
     def test_slow_loader_is_shown_before_the_line_on_slow_ranks(self) -> None:
@@ -109,7 +119,9 @@ class TestPlantedJobs:
         assert "OK No slow rank in 120 steps. The smallest detectable slowdown is " in words(text)
         assert "cost" not in text
         assert "next" not in text
-        assert text.endswith(f"  full report torchlens-perf report {LONG}\n  web page    {LONG}/report.html\n")
+        assert text.endswith(
+            f"  full report torchlens-perf report {LONG}\n  web page    {LONG}/report.html\n"
+        )
         assert text.count("\n") <= SHORT_LINES_OK
 
 
@@ -126,7 +138,10 @@ def test_run_without_finding_is_short(seed: int, columns: int) -> None:
             loop[step]["host"] = loop[step].get("host", 0.0) + 9000.0
             loop[step]["flags"] = int(Flag.EVALUATION)
     past = [episode(rank, 20 + 10 * rank, 45 + 10 * rank) for rank in range(8)]
-    text = short(with_all(node(loops, findings(*past, last_step=299), records=hung(60.0, over=True))), columns)
+    text = short(
+        with_all(node(loops, findings(*past, last_step=299), records=hung(60.0, over=True))),
+        columns,
+    )
 
     assert text.count("\n") <= SHORT_LINES
     assert "\n  earlier " in text
@@ -156,7 +171,13 @@ def test_run_with_all_findings_fits_30_lines() -> None:
     """Fewer ranks are shown if other lines take the room."""
     slow = [episode(rank, 20, last_step=159) for rank in range(4)]
     past = [episode(rank, 20, 50) for rank in range(4, 8)]
-    seen = Diagnosis((), ("garbage collection", "memory pressure", "waits for a CPU", "waits for a disk"), (), {}, {})
+    seen = Diagnosis(
+        (),
+        ("garbage collection", "memory pressure", "waits for a CPU", "waits for a disk"),
+        (),
+        {},
+        {},
+    )
     state = with_all(node([usual(160)] * 24, findings(*slow, *past, last_step=159)))
     groups = tuple(dataclasses.replace(group, diagnosis=seen) for group in state.findings.groups)
     state.findings = dataclasses.replace(state.findings, groups=groups)
@@ -164,7 +185,9 @@ def test_run_with_all_findings_fits_30_lines() -> None:
 
     assert text.count("\n") == SHORT_LINES
     assert re.search(
-        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Typical steps of the whole run\. Since step", text
+        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Typical steps of the whole run\. Since"
+        r" step",
+        text,
     )
 
 
@@ -188,14 +211,19 @@ def test_verdicts_after_the_third_are_named() -> None:
 
 def test_second_and_third_verdict_have_one_line() -> None:
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
-    for every, begin, more, flag in ((20, 10, 300.0, Flag.EVALUATION), (40, 15, 80.0, Flag.CHECKPOINT)):
+    for every, begin, more, flag in (
+        (20, 10, 300.0, Flag.EVALUATION),
+        (40, 15, 80.0, Flag.CHECKPOINT),
+    ):
         for step in range(begin, 200, every):
             loop[step] = {**loop[step], "host": more, "flags": int(flag)}
     text = short(node([loop] * 2, findings(last_step=199, compared=2)))
 
     assert text.splitlines()[2].startswith("  LONG STEPS  ")
     assert re.search(
-        r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+%\), .*\n  LONG STEPS  .*\n\n  step ", text
+        r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+%\), .*\n  LONG STEPS  .*\n\n "
+        r" step ",
+        text,
     )
 
 
@@ -205,7 +233,8 @@ def test_ended_verdicts_are_one_line() -> None:
     text = short(node([usual(160)] * 4, slow))
 
     assert re.search(
-        r"\n  earlier     data loading, [0-9.]+ ms per step \(5\d%\), from step 0 to 319\n", short(node([over]))
+        r"\n  earlier     data loading, [0-9.]+ ms per step \(5\d%\), from step 0 to 319\n",
+        short(node([over])),
     )
     assert re.search(r"\n  earlier     SLOW RANK rank [23] \(h\), [0-9.]+ ms per step \(.*\n", text)
 
@@ -213,7 +242,9 @@ def test_ended_verdicts_are_one_line() -> None:
 def test_cause_of_a_slow_rank_has_its_own_line() -> None:
     seen = Diagnosis((), ("garbage collection", "memory pressure"), (), {}, {})
     gc = Cause("gc", "it collects garbage for 9 ms a step", "freeze the heap.", 0.8, {})
-    state = node([usual(160)] * 2, findings(episode(1, 20, last_step=159), last_step=159, compared=2))
+    state = node(
+        [usual(160)] * 2, findings(episode(1, 20, last_step=159), last_step=159, compared=2)
+    )
     (group,) = state.findings.groups
     reports = {}
     for name, causes in (("none", ()), ("gc", (gc,))):
@@ -221,14 +252,18 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         state.findings = dataclasses.replace(state.findings, groups=(diagnosed,))
         reports[name] = short(state)
 
-    assert "\n  cause       none found (checked: garbage collection, memory pressure)\n" in reports["none"]
+    assert (
+        "\n  cause       none found (checked: garbage collection, memory pressure)\n"
+        in reports["none"]
+    )
     assert "\n  cause       it collects garbage for 9 ms a step (explains 80%)\n" in reports["gc"]
     assert "\n  next        freeze the heap.\n" in reports["gc"]
 
 
 def test_ranks_that_differ_are_shown_without_a_verdict() -> None:
     loops = [
-        [{**BASE, "backward": 8.0 + 4 * rank, "communication": 4.0 - 4 * rank} for _ in range(20)] for rank in (0, 1)
+        [{**BASE, "backward": 8.0 + 4 * rank, "communication": 4.0 - 4 * rank} for _ in range(20)]
+        for rank in (0, 1)
     ]
 
     assert "Typical step of each rank" in short(node(loops))
@@ -239,7 +274,12 @@ def test_stacks_of_a_hang_are_shown() -> None:
     waiting = dataclasses.replace(hang(57), stacks={2: RankStack(("train.py:3",), "")})
     text = short(node([usual(57)] * 2, hang=waiting, ended=""))
 
-    assert text.index("  HANG ") < text.index("  next ") < text.index("train.py:3") < text.index("  step ")
+    assert (
+        text.index("  HANG ")
+        < text.index("  next ")
+        < text.index("train.py:3")
+        < text.index("  step ")
+    )
 
 
 def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
@@ -248,13 +288,20 @@ def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
     state = node([usual(57)] * 2, hang=waiting, ended="")
 
     assert short(state).count("\n") <= SHORT_LINES
-    assert render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14") == 4
+    assert (
+        render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14")
+        == 4
+    )
 
 
 def test_memory_of_a_rank_that_ran_out_is_shown() -> None:
     text = short(node([usual(57)], out_of_memory=memory.oom(step=99, file="f")))
 
-    assert text.index("  OUT OF MEMORY  ") < text.index("  next ") < text.index("Memory of rank 1 when it ran out")
+    assert (
+        text.index("  OUT OF MEMORY  ")
+        < text.index("  next ")
+        < text.index("Memory of rank 1 when it ran out")
+    )
     assert "Net > Block > Mlp, train.py:12 forward" in text
     assert text.count("\n") <= SHORT_LINES
 
@@ -274,7 +321,9 @@ def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: P
     rank.close()
     read_to_end(run)
     mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
-    write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html})
+    write_report(
+        run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html}
+    )
     text = mailbox.wait(5)
     mailbox.close()
 
@@ -289,7 +338,9 @@ def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: P
 
 
 def test_colours_have_one_meaning(tmp_path: Path) -> None:
-    """The status has the colour of its severity, each part of a bar its own, and the slow row that of the status."""
+    """The status has the colour of its severity, each part of a bar its own, and the slow row that
+    of the status.
+    """
     report = simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward")
     text = render_short(report, LONG, columns=80, color=True)
 

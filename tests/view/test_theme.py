@@ -15,7 +15,10 @@ def test_each_part_of_a_step_has_a_name_and_a_color() -> None:
 def test_no_two_meanings_share_a_color() -> None:
     for ground in ("light", "dark"):
         colors = [getattr(part.color, ground) for part in theme.PARTS.values()]
-        colors += [getattr(each, ground) for each in (theme.SLOWER, theme.FASTER, *theme.SEVERITIES.values())]
+        colors += [
+            getattr(each, ground)
+            for each in (theme.SLOWER, theme.FASTER, *theme.SEVERITIES.values())
+        ]
         assert len(set(colors)) == len(colors)
 
 

@@ -1,6 +1,8 @@
-"""`torchlens-perf capture`: request detailed profiles of a few steps from ranks of a live run, and wait for the files.
+"""`torchlens-perf capture`: request detailed profiles of a few steps from ranks of a live run, and
+wait for the files.
 
-The request is a file in the run directory. The sidecars read it and pass it to their ranks, so no socket is opened.
+The request is a file in the run directory. The sidecars read it and pass it to their ranks, so no
+socket is opened.
 """
 
 from __future__ import annotations
@@ -28,16 +30,26 @@ _ASK_AGAIN_S = 0.5
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "capture",
-        description="Profile a few steps of some ranks with torch.profiler. The flight recorder, Python stacks and, on "
-        "a GPU, a memory snapshot are written too. Training pauses while the files are written. Exit code 1: a rank "
-        "has no trace.",
+        description=(
+            "Profile a few steps of some ranks with torch.profiler. The flight recorder, Python"
+            " stacks and, on a GPU, a memory snapshot are written too. Training pauses while the"
+            " files are written. Exit code 1: a rank has no trace."
+        ),
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument(
-        "--rank", action="append", required=True, metavar="RANKS", help="5, 0-3 or 0,5; may be repeated"
+        "--rank",
+        action="append",
+        required=True,
+        metavar="RANKS",
+        help="5, 0-3 or 0,5; may be repeated",
     )
-    parser.add_argument("--steps", type=int, default=3, help=f"how many, at most {MAX_STEPS}; default 3")
-    parser.add_argument("--python", action="store_true", help="Python frames and modules in the trace; costs more")
+    parser.add_argument(
+        "--steps", type=int, default=3, help=f"how many, at most {MAX_STEPS}; default 3"
+    )
+    parser.add_argument(
+        "--python", action="store_true", help="Python frames and modules in the trace; costs more"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -60,8 +72,14 @@ def capture(options: argparse.Namespace) -> int:
     run = RunDirectory(options.run_dir.absolute())
     request = _ask(run, options)
     if not options.quiet:
-        print(f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step {request.from_step} on")
-        print("meanwhile torch.profiler may write lines of its own into the job's stderr (USDT, Kineto)")
+        print(
+            f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step"
+            f" {request.from_step} on"
+        )
+        print(
+            "meanwhile torch.profiler may write lines of its own into the job's stderr (USDT,"
+            " Kineto)"
+        )
     return 0 if options.no_wait else _wait(run, request, options.timeout, quiet=options.quiet)
 
 
@@ -73,7 +91,9 @@ def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
     with Progress("waiting for the sidecar to read the first steps", quiet=options.quiet):
         while True:
             try:
-                return ask_capture(run, options.rank, options.steps, python=options.python, force=options.force)
+                return ask_capture(
+                    run, options.rank, options.steps, python=options.python, force=options.force
+                )
             except NotReadYetError:
                 if time.monotonic() >= deadline_s:
                     raise
@@ -86,7 +106,9 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool)
     received: dict[int, Capture] = {}
     deadline_s = time.monotonic() + timeout_s
     while len(received) < len(request.ranks):
-        with Progress(f"waiting for ranks {ranges(_left(request, received))}", quiet=quiet) as progress:
+        with Progress(
+            f"waiting for ranks {ranges(_left(request, received))}", quiet=quiet
+        ) as progress:
             progress(len(received), len(request.ranks))
             new = _next(run, request, received, deadline_s)
         if not new:
@@ -107,13 +129,17 @@ def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:
     return [rank for rank in request.ranks if rank not in received]
 
 
-def _next(run: RunDirectory, request: Request, received: Mapping[int, Capture], deadline_s: float) -> list[Capture]:
+def _next(
+    run: RunDirectory, request: Request, received: Mapping[int, Capture], deadline_s: float
+) -> list[Capture]:
     """Wait for further answers of ranks. Return [] after the deadline."""
     from torchlens_perf.report.captures import captures
 
     while time.monotonic() <= deadline_s:
         time.sleep(_POLL_S)
-        new = [row for row in captures(run) if row["id"] == request.id and row["rank"] not in received]
+        new = [
+            row for row in captures(run) if row["id"] == request.id and row["rank"] not in received
+        ]
         if new:
             return new
     return []

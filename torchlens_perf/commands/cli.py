@@ -59,7 +59,8 @@ _EXIT_CODES = """exit codes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, which after Ctrl-C is 130 as in a shell.
 
-    arguments: the command line, for calls from another program. The default is that of this process.
+    arguments: the command line, for calls from another program. The default is that of this
+    process.
     """
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -126,7 +127,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError. The original method would print the usage and exit."""
-        raise ConfigError(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{self.prog} --help`")
+        raise ConfigError(
+            f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{self.prog} --help`"
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments. Raise ConfigError for unknown ones, with a suggestion of this parser."""
@@ -147,16 +150,24 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser(
         "report",
-        description="Print the report of a run, live or finished: which rank is slow, why, since when and at what "
-        "cost, and what limits the step.",
+        description=(
+            "Print the report of a run, live or finished: which rank is slow, why, since when and"
+            " at what cost, and what limits the step."
+        ),
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
+    report.add_argument(
+        "run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here"
+    )
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a web page: one file that needs no network")
-    form.add_argument("--schema", action="store_true", help="print the JSON schema of --json; needs no run")
+    form.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a web page: one file that needs no network"
+    )
+    form.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of --json; needs no run"
+    )
     report.add_argument(
         "--fail-on",
         type=fail_on.names,
@@ -169,14 +180,19 @@ def _parser() -> argparse.ArgumentParser:
 
     sidecar = commands.add_parser(
         "sidecar",
-        description="Read the ring files that a killed job, or a job without a sidecar, has left on this node. Without "
-        "ring files, replay a finished run from its records, to export it again.",
+        description=(
+            "Read the ring files that a killed job, or a job without a sidecar, has left on this"
+            " node. Without ring files, replay a finished run from its records, to export it again."
+        ),
     )
     sidecar.add_argument("run_dir", type=Path)
     sidecar.add_argument(
         "--host",
         default=None,
-        help="the node whose ring files are read: its name, as in nodes/NAME.json, or its host's; default: this one",
+        help=(
+            "the node whose ring files are read: its name, as in nodes/NAME.json, or its host's;"
+            " default: this one"
+        ),
     )
     sidecar.set_defaults(command=_sidecar)
 
@@ -189,22 +205,29 @@ def _parser() -> argparse.ArgumentParser:
 
     build_tap = commands.add_parser(
         "build-tap",
-        description="Compile the native tap on collectives against the installed torch, with g++, in 10 to 30 s. For "
-        "images and CI: elsewhere the first run of several ranks builds it for the next one. Without it, collectives "
-        "are recorded from Python, at 50 us each, and the end of asynchronous ones is missing.",
+        description=(
+            "Compile the native tap on collectives against the installed torch, with g++, in 10 to"
+            " 30 s. For images and CI: elsewhere the first run of several ranks builds it for the"
+            " next one. Without it, collectives are recorded from Python, at 50 us each, and the"
+            " end of asynchronous ones is missing."
+        ),
     )
     build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
     build_tap.set_defaults(command=_build_tap)
 
     doctor = commands.add_parser(
         "doctor",
-        description="Print what a run in this environment records, what it does not record, and what to do. "
-        "Exit code 1: something is broken.",
+        description=(
+            "Print what a run in this environment records, what it does not record, and what to do."
+            " Exit code 1: something is broken."
+        ),
     )
     doctor.add_argument("--verbose", action="store_true", help="print each check")
     doctor.set_defaults(command=_doctor)
     for command in commands.choices.values():
-        command.add_argument("--quiet", action="store_true", help="print only the result and errors")
+        command.add_argument(
+            "--quiet", action="store_true", help="print only the result and errors"
+        )
     return parser
 
 
@@ -213,7 +236,9 @@ def _report(options: argparse.Namespace) -> int:
 
     if options.schema:
         if options.fail_on:
-            raise ConfigError("--fail-on judges a run, and --schema needs none: leave out one of them")
+            raise ConfigError(
+                "--fail-on judges a run, and --schema needs none: leave out one of them"
+            )
         report_json.write(report_json.schema(), sys.stdout)
         return 0
     from torchlens_perf.report.run_report import report_and_states
@@ -226,7 +251,10 @@ def _report(options: argparse.Namespace) -> int:
         with Progress("writing the page", quiet=options.quiet):
             size = write_page(run, options.html)
         if not options.quiet:
-            print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
+            print(
+                f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB",
+                file=sys.stderr,
+            )
         if not options.fail_on:
             return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
@@ -246,11 +274,13 @@ def _newest_run() -> Path:
     from torchlens_perf.errors import RunStoreError
 
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-    runs = [path for path in folder.glob("*/nodes") if path.is_dir() and not path.parent.is_symlink()]
+    runs = [
+        path for path in folder.glob("*/nodes") if path.is_dir() and not path.parent.is_symlink()
+    ]
     if not runs:
         raise RunStoreError(
-            f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one, torchlens-perf report "
-            "RUN_DIR"
+            f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one,"
+            " torchlens-perf report RUN_DIR"
         )
     return max(runs, key=lambda path: path.stat().st_mtime).parent
 

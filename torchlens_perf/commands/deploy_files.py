@@ -1,4 +1,6 @@
-"""`torchlens-perf deploy-files`: alert rules, dashboards, manifests and snippets, as files to adapt."""
+"""`torchlens-perf deploy-files`: alert rules, dashboards, manifests and snippets, as files to
+adapt.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,34 @@ _SHIPPED = Path(torchlens_perf.__file__).parent / "deploy"
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "deploy-files",
-        description="Write alert rules, dashboards, Kubernetes manifests and Slurm snippets into a folder. A file that "
-        "you have changed is kept, unless --force is given.",
+        description=(
+            "Write alert rules, dashboards, Kubernetes manifests and Slurm snippets into a folder."
+            " A file that you have changed is kept, unless --force is given."
+        ),
     )
-    parser.add_argument("--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s"
+    )
     parser.add_argument("--force", action="store_true", help="replace files that have been changed")
     parser.set_defaults(command=deploy_files)
 
 
 def deploy_files(options: argparse.Namespace) -> int:
     """Run the command. Raises TorchlensPerfError for changed files and if writing fails."""
-    shipped = {path.relative_to(_SHIPPED): path.read_bytes() for path in sorted(_SHIPPED.rglob("*")) if path.is_file()}
+    shipped = {
+        path.relative_to(_SHIPPED): path.read_bytes()
+        for path in sorted(_SHIPPED.rglob("*"))
+        if path.is_file()
+    }
     try:
-        changed = [path for path, content in shipped.items() if _is_changed(options.out / path, content)]
+        changed = [
+            path for path, content in shipped.items() if _is_changed(options.out / path, content)
+        ]
         if changed and not options.force:
             names = ", ".join(map(str, changed))
-            raise TorchlensPerfError(f"{options.out} has {names} with changes: --force replaces them")
+            raise TorchlensPerfError(
+                f"{options.out} has {names} with changes: --force replaces them"
+            )
         for path, content in shipped.items():
             target = options.out / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +54,9 @@ def deploy_files(options: argparse.Namespace) -> int:
             if not options.quiet:
                 print(printable(str(target)))
     except OSError as error:
-        raise TorchlensPerfError(f"{options.out} cannot be written: {error.strerror or error}") from None
+        raise TorchlensPerfError(
+            f"{options.out} cannot be written: {error.strerror or error}"
+        ) from None
     return 0
 
 

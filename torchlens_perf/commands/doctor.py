@@ -1,4 +1,5 @@
-"""`torchlens-perf doctor`: show what a run in this environment can record, what it cannot record, and the remedies.
+"""`torchlens-perf doctor`: show what a run in this environment can record, what it cannot record,
+and the remedies.
 
 `summary()` is the command's usual output. With `--verbose` it prints each check.
 """
@@ -54,7 +55,9 @@ def summary(checks: Sequence[Check]) -> Iterator[str]:
         return check.finding if check is not None and check.severity == OK else ""
 
     problems = [check for check in checks if check.severity != OK]
-    recorded = ", ".join(check.records for check in checks if check.records and check.severity == OK)
+    recorded = ", ".join(
+        check.records for check in checks if check.records and check.severity == OK
+    )
     torch = f", torch {version}" if (version := finding(_TORCH)) else ""
     yield _line("system", f"torchlens_perf {VERSION}, {finding(_PLATFORM)}{torch}")
     if recorded and not any(check.severity == BROKEN for check in problems):
@@ -67,7 +70,10 @@ def summary(checks: Sequence[Check]) -> Iterator[str]:
         if found := finding(subject):
             yield _line(label, found)
     passed = f"{len(checks) - len(problems)} of {len(checks)} checks passed"
-    yield _line("details", f"torchlens-perf doctor --verbose ({passed}{'' if problems else ', nothing to do'})")
+    yield _line(
+        "details",
+        f"torchlens-perf doctor --verbose ({passed}{'' if problems else ', nothing to do'})",
+    )
 
 
 def _line(label: str, text: str) -> str:
@@ -84,7 +90,11 @@ def examine() -> Iterator[Check]:
         try:
             yield from check()
         except Exception as error:
-            yield Check(BROKEN, check.__name__.strip("_"), f"could not be examined: {type(error).__name__}: {error}")
+            yield Check(
+                BROKEN,
+                check.__name__.strip("_"),
+                f"could not be examined: {type(error).__name__}: {error}",
+            )
 
 
 def _platform() -> Iterator[Check]:
@@ -101,7 +111,9 @@ def _native() -> Iterator[Check]:
         yield Check(BROKEN, "recorder", f"nothing is recorded: {refused}")
         return
     if NATIVE:
-        yield Check(OK, "recorder", "native", records="steps, phases, modules, data loading, collectives")
+        yield Check(
+            OK, "recorder", "native", records="steps, phases, modules, data loading, collectives"
+        )
         return
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         finding = "the Python recorder: a free-threaded Python has no native recorder"
@@ -130,9 +142,16 @@ def _tap() -> Iterator[Check]:
     problems = "; ".join(native_tap.problems())
     finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
     finding += f" ({problems})" if problems else ""
-    remedy = tap_requirements.obstacle(native_tap.file_name()) if NATIVE else tap_requirements.NO_RECORDER
+    remedy = (
+        tap_requirements.obstacle(native_tap.file_name())
+        if NATIVE
+        else tap_requirements.NO_RECORDER
+    )
     if remedy is None:
-        now, later = "torchlens-perf build-tap", "the next run with several ranks builds the native tap"
+        now, later = (
+            "torchlens-perf build-tap",
+            "the next run with several ranks builds the native tap",
+        )
         remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
     yield Check(LIMITED, "tap on collectives", finding, remedy)
 
@@ -164,14 +183,23 @@ def _nccl() -> Iterator[Check]:
             "install a C compiler and reinstall into a folder that only you can write",
         )
     elif every[True] == 0:
-        yield Check(LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 report kernel times")
+        yield Check(
+            LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 report kernel times"
+        )
     elif other is not None:
-        yield Check(LIMITED, subject, f"another plugin was chosen: {without}", f"without {other}, ours is used")
+        yield Check(
+            LIMITED,
+            subject,
+            f"another plugin was chosen: {without}",
+            f"without {other}, ours is used",
+        )
     elif every[False] == 0:
         remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/guides/gpu.md"
         yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
-        finding = "timed by the device in every step, after a communicator is created inside a watch"
+        finding = (
+            "timed by the device in every step, after a communicator is created inside a watch"
+        )
         yield Check(OK, subject, finding, records="NCCL kernels")
 
 
@@ -187,11 +215,15 @@ def _torch() -> Iterator[Check]:
     supported = version >= torch_private.OLDEST_TORCH
     oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
     yield Check(OK if supported else LIMITED, _TORCH, torch.__version__, f"tested from {oldest} on")
-    missing = [entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)]
+    missing = [
+        entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)
+    ]
     found = len(torch_private.PRIVATE_NAMES) - len(missing)
     yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")
     for entry in missing:
-        yield Check(LIMITED, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf")
+        yield Check(
+            LIMITED, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf"
+        )
     kind = devices.accelerator()
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
@@ -210,7 +242,10 @@ def _abilities(kind: str) -> Iterator[Check]:
         found = problem(ability, torch.device(kind))
         finding = f"missing ({found}): {ability.without}" if found else "works"
         yield Check(
-            LIMITED if found else OK, f"{kind}: {ability.name}", finding, "look for a newer torch for this device"
+            LIMITED if found else OK,
+            f"{kind}: {ability.name}",
+            finding,
+            "look for a newer torch for this device",
         )
 
 
@@ -222,8 +257,13 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     finding = f"{name}: phases are timed by events"
     if one_connection:
         finding = f"{name}: device times are not recorded, because {CONNECTIONS}=1"
-    remedy = "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap computation"
-    yield Check(LIMITED if one_connection else OK, "device times", finding, remedy, records="device times")
+    remedy = (
+        "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap"
+        " computation"
+    )
+    yield Check(
+        LIMITED if one_connection else OK, "device times", finding, remedy, records="device times"
+    )
     if not nvidia:
         yield Check(
             LIMITED,
@@ -251,7 +291,8 @@ def telemetry() -> Iterator[Check]:
         found = survey()
         if isinstance(found, str):
             remedy = (
-                "install the driver's libnvidia-ml.so.1; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+                "install the driver's libnvidia-ml.so.1; in a container set"
+                " NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             )
             yield Check(LIMITED, "GPU telemetry", f"none: NVML reports {found}", remedy)
         else:
@@ -260,7 +301,11 @@ def telemetry() -> Iterator[Check]:
             finding = f"NVML, driver {driver}; activity of SMs and memory: {activity}"
             yield Check(OK, "GPU telemetry", finding, records="GPU telemetry")
     ports = len(infiniband.ports())
-    finding = f"{ports} ports of InfiniBand or RoCE adapters" if ports else "no InfiniBand or RoCE adapter"
+    finding = (
+        f"{ports} ports of InfiniBand or RoCE adapters"
+        if ports
+        else "no InfiniBand or RoCE adapter"
+    )
     yield Check(OK, "network telemetry", finding, records="network telemetry" if ports else "")
 
 
@@ -273,7 +318,9 @@ def _autoload() -> Iterator[Check]:
         yield Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
         return
     for group in ("torch.backends", "torchrun.logs_specs"):
-        found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
+        found = any(
+            entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group)
+        )
         finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
         yield Check(OK if found else LIMITED, f"entry point {group}", finding, install_command())
 
@@ -282,11 +329,17 @@ def _settings() -> Iterator[Check]:
     try:
         switch, configured = config.is_on(os.environ), config.from_environment(os.environ)
     except ConfigError as error:
-        yield Check(BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it")
+        yield Check(
+            BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it"
+        )
         return
     text = {None: "not set", True: "on", False: "off"}[switch]
     settings = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in configured.items())
-    yield Check(OK, "TORCHLENS_PERF* variables", f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""))
+    yield Check(
+        OK,
+        "TORCHLENS_PERF* variables",
+        f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""),
+    )
 
 
 def _ring_place() -> Iterator[Check]:
@@ -296,16 +349,24 @@ def _ring_place() -> Iterator[Check]:
     for folder in folders:
         folder.rmdir()
     if not folders:
-        finding = f"ranks and sidecar need a shared folder, but /dev/shm and {tempfile.gettempdir()} are not writable"
+        finding = (
+            f"ranks and sidecar need a shared folder, but /dev/shm and {tempfile.gettempdir()} are"
+            " not writable"
+        )
         yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
         return
     place = folders[0].parent
     free = shutil.disk_usage(place).free
     if kinds[0]:
-        finding = f"in {place}, {free >> 20} MB free; in memory without a name where that is too small"
+        finding = (
+            f"in {place}, {free >> 20} MB free; in memory without a name where that is too small"
+        )
     else:
         finding = f"in memory without a name, linked from {place}"
-    remedy = "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar are both killed"
+    remedy = (
+        "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar"
+        " are both killed"
+    )
     yield Check(OK if kinds[0] else LIMITED, "ring files", finding, remedy)
 
 
@@ -319,7 +380,9 @@ def _run_directory() -> Iterator[Check]:
         if not existed:
             folder.rmdir()
     except RunStoreError as error:
-        yield Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a folder that can be written")
+        yield Check(
+            BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a folder that can be written"
+        )
         return
     yield Check(OK, _STORED, f"in {folder}")
 
@@ -330,7 +393,10 @@ def _export() -> Iterator[Check]:
 
     signals = wanted_signals(os.environ)
     if not signals:
-        finding = "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the network"
+        finding = (
+            "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the"
+            " network"
+        )
         yield Check(OK, _EXPORT, finding)
         return
     shared = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
@@ -368,5 +434,7 @@ def _tools() -> Iterator[Check]:
     import nvtx
 
     listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
-    finding = "a tool is attached" if listening else "no tool is attached, so no NVTX calls are made"
+    finding = (
+        "a tool is attached" if listening else "no tool is attached, so no NVTX calls are made"
+    )
     yield Check(OK, "NVTX", finding)

@@ -38,7 +38,9 @@ def names(text: str) -> list[str]:
     found = [each.strip() for each in text.split(",")]
     for name in found:
         if name not in KINDS:
-            raise argparse.ArgumentTypeError(f"{unknown('verdict', name, KINDS)} Verdicts: {', '.join(KINDS)}")
+            raise argparse.ArgumentTypeError(
+                f"{unknown('verdict', name, KINDS)} Verdicts: {', '.join(KINDS)}"
+            )
     return found
 
 
@@ -46,7 +48,9 @@ def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState])
     """Return 0, FOUND or UNKNOWN, and a line with the reason. states: of the report's nodes."""
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
-    found = [name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])]
+    found = [
+        name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])
+    ]
     if found:
         return FOUND, f"--fail-on: found {', '.join(found)}"
     reasons = [f"{name}: {why}" for name in asked if (why := _why_unknown(name, report, findings))]
@@ -56,8 +60,8 @@ def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState])
 def _is_verdict(row: VerdictRow, kind: str) -> bool:
     """Return True if a row is a current verdict of this kind.
 
-    A hang that has ended stays current while its cost is worth a line (order.py). A lack of CPUs with a rank replaces
-    the verdict on that slow rank.
+    A hang that has ended stays current while its cost is worth a line (order.py). A lack of CPUs
+    with a rank replaces the verdict on that slow rank.
     """
     from torchlens_perf.verdicts.words.evidence import OVER
 
@@ -81,7 +85,11 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
     if name == "slow-rank":
         not_compared = any(isinstance(row["evidence"], NotComparedEvidence) for row in rows)
         if not_compared or findings.compared < 2 or findings.detectable_ns is None:
-            return "only one rank" if report["run"]["world_size"] < 2 else "the ranks were not compared"
+            return (
+                "only one rank"
+                if report["run"]["world_size"] < 2
+                else "the ranks were not compared"
+            )
     if name == "slow-link" and not report["slow_links"].compared:
         return "no links were compared"
     if name == "growing-steps" and steps["trend"] is None:

@@ -1,7 +1,8 @@
-"""The progress of a long command: a line on stderr that appears after a second and is erased at the end.
+"""The progress of a long command: a line on stderr that appears after a second and is erased at the
+end.
 
-It is shown on a terminal only, and never with --quiet. Functions that do long work accept a callback,
-`advanced(done, total)`::
+It is shown on a terminal only, and never with --quiet. Functions that do long work accept a
+callback, `advanced(done, total)`::
 
     with Progress("reading the run", quiet=options.quiet) as progress:
         pages = draw(run, advanced=progress)
@@ -37,13 +38,14 @@ def _is_main_thread() -> bool:
 
 
 class Progress:
-    """A context manager that is also the callback. Calls are cheap: make one for each file or block.
+    """A context manager that is also the callback. Calls are cheap: make one for each file or
+    block.
 
-    Without calls the line shows only the elapsed time. A thread of this process draws it. Meanwhile, other output to
-    the terminal must go through sys.stderr.
+    Without calls the line shows only the elapsed time. A thread of this process draws it.
+    Meanwhile, other output to the terminal must go through sys.stderr.
 
-    Ctrl-C raises KeyboardInterrupt. If the exception gets lost, for example in C code that imports a module, the next
-    call raises it again.
+    Ctrl-C raises KeyboardInterrupt. If the exception gets lost, for example in C code that imports
+    a module, the next call raises it again.
     """
 
     def __init__(self, what: str, *, quiet: bool = False, after_s: float = _AFTER_S) -> None:
@@ -58,7 +60,12 @@ class Progress:
         self._before: Any = None  # previous handler of SIGINT
         self._began_s = time.monotonic()
         self._timer: threading.Timer | None = None
-        if not quiet and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        if (
+            not quiet
+            and sys.stderr is not None
+            and sys.stderr.isatty()
+            and os.environ.get("TERM") != "dumb"
+        ):
             self._timer = threading.Timer(after_s, self._show)
             self._timer.daemon = True
 
@@ -79,7 +86,10 @@ class Progress:
             bar.update(bar.task_ids[0], completed=done, total=total)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)

@@ -15,7 +15,9 @@ NAME = "results"  # The help does not list this command.
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(NAME)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream")
+    parser.add_argument(
+        "what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream"
+    )
     parser.set_defaults(command=_write)
 
 

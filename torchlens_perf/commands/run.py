@@ -1,12 +1,13 @@
-"""`torchlens-perf run`: replace this process by Python with the rest of the command line, and record it.
+"""`torchlens-perf run`: replace this process by Python with the rest of the command line, and
+record it.
 
 ::
 
     python -O -m torchlens_perf run train.py ARGS   ──execve──▶   python -O train.py ARGS
 
-No wrapper runs the script, so it behaves exactly as with `python`. The process keeps its id, its parent and its open
-files. Environment variables switch recording on: TORCHLENS_PERF=1, and PYTHONPATH with startup/sitecustomize.py, which
-waits for the import of torch.
+No wrapper runs the script, so it behaves exactly as with `python`. The process keeps its id, its
+parent and its open files. Environment variables switch recording on: TORCHLENS_PERF=1, and
+PYTHONPATH with startup/sitecustomize.py, which waits for the import of torch.
 """
 
 from __future__ import annotations
@@ -52,17 +53,24 @@ def describe(commands: Any) -> None:
     """Add the help on `run` to the subparsers. They never parse this command: run() does."""
     commands.add_parser(
         "run",
-        usage="torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE | -c CODE | -) "
-        "[ARGS]",
-        description="A drop-in for `python`: the script behaves as before, and is recorded. With --quiet, which comes "
-        "first, the report at the end is not printed, and is in the run directory only.",
+        usage=(
+            "torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE"
+            " | -c CODE | -) [ARGS]"
+        ),
+        description=(
+            "A drop-in for `python`: the script behaves as before, and is recorded. With --quiet,"
+            " which comes first, the report at the end is not printed, and is in the run directory"
+            " only."
+        ),
     )
 
 
 def typed_options(command_line: Sequence[str]) -> list[str]:
-    """Return Python's options in `python OPTIONS -m torchlens_perf ...`, which also apply to the script.
+    """Return Python's options in `python OPTIONS -m torchlens_perf ...`, which also apply to the
+    script.
 
-    For a console script, return []: the options in its first line come from the installer, not from the user.
+    For a console script, return []: the options in its first line come from the installer, not from
+    the user.
     """
     options, command = split_options(command_line[1:])
     module = "".join(command[:2])  # `-mMODULE` and `-m MODULE` are equivalent.
@@ -70,7 +78,8 @@ def typed_options(command_line: Sequence[str]) -> list[str]:
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of `python` into its options, and the script, `-m`, `-c` or `-` with all that follows.
+    """Split the arguments of `python` into its options, and the script, `-m`, `-c` or `-` with all
+    that follows.
 
     `-um module` becomes the option `-u` and `-m module`.
     """
@@ -96,7 +105,8 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def environment_at_start() -> dict[str, str]:
     """Return the environment that this process was started with.
 
-    os.environ may differ: in the C locale, Python adds LC_CTYPE to it, which changes the mode of the next Python.
+    os.environ may differ: in the C locale, Python adds LC_CTYPE to it, which changes the mode of
+    the next Python.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -130,11 +140,16 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
         # Python does not run sitecustomize then. Only torch's entry point can start the recording.
         if is_autoload_off(environment):
-            _say_off(environment, f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it")
+            _say_off(
+                environment,
+                f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it",
+            )
     elif first != sitecustomize.FOLDER:  # It is the first already if `run` was started by `run`.
         if path is not None:
             environment[sitecustomize.USERS_PATH] = path
-        environment["PYTHONPATH"] = f"{sitecustomize.FOLDER}{os.pathsep}{path}" if path else sitecustomize.FOLDER
+        environment["PYTHONPATH"] = (
+            f"{sitecustomize.FOLDER}{os.pathsep}{path}" if path else sitecustomize.FOLDER
+        )
 
 
 def _say_off(environment: Mapping[str, str], reason: str) -> None:

@@ -19,13 +19,24 @@ _NEEDS = ("starlette", "uvicorn", "anyio")
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
-        description="Show the runs of a folder in a browser, live and finished, at an address that ends in a token. "
-        "The server only reads run directories: jobs are not disturbed. Ctrl-C ends it.",
+        description=(
+            "Show the runs of a folder in a browser, live and finished, at an address that ends in"
+            " a token. The server only reads run directories: jobs are not disturbed. Ctrl-C"
+            " ends it."
+        ),
     )
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="a folder of runs, or a run; default: here")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="DIR",
+        help="a folder of runs, or a run; default: here",
+    )
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; any but 127.0.0.1 needs --allow-remote"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any but 127.0.0.1 needs --allow-remote",
     )
     parser.add_argument(
         "--allow-remote",
@@ -39,7 +50,9 @@ def serve(options: argparse.Namespace) -> int:
     """Run the server until Ctrl-C, then return 0. Raises ConfigError or RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}")
+        raise ConfigError(
+            f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}"
+        )
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
     from torchlens_perf.serve.run_list import find_runs
@@ -47,7 +60,10 @@ def serve(options: argparse.Namespace) -> int:
 
     is_open = not servers.is_loopback(options.host)
     if is_open and not options.allow_remote:
-        raise ConfigError(f"--host {options.host} can be reached from other machines: add --allow-remote to allow that")
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines: add --allow-remote to allow"
+            " that"
+        )
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
     folder = _folder(options.folder)
@@ -58,7 +74,10 @@ def serve(options: argparse.Namespace) -> int:
             servers.warn(options.host)
         if not options.quiet:
             count = f"{len(found)} run{'s' if len(found) != 1 else ''}"
-            print(f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server", file=sys.stderr)
+            print(
+                f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server",
+                file=sys.stderr,
+            )
         servers.serve(Server(folder, found, is_one=is_run(folder)), listening, options.host)
     return 0
 
@@ -69,5 +88,7 @@ def _folder(path: Path | None) -> str:
 
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir)) if path is None else path
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR")
+        raise ConfigError(
+            f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"
+        )
     return os.path.realpath(folder)

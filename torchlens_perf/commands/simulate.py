@@ -1,8 +1,9 @@
 """`torchlens-perf simulate`: simulate a run of many ranks with planted faults, and report on it.
 
-For up to 1024 ranks, ring files are written and read by the ordinary sidecar. The run directory, the report and the
-OTLP export (if an endpoint is configured) are as in a real run, so alert rules can be tried. With --rows, any number of
-ranks is passed directly to the straggler detector. Each planted fault is compared with the report's verdicts.
+For up to 1024 ranks, ring files are written and read by the ordinary sidecar. The run directory,
+the report and the OTLP export (if an endpoint is configured) are as in a real run, so alert rules
+can be tried. With --rows, any number of ranks is passed directly to the straggler detector. Each
+planted fault is compared with the report's verdicts.
 """
 
 from __future__ import annotations
@@ -42,38 +43,69 @@ and what is no fault of any rank:
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
-        description="Simulate training with planted faults, and report on it. Noise is taken from recorded runs.",
+        description=(
+            "Simulate training with planted faults, and report on it. Noise is taken from recorded"
+            " runs."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, help="number of ranks; default 8, or as in --topology")
-    parser.add_argument("--topology", help="sizes of the mesh, as in dp=4,tp=2,pp=1; default: data parallel")
-    parser.add_argument("--node-size", type=int, default=8, help="ranks on one host; default 8")
-    parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="see below; may be repeated")
-    parser.add_argument("--steps", type=int, default=200, help="default 200")
-    parser.add_argument("--step-ms", type=float, default=200.0, help="usual work of a rank in a step; default 200")
     parser.add_argument(
-        "--noise", type=float, default=0.1, help="factor of the recorded noise; default 0.1, 2 %% of a step"
+        "--topology", help="sizes of the mesh, as in dp=4,tp=2,pp=1; default: data parallel"
     )
-    parser.add_argument("--spread", type=float, default=0.003, help="lasting differences between ranks; default 0.003")
+    parser.add_argument("--node-size", type=int, default=8, help="ranks on one host; default 8")
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="FAULT", help="see below; may be repeated"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="default 200")
+    parser.add_argument(
+        "--step-ms", type=float, default=200.0, help="usual work of a rank in a step; default 200"
+    )
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.1,
+        help="factor of the recorded noise; default 0.1, 2 %% of a step",
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.003,
+        help="lasting differences between ranks; default 0.003",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default 0")
-    parser.add_argument("--device", action="store_true", help="simulate work on a device, judged by its clock")
+    parser.add_argument(
+        "--device", action="store_true", help="simulate work on a device, judged by its clock"
+    )
     parser.add_argument(
         "--launch-bound",
         action="store_true",
         help="simulate devices that wait for launches by their hosts; data parallel only",
     )
-    parser.add_argument("--late-steps", type=int, default=1, help="delay of device times, in steps; default 1")
-    parser.add_argument("--missing", type=float, default=0.0, help="share of steps without device times; default 0")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the run directory to make, of 1024 ranks at most; not with --rows"
+        "--late-steps", type=int, default=1, help="delay of device times, in steps; default 1"
+    )
+    parser.add_argument(
+        "--missing", type=float, default=0.0, help="share of steps without device times; default 0"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run directory to make, of 1024 ranks at most; not with --rows",
     )
     parser.add_argument(
         "--rows",
         action="store_true",
-        help="simulate any number of ranks without files; has no transfer times and finds no slow link",
+        help=(
+            "simulate any number of ranks without files; has no transfer times and finds no slow"
+            " link"
+        ),
     )
-    parser.add_argument("--json", action="store_true", help="planted faults and the verdicts on them, as JSON only")
+    parser.add_argument(
+        "--json", action="store_true", help="planted faults and the verdicts on them, as JSON only"
+    )
     parser.set_defaults(command=simulate)
 
 
@@ -128,7 +160,10 @@ def _topology(options: argparse.Namespace) -> Topology:
             sizes[name] = int(size)
     topology = Topology(**sizes, node_size=options.node_size)
     if options.ranks is not None and topology.ranks != options.ranks:
-        raise ConfigError(f"--ranks {options.ranks} and --topology {options.topology} do not agree: {topology.ranks}")
+        raise ConfigError(
+            f"--ranks {options.ranks} and --topology {options.topology} do not agree:"
+            f" {topology.ranks}"
+        )
     return topology
 
 
@@ -141,7 +176,9 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     from torchlens_perf.view.terminal import show
 
     if simulation.topology.ranks > MAX_RANKS:
-        raise ConfigError(f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
+        raise ConfigError(
+            f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows"
+        )
     if options.out is None:
         raise ConfigError("--out DIR is missing: the run directory to make")
     run = RunDirectory(options.out.absolute())
@@ -149,17 +186,27 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
         raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
     _allow_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
     run.create()
-    note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
+    note = (
+        f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed"
+        f" {options.seed}"
+    )
     device = None
     if options.device or options.launch_bound:
         device = SimulatedDevice(options.late_steps, options.missing, options.launch_bound)
-    with Progress("simulating", quiet=options.quiet) as progress, ownership.as_private_as(run.nodes):
+    with (
+        Progress("simulating", quiet=options.quiet) as progress,
+        ownership.as_private_as(run.nodes),
+    ):
         record(simulation, options.steps, run, note, device, progress)
     report, states = report_and_states(run)
     if not options.json:
         show(report, sys.stdout, str(run.path))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
-    detectable_s = None if not findings.compared or findings.detectable_ns is None else findings.detectable_ns / 1e9
+    detectable_s = (
+        None
+        if not findings.compared or findings.detectable_ns is None
+        else findings.detectable_ns / 1e9
+    )
     compared = Compared(plain(report["verdicts"]), detectable_s, report["slow_links"].undecided)
     _print_answer(simulation, options, compared)
     return 0
@@ -168,7 +215,10 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
 def _allow_open_files(count: int) -> None:
     limit = allow_many_open_files()
     if 0 <= limit < count:
-        raise ConfigError(f"{count} files must be open at a time, and the limit is {limit}: raise it, or use --rows")
+        raise ConfigError(
+            f"{count} files must be open at a time, and the limit is {limit}: raise it, or use"
+            " --rows"
+        )
 
 
 def record(
@@ -181,8 +231,9 @@ def record(
 ) -> None:
     """Write the run's ring files block by block, and let the ordinary sidecar read each block.
 
-    One sidecar reads the ranks of all hosts, as if they were on one host. note: the run's origin, for the report. The
-    sidecar runs on the calling thread, and exports over OTLP if the environment configures an endpoint.
+    One sidecar reads the ranks of all hosts, as if they were on one host. note: the run's origin,
+    for the report. The sidecar runs on the calling thread, and exports over OTLP if the environment
+    configures an endpoint.
     """
     from torchlens_perf.sidecar.start.process import locked
 
@@ -241,7 +292,9 @@ def _read_as_it_is_written(
     run_sidecar(sidecar, lock, exporter)
 
 
-def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> tuple[list[str], Compared]:
+def _rows(
+    simulation: Simulation, options: argparse.Namespace, advanced: Advanced
+) -> tuple[list[str], Compared]:
     """Return the straggler detector's findings as lines of text, and the verdicts."""
     from torchlens_perf.analysis.statistics.quantities import duration
     from torchlens_perf.analysis.statistics.step_bins import row_width
@@ -273,12 +326,24 @@ def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advance
     lines = [row["text"] for row in rows[:_MAX_LINES]]
     lines += [f"and {len(rows) - _MAX_LINES} more verdicts"] if len(rows) > _MAX_LINES else []
     if detectable_s is None:
-        why = "no two ranks do the same work" if topology.dp * topology.tp < 2 else f"{steps} steps are too few"
+        why = (
+            "no two ranks do the same work"
+            if topology.dp * topology.tp < 2
+            else f"{steps} steps are too few"
+        )
         lines.append(f"Nothing could be compared: {why}.")
     elif not rows:
-        lines.append(f"No rank is slow. Smallest detectable slowdown: {duration(detectable_s)} a step.")
-    lasting = f"{steps} steps of {findings.step_ns / 1e6:.1f} ms" if findings.step_ns else f"{steps} steps"
-    lines.append(f"{topology.ranks} ranks, {lasting}; judged in {1e3 * judged_s / steps:.1f} ms a step")
+        lines.append(
+            f"No rank is slow. Smallest detectable slowdown: {duration(detectable_s)} a step."
+        )
+    lasting = (
+        f"{steps} steps of {findings.step_ns / 1e6:.1f} ms"
+        if findings.step_ns
+        else f"{steps} steps"
+    )
+    lines.append(
+        f"{topology.ranks} ranks, {lasting}; judged in {1e3 * judged_s / steps:.1f} ms a step"
+    )
     return lines, Compared(rows, detectable_s, None)
 
 

@@ -1,8 +1,10 @@
-"""The build of the native tap on collectives, by `torchlens-perf build-tap` or by a child process of the sidecar.
+"""The build of the native tap on collectives, by `torchlens-perf build-tap` or by a child process
+of the sidecar.
 
-In the background, each user builds the tap once for each combination of torch, Python and source. The process that
-gets the folder's lock builds, and no other process waits for it. If the compiler fails, a file next to the tap records
-that, and the background build is not repeated with the same compiler.
+In the background, each user builds the tap once for each combination of torch, Python and source.
+The process that gets the folder's lock builds, and no other process waits for it. If the compiler
+fails, a file next to the tap records that, and the background build is not repeated with the same
+compiler.
 """
 
 from __future__ import annotations
@@ -20,12 +22,22 @@ from pathlib import Path
 
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
-from torchlens_perf.run.tap_requirements import BuildError, Failure, compiler_command, place_to_build
+from torchlens_perf.run.tap_requirements import (
+    BuildError,
+    Failure,
+    compiler_command,
+    place_to_build,
+)
 
 _TIMEOUT_S = 600
 _MAX_CHARACTERS = 300  # of the compiler's output in an error message
 _UNFINISHED = ".build-"
-_PASSING = ("Killed signal", "No space left", "memory exhausted", "Cannot allocate memory")  # transient errors
+_PASSING = (
+    "Killed signal",
+    "No space left",
+    "memory exhausted",
+    "Cannot allocate memory",
+)  # transient errors
 
 
 class _CompilerError(BuildError):
@@ -33,10 +45,12 @@ class _CompilerError(BuildError):
 
 
 def build() -> Path:
-    """Return the tap's file for the installed torch. If no file can be loaded, compile it, which takes 10 to 30 s.
+    """Return the tap's file for the installed torch. If no file can be loaded, compile it, which
+    takes 10 to 30 s.
 
-    The file is written next to the package if that is writable, as in an image, and otherwise to the user's cache. Must
-    not be called in a training process. Raises BuildError with the missing requirement.
+    The file is written next to the package if that is writable, as in an image, and otherwise to
+    the user's cache. Must not be called in a training process. Raises BuildError with the missing
+    requirement.
     """
     found = native_tap.loaded_from()
     if found is not None:
@@ -47,10 +61,12 @@ def build() -> Path:
 
 
 def build_in_background(name: str) -> Path:
-    """Build in a child process of the sidecar, preferably in the user's cache, which all environments share.
+    """Build in a child process of the sidecar, preferably in the user's cache, which all
+    environments share.
 
-    name: the file that the ranks looked for. Obstacles are checked before torch is imported, which takes seconds. There
-    is no timeout, because at the lowest priority the build may wait long for a CPU. Raises BuildError.
+    name: the file that the ranks looked for. Obstacles are checked before torch is imported, which
+    takes seconds. There is no timeout, because at the lowest priority the build may wait long for a
+    CPU. Raises BuildError.
     """
     compiler, place = _what_builds(tap_requirements.places()[::-1])
     failure = Failure(place, name)
@@ -60,7 +76,8 @@ def build_in_background(name: str) -> Path:
             raise BuildError(said)
         if native_tap.file_name() != name:
             raise BuildError(
-                "the ranks have another torch than their sidecar: run torchlens-perf build-tap with theirs"
+                "the ranks have another torch than their sidecar: run torchlens-perf build-tap with"
+                " theirs"
             )
         found = native_tap.loaded_from()
         if found is not None:
@@ -85,7 +102,9 @@ def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
 def _lock(place: Path) -> Iterator[None]:
     """Lock the folder. Raises BuildError if another process holds the lock."""
     try:
-        descriptor = os.open(place / "tap.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            place / "tap.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
     except OSError as error:
         raise BuildError(f"no lock in {place}: {error.strerror}") from None
     try:
@@ -94,7 +113,9 @@ def _lock(place: Path) -> Iterator[None]:
         os.close(descriptor)
         taken = isinstance(error, BlockingIOError)
         raise BuildError(
-            "another process builds it just now" if taken else f"{place} cannot be locked: {error.strerror}"
+            "another process builds it just now"
+            if taken
+            else f"{place} cannot be locked: {error.strerror}"
         ) from None
     try:
         yield
@@ -155,8 +176,9 @@ def _run(command: list[str], folder: Path, timeout_s: float | None) -> None:
     said = folder / "said"
     with open(said, "wb") as output:
         try:
-            # A process group of its own lets the timeout kill the compiler's children too. It is not a session of its
-            # own, because with autogroup scheduling a new session would have normal priority again.
+            # A process group of its own lets the timeout kill the compiler's children too. It is
+            # not a session of its own, because with autogroup scheduling a new session would have
+            # normal priority again.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, cwd=folder,
                 umask=0o077, preexec_fn=os.setpgrp,
@@ -174,13 +196,17 @@ def _run(command: list[str], folder: Path, timeout_s: float | None) -> None:
     if status:
         text = said.read_text(errors="replace")
         passing = status < 0 or any(words in text for words in _PASSING)
-        raise (BuildError if passing else _CompilerError)(f"the compiler failed: {_first_error(text, status)}")
+        raise (BuildError if passing else _CompilerError)(
+            f"the compiler failed: {_first_error(text, status)}"
+        )
 
 
 def _first_error(said: str, status: int) -> str:
     first = next((line for line in said.splitlines() if "error" in line), said[-_MAX_CHARACTERS:])
     shown = first[:_MAX_CHARACTERS]
-    return "".join(each if each.isprintable() else " " for each in shown).strip() or f"status {status}"
+    return (
+        "".join(each if each.isprintable() else " " for each in shown).strip() or f"status {status}"
+    )
 
 
 def _publish(built: Path, tap: Path) -> None:

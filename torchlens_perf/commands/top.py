@@ -25,17 +25,24 @@ _NICE = 10
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "top",
-        description="Show a live run: its verdicts, all ranks, and where the step's time goes. The command only reads "
-        "the run directory: the job is not disturbed. Without a terminal (TERM=dumb, a pipe) it prints what is new, "
-        "line by line.",
+        description=(
+            "Show a live run: its verdicts, all ranks, and where the step's time goes. The command"
+            " only reads the run directory: the job is not disturbed. Without a terminal"
+            " (TERM=dumb, a pipe) it prints what is new, line by line."
+        ),
     )
     parser.add_argument(
         "run",
         type=Path,
         nargs="?",
-        help="a run directory, which may not exist yet, or a folder of runs; default: the live run here, or a choice",
+        help=(
+            "a run directory, which may not exist yet, or a folder of runs; default: the live run"
+            " here, or a choice"
+        ),
     )
-    parser.add_argument("--once", action="store_true", help="print one frame as text and exit; needs no Textual")
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame as text and exit; needs no Textual"
+    )
     parser.set_defaults(command=top)
 
 
@@ -50,7 +57,8 @@ def top(options: argparse.Namespace) -> int:
         return _plain(options.run, Terminal(not unicode, color), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(
-            f"top needs Textual, which is not installed: {install_command('top')}. `top --once` works without it"
+            f"top needs Textual, which is not installed: {install_command('top')}. `top --once`"
+            " works without it"
         )
     _give_way()
     from torchlens_perf.top.app import Top
@@ -85,7 +93,9 @@ def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
         return 0
     view = reader.look()
     if view.report is None:
-        raise RunStoreError(view.trouble if next(run.nodes.glob("*.json"), None) else run.why_unreadable())
+        raise RunStoreError(
+            view.trouble if next(run.nodes.glob("*.json"), None) else run.why_unreadable()
+        )
     shown.once(view)
     return 0
 
@@ -120,4 +130,6 @@ def _give_way() -> None:
 def _can_be_drawn_on() -> bool:
     """Return True if the terminal supports cursor positioning."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
-    return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(each.isatty() for each in streams)
+    return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(
+        each.isatty() for each in streams
+    )

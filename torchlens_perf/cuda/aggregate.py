@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
+from torchlens_perf.cuda.reduction import (
+    BUCKETS,
+    ROW_WIDTHS,
+    SUM_ROW,
+    Exact,
+    Largest,
+    Sum,
+    tables_in,
+)
 from torchlens_perf.cuda.stamps import Leftover
 from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, PendingSteps, StepReduction
 from torchlens_perf.errors import guard
@@ -73,7 +81,12 @@ class DeviceAggregate:
     """Merger of the windows of one ring with those of all ranks, one merge at a time."""
 
     def __init__(
-        self, device: AggregateDevice, driver: Driver, functions: Mapping[str, int], ring: DeviceRing, group: Any
+        self,
+        device: AggregateDevice,
+        driver: Driver,
+        functions: Mapping[str, int],
+        ring: DeviceRing,
+        group: Any,
     ) -> None:
         """group: a separate process group of all ranks, whose backend supports the device.
 
@@ -102,7 +115,9 @@ class DeviceAggregate:
         leftover = self._host_memory
         self._host, self._arrived = leftover.host, leftover.arrived
         self._rows_read = leftover.rows_read
-        self._steps = StepReduction(driver, functions, ring.bounds, self._take_host_memory(BLOCK_BYTES), memory)
+        self._steps = StepReduction(
+            driver, functions, ring.bounds, self._take_host_memory(BLOCK_BYTES), memory
+        )
         # The sections and the step of the merge whose result has not been collected.
         self._merging: tuple[list[str], int] | None = None
         self.uncollected = 0
@@ -116,7 +131,12 @@ class DeviceAggregate:
             if each.size == size and self._driver.has_passed(each.arrived):
                 self._ring.leftovers.remove(each)
                 return each
-        return Leftover(size, self._driver.allocate_host(size), self._driver.new_event(), self._driver.new_event())
+        return Leftover(
+            size,
+            self._driver.allocate_host(size),
+            self._driver.new_event(),
+            self._driver.new_event(),
+        )
 
     def release(self) -> None:
         """Leave page-locked memory and events to the next watch. Makes no call to the device.
@@ -145,7 +165,9 @@ class DeviceAggregate:
             self._sums.zero_()
             largest.fill_(_NO_NAME)
             if window:
-                own, own_largest, exact, _ = tables_in(self._device.words(*self._ring.rows), sections, ROW_WIDTHS)
+                own, own_largest, exact, _ = tables_in(
+                    self._device.words(*self._ring.rows), sections, ROW_WIDTHS
+                )
                 sums[:sections].copy_(own)
                 largest[:sections, : len(Largest)].copy_(own_largest)
                 medians[:sections].copy_(exact[:, Exact.MEDIAN])
@@ -204,12 +226,17 @@ class DeviceAggregate:
             each.data_ptr() for each in (self._sums, self._parts, buckets, middle, worst)
         )
         counts = np.int32(slots), np.int32(len(QUANTILES))
-        quantiles = Arguments([np.uint64(sums), counts[0], np.uint64(parts), counts[1], np.uint64(found)])
+        quantiles = Arguments(
+            [np.uint64(sums), counts[0], np.uint64(parts), counts[1], np.uint64(found)]
+        )
         grid = -(-slots * 32 // _QUANTILE_THREADS)
         launches = [(functions["merged_quantiles"], grid, _QUANTILE_THREADS, 0, quantiles)]
         each_row = ((sections + row, 1, 1 + row) for row in range(len(Row)))
         for slot, count, table in [(0, sections, 0), *each_row]:
-            times, middle_at = np.uint64(sums + 8 * (slots * SUM_ROW + slot)), np.uint64(middles + 8 * slot)
+            times, middle_at = (
+                np.uint64(sums + 8 * (slots * SUM_ROW + slot)),
+                np.uint64(middles + 8 * slot),
+            )
             score_at = np.uint64(scores + 8 * ranks * table)
             sizes = np.int32(ranks), np.int32(slots)
             arguments = Arguments([times, *sizes, np.float32(MIN_SPREAD), middle_at, score_at])
@@ -310,7 +337,9 @@ class _Result:
 
     def _row(self, slot: int, name: str, rank: int, scores: Any) -> MergedRow:
         median, mad = (float(each) for each in self._middle[slot])
-        p50_ns, p99_ns = (int(self._bounds[min(int(bucket), BUCKETS - 1)]) for bucket in self._buckets[slot])
+        p50_ns, p99_ns = (
+            int(self._bounds[min(int(bucket), BUCKETS - 1)]) for bucket in self._buckets[slot]
+        )
         score = float(scores[rank]) if rank >= 0 else 0.0
         return MergedRow(
             name=name,

@@ -59,7 +59,9 @@ class Arguments:
         """values: NumPy scalars of the parameters' types. Addresses are uint64."""
         types: list[Any] = [np.ctypeslib.as_ctypes_type(value.dtype) for value in values]  # type: ignore[arg-type]
         self._values = [kind(value.item()) for kind, value in zip(types, values, strict=True)]
-        self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in self._values))
+        self.pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.addressof(value) for value in self._values)
+        )
 
 
 class Driver:
@@ -186,7 +188,13 @@ class Driver:
         return bool(status == 0)
 
     def launch(
-        self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
+        self,
+        function: int,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: Arguments,
     ) -> None:
         """Enqueue a kernel with a one-dimensional grid and one-dimensional blocks."""
         status = self._launch(

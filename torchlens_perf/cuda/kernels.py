@@ -86,5 +86,8 @@ def allow_ranks(device: int, ranks: int) -> None:
     load(device)
     cupy = _import_cupy()
     _, functions = _loaded[device][1]
-    with _device_errors(f"{ranks} ranks cannot be compared on this device"), cupy.cuda.Device(device):
+    with (
+        _device_errors(f"{ranks} ranks cannot be compared on this device"),
+        cupy.cuda.Device(device),
+    ):
         functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * ranks

@@ -87,7 +87,9 @@ def mantissa_bounds() -> npt.NDArray[np.uint64]:
     The kernel shifts a duration in the same way and compares it with them. They are rounded down,
     which does not change any comparison.
     """
-    return np.array(sorted(bound if bound < 1 << 64 else bound >> 1 for bound in octave_bounds()), np.uint64)
+    return np.array(
+        sorted(bound if bound < 1 << 64 else bound >> 1 for bound in octave_bounds()), np.uint64
+    )
 
 
 def to_records(

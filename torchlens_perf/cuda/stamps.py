@@ -6,8 +6,8 @@ ring in device memory. The graph replays it like any other kernel, without work 
 
 ::
 
-    stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶ Reduced
-    (on the user's stream, also in a graph)       (on the stream of the step's end)
+    stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶
+    Reduced (on the user's stream, also in a graph)       (on the stream of the step's end)
 
 A graph with stamps may be replayed until the process ends, with or without a watch. The ring
 therefore keeps its address for the life of the process, and later watches use it again.
@@ -51,7 +51,9 @@ class Leftover(NamedTuple):
 class DeviceRing:
     """The rings of SLOTS sections in device memory (1.6 MB), and their reduction."""
 
-    def __init__(self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES) -> None:
+    def __init__(
+        self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES
+    ) -> None:
         """Allocate and clear the memory, and wait for it. Raises DeviceError if that fails.
 
         functions: the kernels' handles by name.
@@ -136,7 +138,9 @@ class DeviceRing:
             # The discarded result must not overwrite a later one.
             self._driver.wait(stream, self._arrived)
             self._on_the_way = False
-        self._driver.copy_on_device(self._memory["tail"], self._memory["head"], 4 * self.slots, stream)
+        self._driver.copy_on_device(
+            self._memory["tail"], self._memory["head"], 4 * self.slots, stream
+        )
 
     def stamp(self, close: int, open_: int, stream: int) -> None:
         """Enqueue the end of a span, the begin of another one, or both. NO_SLOT stands for no span.
@@ -159,7 +163,14 @@ class DeviceRing:
             return False
         if self._readers_done is not None:
             self._driver.wait(stream, self._readers_done)
-        self._driver.launch(self._reduce, self.slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
+        self._driver.launch(
+            self._reduce,
+            self.slots,
+            REDUCE_THREADS,
+            8 * self._places,
+            stream,
+            self._reduce_arguments,
+        )
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
         self._driver.record(self._arrived, stream)
         self._on_the_way = True
@@ -182,11 +193,18 @@ class DeviceRing:
             self._driver.free_host(self._host_memory)
 
     def _pack_stamp(self, close: int, open_: int) -> Arguments:
-        addresses = [np.uint64(self._memory[name]) for name in ("opened", "start_ns", "duration_ns", "head")]
-        return Arguments([*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)])
+        addresses = [
+            np.uint64(self._memory[name]) for name in ("opened", "start_ns", "duration_ns", "head")
+        ]
+        return Arguments(
+            [*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)]
+        )
 
     def _pack_reduce(self) -> Arguments:
-        inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "bounds")]
+        inputs = [
+            np.uint64(self._memory[name])
+            for name in ("start_ns", "duration_ns", "head", "tail", "bounds")
+        ]
         before = [0, *itertools.accumulate(8 * self.slots * width for width in ROW_WIDTHS[:-1])]
         rows = [np.uint64(self._memory["rows"] + offset) for offset in before]
         return Arguments([*inputs, *rows, np.uint32(self._places - 1)])

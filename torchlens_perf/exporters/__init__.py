@@ -39,7 +39,9 @@ class ExportBatch:
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
     """Device times by phase, received since the last batch, of these or of earlier steps."""
     memory: MemoryReading | None = None
-    """The latest reading of the device's allocator; None if there was no reading since the last batch."""
+    """The latest reading of the device's allocator; None if there was no reading since
+    the last batch.
+    """
     again: bool = False
     """True if an earlier batch had these steps already. This batch only adds their traces."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
@@ -109,7 +111,8 @@ class Exporter(Protocol):
         """Accept new samples of GPUs and network ports. identity: of any process of the node."""
 
     def update_role(self, part: JobPart) -> bytes:
-        """Accept this node's role and the other nodes' messages. Called in every round, before the batches.
+        """Accept this node's role and the other nodes' messages. Called in every round, before the
+        batches.
 
         Return a message of at most MAX_TALLY_BYTES for the sidecar of node 0; b"" if none is due.
         """
@@ -145,5 +148,11 @@ def export_batch(
     traces = step_traces(records, names, set(traced)) if traced else []
     device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
     return ExportBatch(
-        process.identity, process.anchor, steps, tuple(traces), device_ns, memory, chosen=dict(chosen or {})
+        process.identity,
+        process.anchor,
+        steps,
+        tuple(traces),
+        device_ns,
+        memory,
+        chosen=dict(chosen or {}),
     )

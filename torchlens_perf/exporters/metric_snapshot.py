@@ -1,8 +1,8 @@
 """Messages with the sums of a node's ranks, which the sidecar of node 0 adds up over all nodes.
 
-Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. All buckets of a series may
-not fit into one message, so a message contains pieces of some series. A restarted sidecar counts from zero, under a new
-instance number.
+Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. All
+buckets of a series may not fit into one message, so a message contains pieces of some series. A
+restarted sidecar counts from zero, under a new instance number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
 
     def __post_init__(self) -> None:
         if self.first % _PIECE_BUCKETS + len(self.counts) > _PIECE_BUCKETS:
-            raise ValueError(f"a piece of {len(self.counts)} buckets cannot begin at bucket {self.first}")
+            raise ValueError(
+                f"a piece of {len(self.counts)} buckets cannot begin at bucket {self.first}"
+            )
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -75,10 +77,19 @@ class MetricSnapshot:
     """Encodes this node's series as messages. Used on the sidecar's thread."""
 
     def __init__(
-        self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number], clock: Callable[[], float]
+        self,
+        meter: Meter,
+        histograms: Sequence[Histogram],
+        counters: Sequence[Number],
+        clock: Callable[[], float],
     ) -> None:
         """meter: owns the instruments, and is not exported itself. clock: seconds."""
-        self._meter, self._histograms, self._counters, self._clock = meter, histograms, counters, clock
+        self._meter, self._histograms, self._counters, self._clock = (
+            meter,
+            histograms,
+            counters,
+            clock,
+        )
         self._instance = secrets.randbits(32)
         self._began_s = clock()
         self._due_s = float("-inf")
@@ -97,12 +108,17 @@ class MetricSnapshot:
         ]
         if not pieces:
             return b""
-        numbers, explicit = [float(counter.total()) for counter in self._counters], self._meter.bounds is not None
+        numbers, explicit = (
+            [float(counter.total()) for counter in self._counters],
+            self._meter.bounds is not None,
+        )
         chosen: list[_Piece] = []
         data = b""
         for offset in range(len(pieces)):
             chosen.append(pieces[(self._next_piece + offset) % len(pieces)])
-            message = _Message(self._instance, now_s - self._began_s, memory_bytes, numbers, explicit, chosen)
+            message = _Message(
+                self._instance, now_s - self._began_s, memory_bytes, numbers, explicit, chosen
+            )
             longer = TALLY_MARK + _encode(message)
             if len(longer) > MAX_TALLY_BYTES:
                 chosen.pop()
@@ -118,7 +134,9 @@ def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
     """Split a series into pieces. Empty pieces are left out."""
     first, counts = sketch.used
     of_all, found = (sketch.sum_ns, sketch.min_ns, sketch.max_ns), []
-    for place in range(first // _PIECE_BUCKETS * _PIECE_BUCKETS, first + len(counts), _PIECE_BUCKETS):
+    for place in range(
+        first // _PIECE_BUCKETS * _PIECE_BUCKETS, first + len(counts), _PIECE_BUCKETS
+    ):
         these = counts[max(0, place - first) : place - first + _PIECE_BUCKETS]
         if these.any():
             found.append(_Piece(metric, phase, *of_all, max(place, first), these.tolist()))
@@ -135,7 +153,9 @@ class _NodeCounts:
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
-    pieces: dict[tuple[int, str, int], npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    pieces: dict[tuple[int, str, int], npt.NDArray[np.int64]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 class Aggregate:
@@ -145,7 +165,12 @@ class Aggregate:
         self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._meter, self._histograms, self._counters, self._clock = meter, histograms, counters, clock
+        self._meter, self._histograms, self._counters, self._clock = (
+            meter,
+            histograms,
+            counters,
+            clock,
+        )
         self._began_s = clock()
         self._nodes: dict[str, _NodeCounts] = {}
 
@@ -164,26 +189,41 @@ class Aggregate:
         counted, now_s = self._nodes.get(node), self._clock()
         if counted is None and len(self._nodes) >= _MAX_NODES:
             return
-        if counted is None or counted.instance != message.instance:  # A restarted sidecar counts from zero.
-            is_earlier = counted is None and message.age_s > now_s - self._began_s + _PREDECESSOR_MARGIN_S
-            counted = _NodeCounts(message.instance, now_s + _PREDECESSOR_MARGIN_S if is_earlier else float("-inf"))
+        if (
+            counted is None or counted.instance != message.instance
+        ):  # A restarted sidecar counts from zero.
+            is_earlier = (
+                counted is None and message.age_s > now_s - self._began_s + _PREDECESSOR_MARGIN_S
+            )
+            counted = _NodeCounts(
+                message.instance, now_s + _PREDECESSOR_MARGIN_S if is_earlier else float("-inf")
+            )
             self._nodes[node] = counted
         counted.memory_bytes = message.memory_bytes
         others, before = now_s < counted.others_until_s, counted.numbers
         if before is not None or not others:
             for counter, now, then in zip(
-                self._counters, message.numbers, before or [0.0] * len(message.numbers), strict=False
+                self._counters,
+                message.numbers,
+                before or [0.0] * len(message.numbers),
+                strict=False,
             ):
                 if now > then:
                     counter.add(int(now - then), {})
         counted.numbers = message.numbers
         for each in message.pieces:
-            if each.metric < len(self._histograms) and message.explicit_bounds == (self._meter.bounds is not None):
+            if each.metric < len(self._histograms) and message.explicit_bounds == (
+                self._meter.bounds is not None
+            ):
                 self._add(counted, each, others=others)
 
     def _add(self, counted: _NodeCounts, piece: _Piece, *, others: bool) -> None:
         """Add a piece. others: an earlier sidecar of node 0 has exported it if it is the first."""
-        series, place, first = (piece.metric, piece.phase), piece.first // _PIECE_BUCKETS, piece.first % _PIECE_BUCKETS
+        series, place, first = (
+            (piece.metric, piece.phase),
+            piece.first // _PIECE_BUCKETS,
+            piece.first % _PIECE_BUCKETS,
+        )
         counts = np.zeros(_PIECE_BUCKETS, np.int64)
         counts[first : first + len(piece.counts)] = piece.counts
         before = counted.pieces.get((*series, place))
@@ -199,6 +239,13 @@ class Aggregate:
         counted.sums_ns[series] = piece.sum_ns
         # The extremes are of the whole series. The sum of squares (0) is not used for metrics.
         grown = grown[used[0] : used[-1] + 1]
-        numbers = [sum_ns, 0, piece.min_ns, piece.max_ns, place * _PIECE_BUCKETS + int(used[0]), *grown.tolist()]
+        numbers = [
+            sum_ns,
+            0,
+            piece.min_ns,
+            piece.max_ns,
+            place * _PIECE_BUCKETS + int(used[0]),
+            *grown.tolist(),
+        ]
         attributes: dict[str, Any] = {semantics.PHASE: piece.phase} if piece.phase else {}
         self._histograms[piece.metric].merge(Sketch.from_numbers(numbers), attributes)

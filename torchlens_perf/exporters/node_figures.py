@@ -1,6 +1,8 @@
-"""Figures of a node for /metrics: its processes, its collectives, the ranks that arrive last, and open alerts.
+"""Figures of a node for /metrics: its processes, its collectives, the ranks that arrive last, and
+open alerts.
 
-Their number is bounded. Figures by rank cover this node's ranks, and in large jobs only those that arrive last most.
+Their number is bounded. Figures by rank cover this node's ranks, and in large jobs only those that
+arrive last most.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ def node_figures(state: NodeState) -> NodeFigures:
     processes = list(state.processes.values())
     running = {each.identity.rank: each for each in processes if not each.ended}
     ends = {how: sum(each.ended == how for each in processes) for how in _HOW_PROCESSES_END}
-    steps = [each.statistics.last_step for each in running.values() if each.statistics.last_step is not None]
+    steps = [
+        each.statistics.last_step
+        for each in running.values()
+        if each.statistics.last_step is not None
+    ]
     world_size = max((each.identity.world_size for each in processes), default=1)
     run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}
     return NodeFigures(
@@ -57,12 +63,16 @@ def node_figures(state: NodeState) -> NodeFigures:
             node_semantics.PROCESSES_ENDED: tuple(
                 (count, {**run, node_semantics.PROCESS_END: how}) for how, count in ends.items()
             ),
-            node_semantics.PROCESSES_OUT_OF_MEMORY: ((sum(each.out_of_memory is not None for each in processes), run),),
+            node_semantics.PROCESSES_OUT_OF_MEMORY: (
+                (sum(each.out_of_memory is not None for each in processes), run),
+            ),
             node_semantics.RECORDS_LOST: (
                 (state.unwritten_records + sum(each.statistics.lost for each in processes), {}),
             ),
             **_collectives_by_operation(state.join),
-            **_collectives_by_rank(state.join, MAX_RANKS if world_size > _LARGEST_SMALL_JOB else _LARGEST_SMALL_JOB),
+            **_collectives_by_rank(
+                state.join, MAX_RANKS if world_size > _LARGEST_SMALL_JOB else _LARGEST_SMALL_JOB
+            ),
         },
         frozenset({each.identity.rank for each in processes} - running.keys()),
     )
@@ -76,7 +86,10 @@ def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
         found[1] += each.bytes
     names = node_semantics.COLLECTIVES, node_semantics.COLLECTIVE_IO
     return {
-        name: tuple((both[at], {node_semantics.COLLECTIVE_OPERATION: operation}) for operation, both in counts.items())
+        name: tuple(
+            (both[at], {node_semantics.COLLECTIVE_OPERATION: operation})
+            for operation, both in counts.items()
+        )
         for at, name in enumerate(names)
     }
 
@@ -88,14 +101,20 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
     lag_ns: dict[int, int] = {}
     wait_ns: dict[int, int] = {}
     for each in join.operations():
-        known = join.has_all(each.key.members) and semantics_of(each.key.operation).waits is Waits.ALL
+        known = (
+            join.has_all(each.key.members) and semantics_of(each.key.operation).waits is Waits.ALL
+        )
         for rank, totals in each.totals().items():
             wait_ns[rank] = wait_ns.get(rank, 0) + totals["exposed_wait_ns"]
             if known and each.joined:
                 compared[rank] = compared.get(rank, 0) + each.joined
                 last[rank] = last.get(rank, 0) + totals["last"]
-                lag_ns[rank] = lag_ns.get(rank, 0) + totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
-    shown = sorted(wait_ns, key=lambda rank: (-lag_ns.get(rank, 0), -last.get(rank, 0), rank))[:most]
+                lag_ns[rank] = (
+                    lag_ns.get(rank, 0) + totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
+                )
+    shown = sorted(wait_ns, key=lambda rank: (-lag_ns.get(rank, 0), -last.get(rank, 0), rank))[
+        :most
+    ]
     by_metric: dict[str, tuple[dict[int, int], float]] = {
         node_semantics.COLLECTIVE_COMPARED: (compared, 1),
         node_semantics.COLLECTIVE_ARRIVED_LAST: (last, 1),
@@ -103,7 +122,11 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
         node_semantics.COLLECTIVE_WAIT: (wait_ns, 1e-9),
     }
     return {
-        name: tuple((values[rank] * scale, {semantics.RANK: rank}) for rank in sorted(shown) if rank in values)
+        name: tuple(
+            (values[rank] * scale, {semantics.RANK: rank})
+            for rank in sorted(shown)
+            if rank in values
+        )
         for name, (values, scale) in by_metric.items()
     }
 
@@ -124,7 +147,10 @@ class OwnTimes:
             self._newest_ns.pop(rank, None)
         means_s = [sum(own) / len(own) / 1e9 for own in self._newest_ns.values() if own]
         names = node_semantics.OWN_TIME_SLOWEST, node_semantics.OWN_TIME_FASTEST
-        return {name: ((of(means_s), {}),) if means_s else () for name, of in zip(names, (max, min), strict=True)}
+        return {
+            name: ((of(means_s), {}),) if means_s else ()
+            for name, of in zip(names, (max, min), strict=True)
+        }
 
 
 def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
@@ -163,7 +189,12 @@ _INSTRUMENTS = (
         "1 for each open alert, with its rank and cause as labels",
     ),
     (node_semantics.RANKS_RUNNING, "updown", "{rank}", "Ranks of this node with a running process"),
-    (node_semantics.LAST_STEP, "gauge", "{step}", "The step that all running ranks of this node have finished"),
+    (
+        node_semantics.LAST_STEP,
+        "gauge",
+        "{step}",
+        "The step that all running ranks of this node have finished",
+    ),
     (
         node_semantics.OWN_TIME_SLOWEST,
         "gauge",
@@ -176,14 +207,49 @@ _INSTRUMENTS = (
         "s",
         "Mean own time per step of this node's fastest rank over recent steps",
     ),
-    (node_semantics.PROCESSES_ENDED, "counter", "{process}", "Ended processes of this node, by the way they ended"),
-    (node_semantics.PROCESSES_OUT_OF_MEMORY, "counter", "{process}", "Processes whose device has run out of memory"),
-    (node_semantics.COLLECTIVES, "counter", "{operation}", "Collectives that this node's ranks have issued"),
+    (
+        node_semantics.PROCESSES_ENDED,
+        "counter",
+        "{process}",
+        "Ended processes of this node, by the way they ended",
+    ),
+    (
+        node_semantics.PROCESSES_OUT_OF_MEMORY,
+        "counter",
+        "{process}",
+        "Processes whose device has run out of memory",
+    ),
+    (
+        node_semantics.COLLECTIVES,
+        "counter",
+        "{operation}",
+        "Collectives that this node's ranks have issued",
+    ),
     (node_semantics.COLLECTIVE_IO, "counter", "By", "Bytes of the tensors in these collectives"),
-    (node_semantics.COLLECTIVE_COMPARED, "counter", "{operation}", "Collectives whose last rank is known"),
-    (node_semantics.COLLECTIVE_ARRIVED_LAST, "counter", "{operation}", "Collectives in which the rank arrived last"),
-    (node_semantics.COLLECTIVE_LAG, "counter", "s", "Lag of the rank behind the previous rank when it arrived last"),
-    (node_semantics.COLLECTIVE_WAIT, "counter", "s", "Time blocked in collectives until the last rank arrived"),
+    (
+        node_semantics.COLLECTIVE_COMPARED,
+        "counter",
+        "{operation}",
+        "Collectives whose last rank is known",
+    ),
+    (
+        node_semantics.COLLECTIVE_ARRIVED_LAST,
+        "counter",
+        "{operation}",
+        "Collectives in which the rank arrived last",
+    ),
+    (
+        node_semantics.COLLECTIVE_LAG,
+        "counter",
+        "s",
+        "Lag of the rank behind the previous rank when it arrived last",
+    ),
+    (
+        node_semantics.COLLECTIVE_WAIT,
+        "counter",
+        "s",
+        "Time blocked in collectives until the last rank arrived",
+    ),
     (
         node_semantics.RECORDS_LOST,
         "counter",
@@ -204,7 +270,9 @@ def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
         create[kind](name, [_observing(name, points)], unit, description)
 
 
-def _observing(name: str, points: Callable[[str], Points]) -> Callable[[CallbackOptions], Iterator[Observation]]:
+def _observing(
+    name: str, points: Callable[[str], Points]
+) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(options: CallbackOptions) -> Iterator[Observation]:
         for value, attributes in points(name):
             yield Observation(value, attributes)

@@ -1,4 +1,6 @@
-"""Names of the node's figures in OpenTelemetry's style, for /metrics (docs/guides/prometheus.md)."""
+"""Names of the node's figures in OpenTelemetry's style, for /metrics
+(docs/guides/prometheus.md).
+"""
 
 from __future__ import annotations
 

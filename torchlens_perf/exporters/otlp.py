@@ -45,7 +45,10 @@ class Signal:
 
 
 class OtlpExporter:
-    """Sends sampled steps as spans, all steps as metrics, and alerts. Called on the sidecar's thread."""
+    """Sends sampled steps as spans, all steps as metrics, and alerts.
+
+    Called on the sidecar's thread.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,9 @@ class OtlpExporter:
                 if self._run is not None:
                     self._run.saw(batch, sampled)
             self.spans_sent = sampled
-            self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
+            self._traced.update(
+                ((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled
+            )
             while len(self._traced) > _MAX_LINKABLE_STEPS:
                 del self._traced[next(iter(self._traced))]
             if self._metrics is not None:
@@ -99,7 +104,10 @@ class OtlpExporter:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders and assessment.alerts:
                 run_id = assessment.identity.run_id
-                alerts = [log_record(each, run_id, self._traced_step(each), resource) for each in assessment.alerts]
+                alerts = [
+                    log_record(each, run_id, self._traced_step(each), resource)
+                    for each in assessment.alerts
+                ]
                 self._senders["logs"].add(alerts)
 
     def update_role(self, part: JobPart) -> bytes:
@@ -185,7 +193,11 @@ def notes(sender: Sender) -> list[str]:
     if missing:
         found.append(f"OTLP: {missing} of {sender.put} {what} were not delivered")
     if waiting:
-        where = "wait in the run directory" if sender.outbox.on_disk else "were lost with the sidecar's memory"
+        where = (
+            "wait in the run directory"
+            if sender.outbox.on_disk
+            else "were lost with the sidecar's memory"
+        )
         found.append(
             f"OTLP: {waiting} of these {what} {where}"
             + ("; to send them: torchlens-perf sidecar RUN_DIR" if sender.outbox.on_disk else "")
@@ -193,7 +205,13 @@ def notes(sender: Sender) -> list[str]:
     if sender.rejected:
         found.append(f"OTLP: {sender.rejected} of these {what} were rejected by the endpoint")
     if sender.refused:
-        found.append(f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for good")
+        found.append(
+            f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for"
+            " good"
+        )
     if dropped:
-        found.append(f"OTLP: {dropped} of these {what} were dropped for newer ones because the outbox was full")
+        found.append(
+            f"OTLP: {dropped} of these {what} were dropped for newer ones because the outbox was"
+            " full"
+        )
     return found

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _KIND_OF_HANG = "hang"
 
 
-def log_record(alert: Alert, run_id: str, traced_step: int | None, resource: Resource) -> ReadableLogRecord:
+def log_record(
+    alert: Alert, run_id: str, traced_step: int | None, resource: Resource
+) -> ReadableLogRecord:
     """Return the log record of an alert. traced_step: one of its steps, to link to."""
     context = None
     if traced_step is not None and alert.rank is not None:

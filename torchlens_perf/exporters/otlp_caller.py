@@ -19,9 +19,14 @@ def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
     if not traceparent:
         return None
     carrier = {"traceparent": traceparent, "tracestate": tracestate}
-    found = trace_api.get_current_span(TraceContextTextMapPropagator().extract(carrier, Context())).get_span_context()
+    found = trace_api.get_current_span(
+        TraceContextTextMapPropagator().extract(carrier, Context())
+    ).get_span_context()
     if not found.is_valid:
-        logger.warning("TRACEPARENT=%.80s is not a valid W3C traceparent: steps are not linked to it", traceparent)
+        logger.warning(
+            "TRACEPARENT=%.80s is not a valid W3C traceparent: steps are not linked to it",
+            traceparent,
+        )
         return None
     return found
 

@@ -1,7 +1,9 @@
-"""Construction of the OTLP exporter from OTEL_* variables (docs/guides/opentelemetry.md). Sidecar only.
+"""Construction of the OTLP exporter from OTEL_* variables (docs/guides/opentelemetry.md). Sidecar
+only.
 
-The sidecar uses no provider of the SDK, so this module reads the variables of providers and processors. The SDK's
-exporters read OTEL_EXPORTER_OTLP_* themselves. Without an endpoint there is no exporter and no network access.
+The sidecar uses no provider of the SDK, so this module reads the variables of providers and
+processors. The SDK's exporters read OTEL_EXPORTER_OTLP_* themselves. Without an endpoint there is
+no exporter and no network access.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ _BATCH_ITEMS, _EXPORT_INTERVAL_MS = 512, ("OTEL_METRIC_EXPORT_INTERVAL", 60_000)
 
 
 def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the protocol, "console" or "otlp_json_file" by enabled signal ("traces", "metrics", "logs").
+    """Return the protocol, "console" or "otlp_json_file" by enabled signal ("traces", "metrics",
+    "logs").
 
-    An endpoint for the signal or for all signals enables it, and so does OTEL_*_EXPORTER. OTEL_SDK_DISABLED and
-    OTEL_*_EXPORTER=none disable it. An unknown exporter or protocol is logged, and the signal stays off.
+    An endpoint for the signal or for all signals enables it, and so does OTEL_*_EXPORTER.
+    OTEL_SDK_DISABLED and OTEL_*_EXPORTER=none disable it. An unknown exporter or protocol is
+    logged, and the signal stays off.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
@@ -49,7 +53,9 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
     for signal in _SIGNALS:
         upper = signal.upper()
         exporter = environ.get(f"OTEL_{upper}_EXPORTER", "").strip()
-        endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{upper}_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{upper}_ENDPOINT") or environ.get(
+            "OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
         if exporter in ("", "otlp"):
             if endpoint or exporter:
                 protocol = _protocol(environ, upper)
@@ -59,7 +65,8 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
             signals[signal] = exporter
         elif exporter != "none":
             logger.warning(
-                "OTEL_%s_EXPORTER=%s is not supported (otlp, console, otlp_json_file, none): %s are off",
+                "OTEL_%s_EXPORTER=%s is not supported (otlp, console, otlp_json_file, none): %s"
+                " are off",
                 upper,
                 exporter,
                 signal,
@@ -69,10 +76,15 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _protocol(environ: Mapping[str, str], upper: str) -> str:
     name = f"OTEL_EXPORTER_OTLP_{upper}_PROTOCOL"
-    protocol = (environ.get(name) or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or _PROTOCOLS[0]).strip()
+    protocol = (
+        environ.get(name) or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or _PROTOCOLS[0]
+    ).strip()
     if protocol not in _PROTOCOLS:
         logger.warning(
-            "OTLP protocol %r is not supported (%s): %s are off", protocol, ", ".join(_PROTOCOLS), upper.lower()
+            "OTLP protocol %r is not supported (%s): %s are off",
+            protocol,
+            ", ".join(_PROTOCOLS),
+            upper.lower(),
         )
         return ""
     return protocol
@@ -81,8 +93,9 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
 def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
     """Return the exporter that the environment of this process configures, or None.
 
-    run: directory for undelivered requests and for otlp_json_file; None: requests stay in memory. owner: name of the
-    node; "": this is a replay, which sends the undelivered requests of all nodes.
+    run: directory for undelivered requests and for otlp_json_file; None: requests stay in memory.
+    owner: name of the node; "": this is a replay, which sends the undelivered requests of all
+    nodes.
     """
     environ = os.environ
     signals = wanted_signals(environ)
@@ -101,7 +114,9 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
     return None
 
 
-def _make_signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str) -> Signal:
+def _make_signal(
+    name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str
+) -> Signal:
     from torchlens_perf.exporters.delivery.outbox import Outbox, Room, outbox
     from torchlens_perf.exporters.otlp import Signal
 
@@ -111,7 +126,9 @@ def _make_signal(name: str, way: str, environ: Mapping[str, str], folder: Path |
     room = Room(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
     if name not in _BATCHES:
         interval_s = _positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
-        return Signal(Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
+        return Signal(
+            Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s
+        )
     prefix, delay_ms = _BATCHES[name]
     items = _positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
     delay_s = _positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
@@ -122,7 +139,9 @@ def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Tra
     if way == "otlp_json_file":
         from torchlens_perf.exporters.delivery.local import FileTransport
 
-        return FileTransport(name, (folder or Path()) / "otlp" / f"{owner or 'replay'}-{name}.jsonl")
+        return FileTransport(
+            name, (folder or Path()) / "otlp" / f"{owner or 'replay'}-{name}.jsonl"
+        )
     from torchlens_perf.exporters.delivery import sdk_exporters
 
     if way == "console":
@@ -134,16 +153,23 @@ def _make_exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> Ot
     from torchlens_perf.exporters.otlp import OtlpExporter
     from torchlens_perf.exporters.series import Meter
 
-    aggregation = environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "").strip().lower()
+    aggregation = (
+        environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "").strip().lower()
+    )
     if aggregation not in ("", _EXPONENTIAL, _EXPLICIT):
         logger.warning(
             "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION=%s is unknown, using %s",
             aggregation,
             _EXPONENTIAL,
         )
-    temporality = environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
+    temporality = (
+        environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
+    )
     if temporality not in ("", *_TEMPORALITIES):
-        logger.warning("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown, using cumulative", temporality)
+        logger.warning(
+            "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown, using cumulative",
+            temporality,
+        )
     exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER", "").strip().lower() != "always_off"
     meter = Meter(
         explicit_bounds=aggregation == _EXPLICIT,
@@ -164,7 +190,8 @@ def _positive_integer(environ: Mapping[str, str], name: str, default: int) -> in
 
 
 class DeferredExporter:
-    """Forwards to an exporter that is created by `make` (None: drops everything) when there is data to export.
+    """Forwards to an exporter that is created by `make` (None: drops everything) when there is data
+    to export.
 
     Importing the SDK may take longer than a short run."""
 

@@ -1,6 +1,8 @@
-"""Metrics of GPUs and network ports, named after OpenTelemetry's hardware conventions where these have a name.
+"""Metrics of GPUs and network ports, named after OpenTelemetry's hardware conventions where these
+have a name.
 
-A GPU has one series, even if several processes compute on it. A quantity that cannot be measured has no point.
+A GPU has one series, even if several processes compute on it. A quantity that cannot be measured
+has no point.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def _throttled(field: str, reason: str) -> _Metric:
 
 
 def _io(field: str, link: str, direction: str) -> _Metric:
-    return _Metric(semantics.GPU_IO, field, {semantics.GPU_LINK: link, semantics.DIRECTION: direction})
+    return _Metric(
+        semantics.GPU_IO, field, {semantics.GPU_LINK: link, semantics.DIRECTION: direction}
+    )
 
 
 def _errors(field: str, kind: str) -> _Metric:
@@ -118,10 +122,15 @@ class HardwareMetrics:
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # arrival, sample, attributes
+        self._newest: dict[
+            str, tuple[float, Sample, dict[str, Any]]
+        ] = {}  # arrival, sample, attributes
         self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by (id, field): (sum, count)
         grows = (*_GPU_GROWS, *_LINK_GROWS)
-        self._counters = {name: meter.create_counter(name) for name in dict.fromkeys(each.metric for each in grows)}
+        self._counters = {
+            name: meter.create_counter(name)
+            for name in dict.fromkeys(each.metric for each in grows)
+        }
         for quantities, kind, create in (
             (_GPU_NOW, GpuSample, meter.create_observable_gauge),
             (_GPU_SUMS, GpuSample, meter.create_observable_up_down_counter),
@@ -152,10 +161,14 @@ class HardwareMetrics:
                     total, count = self._means.get((name, each.field), (0.0, 0))
                     self._means[name, each.field] = total + value, count + 1
 
-    def _count(self, grown: Mapping[str, float], grows: tuple[_Metric, ...], attributes: dict[str, Any]) -> None:
+    def _count(
+        self, grown: Mapping[str, float], grows: tuple[_Metric, ...], attributes: dict[str, Any]
+    ) -> None:
         for each in grows:
             if each.field in grown:
-                self._counters[each.metric].add(grown[each.field] * each.scale, {**attributes, **each.more})
+                self._counters[each.metric].add(
+                    grown[each.field] * each.scale, {**attributes, **each.more}
+                )
 
     def _reading(self, kind: type[Sample], quantities: list[_Metric]) -> Callback:
         def read(options: CallbackOptions) -> Iterator[Observation]:

@@ -1,8 +1,8 @@
 """Metrics of steps: histograms of durations, counters and gauges.
 
-The number of series is bounded. In small jobs each rank has series of its own. In large jobs one set of series
-describes all ranks, and only slow ranks also have their own: each node forwards its sums to the sidecar of node 0,
-which sends the total.
+The number of series is bounded. In small jobs each rank has series of its own. In large jobs one
+set of series describes all ranks, and only slow ranks also have their own: each node forwards its
+sums to the sidecar of node 0, which sends the total.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
 
-from torchlens_perf.exporters import MAX_SLOW_RANKS, Assessment, ExportBatch, JobPart, Part, semantics
+from torchlens_perf.exporters import (
+    MAX_SLOW_RANKS,
+    Assessment,
+    ExportBatch,
+    JobPart,
+    Part,
+    semantics,
+)
 from torchlens_perf.exporters.metric_snapshot import Aggregate, MetricSnapshot
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import SCOPE
@@ -43,14 +50,18 @@ _MEMORY_STATES = {
 class NodeMetrics:
     """The metrics of a node. The sidecar's thread writes, the sender's thread collects."""
 
-    def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._meter = Meter() if meter is None else meter
         self._clock = clock
         self._steps = StepSeries(self._meter)
         # Sums that are forwarded to node 0 have a meter of their own, which is never exported.
         tallied = Meter(explicit_bounds=self._meter.bounds is not None)
         self._forwarded = StepSeries(tallied)
-        self._tally = MetricSnapshot(tallied, self._forwarded.histograms, self._forwarded.counters, clock)
+        self._tally = MetricSnapshot(
+            tallied, self._forwarded.histograms, self._forwarded.counters, clock
+        )
         self._received = Aggregate(self._meter, self._steps.histograms, self._steps.counters, clock)
         self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
@@ -82,12 +93,16 @@ class NodeMetrics:
         self._world_size = batch.identity.world_size
         # The steps of a rank with series of its own are not in the shared series.
         own = self._own_series if self._is_large else None
-        hands_on = own is not None and batch.identity.rank not in own and self._part.part is Part.FORWARDER
+        hands_on = (
+            own is not None and batch.identity.rank not in own and self._part.part is Part.FORWARDER
+        )
         (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Set the gauges of current problems."""
-        slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[:MAX_SLOW_RANKS]
+        slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[
+            :MAX_SLOW_RANKS
+        ]
         self._named = frozenset(each.rank for each in slow)
         self._update_shown_ranks()
         if assessment.whole_job:
@@ -115,7 +130,9 @@ class NodeMetrics:
         if not self._is_large:
             self._meter.shown_ranks = None
         else:
-            self._meter.shown_ranks = frozenset(self._shown) if self._part.standing is None else self._own_series
+            self._meter.shown_ranks = (
+                frozenset(self._shown) if self._part.standing is None else self._own_series
+            )
 
     @property
     def _is_large(self) -> bool:
@@ -165,7 +182,10 @@ class StepSeries:
     @property
     def fullest_bytes(self) -> int:
         """Largest memory of a rank without series of its own; 0 if unknown."""
-        return max((value for rank, value in self._memory_bytes.items() if rank not in self._own_series), default=0)
+        return max(
+            (value for rank, value in self._memory_bytes.items() if rank not in self._own_series),
+            default=0,
+        )
 
     def others_memory(self, memory_bytes: int) -> None:
         """Set the memory of the fullest rank of the other nodes."""
@@ -173,7 +193,8 @@ class StepSeries:
         self._memory.set(max(memory_bytes, self.fullest_bytes), {})
 
     def record(self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None) -> None:
-        """Add a batch's steps, or only exemplars if the steps were added before. Called on the sidecar's thread.
+        """Add a batch's steps, or only exemplars if the steps were added before. Called on the
+        sidecar's thread.
 
         own: ranks that have series of their own; None: all ranks."""
         steps = batch.steps
@@ -207,13 +228,18 @@ class StepSeries:
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
             # The shared gauge has the fullest rank, which is the first to run out of memory.
-            self._memory.set(memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes), attributes)
+            self._memory.set(
+                memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes),
+                attributes,
+            )
 
     @staticmethod
     def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
         """Return an exemplar that links a histogram bucket to the rank's span."""
         steps, anchor = batch.steps, batch.anchor
-        ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.unix_ns - anchor.monotonic_ns
+        ended_ns = (
+            int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.unix_ns - anchor.monotonic_ns
+        )
         return Example(value, ended_ns, *sampled[int(steps.step[row])])
 
 

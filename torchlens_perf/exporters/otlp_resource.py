@@ -38,9 +38,13 @@ def rank_resource(identity: Identity) -> Resource:
 
 def node_resource(identity: Identity) -> Resource:
     """Return the resource of the node, which stays the same over restarts."""
-    known = _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
+    known = _resource(
+        {**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"}
+    )
     # Resource detectors that the user has enabled describe the sidecar's process, not the node.
-    return Resource({name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS})
+    return Resource(
+        {name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS}
+    )
 
 
 def _run(identity: Identity) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def _run(identity: Identity) -> dict[str, Any]:
         semantics.LENS_WORLD_SIZE: identity.world_size,
         **identity.attributes,
     }
-    service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(".py").removesuffix(".ipynb")
+    service = identity.attributes.get("slurm.job.name") or identity.program.removesuffix(
+        ".py"
+    ).removesuffix(".ipynb")
     return {**known, "service.name": service} if service else known
 
 

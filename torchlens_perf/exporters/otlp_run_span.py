@@ -1,7 +1,9 @@
-"""The span of the whole run: a child of the span that started the job, with links to the traces of steps.
+"""The span of the whole run: a child of the span that started the job, with links to the traces of
+steps.
 
-Steps have traces of their own, and this span connects them to the trace of the caller, such as a workflow's task. It is
-sent when the ranks have ended, and only if the caller's trace exists and is sampled.
+Steps have traces of their own, and this span connects them to the trace of the caller, such as a
+workflow's task. It is sent when the ranks have ended, and only if the caller's trace exists and is
+sampled.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class RunSpan:
         if len(steps) and not getattr(batch, "again", False):
             offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
             found.start_ns = found.start_ns or int(steps.start_ns[0]) + offset_ns
-            found.end_ns = max(found.end_ns, int(steps.start_ns[-1] + steps.duration_ns[-1]) + offset_ns)
+            found.end_ns = max(
+                found.end_ns, int(steps.start_ns[-1] + steps.duration_ns[-1]) + offset_ns
+            )
             found.steps += len(steps)
 
     def judged(self, assessment: Assessment) -> None:
@@ -92,20 +96,30 @@ class RunSpan:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
 
-        decision = self._sampler.should_sample(in_span(parent), parent.trace_id, semantics.SPAN_RUN).decision
+        decision = self._sampler.should_sample(
+            in_span(parent), parent.trace_id, semantics.SPAN_RUN
+        ).decision
         return decision is Decision.RECORD_AND_SAMPLE
 
 
 def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
     identity = run.identity
-    links = BoundedList.from_seq(MAX_LINKS, [_link(identity, step) for step in run.traced[:MAX_LINKS]])
+    links = BoundedList.from_seq(
+        MAX_LINKS, [_link(identity, step) for step in run.traced[:MAX_LINKS]]
+    )
     links.dropped = max(0, len(run.traced) - MAX_LINKS)
     return ReadableSpan(
         semantics.SPAN_RUN,
-        span_context(parent.trace_id, identity.run_id, identity.attempt, "run", state=parent.trace_state),
+        span_context(
+            parent.trace_id, identity.run_id, identity.attempt, "run", state=parent.trace_state
+        ),
         parent,
         rank_resource(identity),
-        {semantics.RUN_ID: identity.run_id, semantics.RANK: identity.rank, semantics.RUN_STEPS: run.steps},
+        {
+            semantics.RUN_ID: identity.run_id,
+            semantics.RANK: identity.rank,
+            semantics.RUN_STEPS: run.steps,
+        },
         links=links,
         start_time=run.start_ns,
         end_time=run.end_ns,
@@ -114,4 +128,7 @@ def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
 
 
 def _link(identity: Identity, step: int) -> Link:
-    return Link(span_context(trace_id(identity.run_id, identity.attempt, step), "root"), {semantics.STEP: step})
+    return Link(
+        span_context(trace_id(identity.run_id, identity.attempt, step), "root"),
+        {semantics.STEP: step},
+    )

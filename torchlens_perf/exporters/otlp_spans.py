@@ -1,7 +1,7 @@
 """Spans of sampled steps: one trace per step, and a deterministic id for each span.
 
-The ids are derived from run, attempt and step. So the spans of all ranks join one trace without communication between
-nodes, and a replay sends the same ids again.
+The ids are derived from run, attempt and step. So the spans of all ranks join one trace without
+communication between nodes, and a replay sends the same ids again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class SpanMaker:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._is_sampled(in_trace, trace):
                 chosen = batch.chosen.get(trace.step)
-                found[trace.step] = rank.of(trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen)
+                found[trace.step] = rank.of(
+                    trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen
+                )
         return found
 
     def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
@@ -122,11 +124,15 @@ class _RankSpans:
     ) -> tuple[list[ReadableSpan], int, int]:
         """Return the step's spans, its trace id and the id of the rank's span.
 
-        offset_ns: UNIX time minus CLOCK_MONOTONIC. of_step: further attributes of the rank's span. chosen: the ranks
-        and number of spans to send; None: everything."""
+        offset_ns: UNIX time minus CLOCK_MONOTONIC. of_step: further attributes of the rank's
+        span. chosen: the ranks and number of spans to send; None: everything."""
         rank = self.identity.rank
         root = span_context(in_trace, "root")
-        common = {semantics.RUN_ID: self.identity.run_id, semantics.STEP: trace.step, semantics.RANK: rank}
+        common = {
+            semantics.RUN_ID: self.identity.run_id,
+            semantics.STEP: trace.step,
+            semantics.RANK: rank,
+        }
         times = trace.start_ns + offset_ns, trace.start_ns + offset_ns + trace.duration_ns
         found = []
         if rank == 0:
@@ -149,17 +155,23 @@ class _RankSpans:
         for index, (span, parent) in enumerate(nest(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
-                contexts.append(around)  # Its children attach to its parent, and all ids stay the same.
+                contexts.append(
+                    around
+                )  # Its children attach to its parent, and all ids stay the same.
                 continue
             digest = path.copy()
             digest.update(b"%d" % index)
-            context = SpanContext(in_trace, int.from_bytes(digest.digest()[:8], "big"), False, _SAMPLED)
+            context = SpanContext(
+                in_trace, int.from_bytes(digest.digest()[:8], "big"), False, _SAMPLED
+            )
             contexts.append(context)
             begin_ns = span.start_ns + offset_ns
             status = _ERROR if span.flags & Flag.EXCEPTION else _UNSET
             attributes = {**common, **_span_attributes(span)}
             times = begin_ns, begin_ns + span.duration_ns
-            found.append(self._span(span.name or span.kind, context, around, attributes, times, status))
+            found.append(
+                self._span(span.name or span.kind, context, around, attributes, times, status)
+            )
         return found, in_trace, of_rank.span_id
 
     def _span(
@@ -189,7 +201,10 @@ def _longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
     """Return the ids of the `most` longest spans; None if all of them are sent."""
     if not most or len(spans) <= most:
         return None
-    return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
+    return {
+        id(span)
+        for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]
+    }
 
 
 def _span_attributes(span: Span) -> dict[str, Any]:
@@ -208,11 +223,12 @@ def _root_name(trace: StepTrace) -> str:
 
 
 def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
-    """Return spans by start, each with the index of the smallest enclosing span; None: the step encloses it.
+    """Return spans by start, each with the index of the smallest enclosing span; None: the step
+    encloses it.
 
-    Spans of another thread or of the device never enclose spans of the training thread: they only overlap. A collective
-    belongs to the span in which it was issued, or in which its kernel began on the device. It may end later than that
-    span, and it encloses no spans.
+    Spans of another thread or of the device never enclose spans of the training thread: they only
+    overlap. A collective belongs to the span in which it was issued, or in which its kernel began
+    on the device. It may end later than that span, and it encloses no spans.
     """
     ordered = sorted(spans, key=_order)
     nested: list[tuple[Span, int | None]] = []
@@ -231,7 +247,9 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
                 around[0] >= needed_ns
                 and (other_thread or not around[3])
                 and around[4] == on_device
-                and (parent is None or around[1] <= shortest_ns)  # the last of equal ones is the innermost
+                and (
+                    parent is None or around[1] <= shortest_ns
+                )  # the last of equal ones is the innermost
             ):
                 parent, shortest_ns = around[2], around[1]
         if ended:

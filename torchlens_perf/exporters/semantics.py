@@ -1,6 +1,8 @@
-"""Names of all exported metrics, spans, attributes and events; docs/reference/telemetry.md is generated from them.
+"""Names of all exported metrics, spans, attributes and events; docs/reference/telemetry.md is
+generated from them.
 
-OpenTelemetry has no conventions for training. Its names are used where they exist (service, host, process, k8s, hw).
+OpenTelemetry has no conventions for training. Its names are used where they exist (service, host,
+process, k8s, hw).
 Units follow UCUM: seconds, bytes. NeMo Lens's names for ranks are sent too.
 """
 
@@ -12,21 +14,25 @@ from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
-# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank, whose name ends in the rank
-# because the pages of backends show names. Queries should use the attribute SPAN_KIND = STEP_KIND instead.
+# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank, whose
+# name ends in the rank because the pages of backends show names. Queries should use the attribute
+# SPAN_KIND = STEP_KIND instead.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK = "rank"
 STEP_KIND = "step"
-# The span of the whole run, a child of the span that started the job, and its number of steps on rank 0.
+# The span of the whole run, a child of the span that started the job, and its number of steps on
+# rank 0.
 SPAN_RUN = "training run"
 RUN_STEPS = "torch.train.run.steps"
 
-# Attributes of all spans. Some backends drop resource attributes, so the rank is also on spans and metric points.
+# Attributes of all spans. Some backends drop resource attributes, so the rank is also on spans and
+# metric points.
 RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
 RANK = _identity.RANK
-# Attributes of a rank's step. Ranks that wait for each other have equal step times; only their own times differ.
+# Attributes of a rank's step. Ranks that wait for each other have equal step times; only their own
+# times differ.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
 # Attributes of all spans but the root. Only collectives have a size and a sequence number.
@@ -42,7 +48,8 @@ STEPS_LEFT_OUT = "torchlens_perf.steps.left_out"
 SPANS_LEFT_OUT = "torchlens_perf.spans.left_out"
 RANK_BECAUSE = "torchlens_perf.rank.sent_because"
 
-# Attributes of an alert, in addition to RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
+# Attributes of an alert, in addition to RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and
+# HANG_DURATION.
 ALERT_UID = "log.record.uid"
 ALERT_ABOUT = "torch.train.alert.id"
 RANKS = "torch.distributed.ranks"
@@ -55,7 +62,8 @@ STRAGGLER_CAUSES = "torch.train.straggler.causes"
 STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 
-# Resource attributes of a rank, in addition to service.*, host.name, process.pid and the scheduler's (run/identity.py).
+# Resource attributes of a rank, in addition to service.*, host.name, process.pid and the
+# scheduler's (run/identity.py).
 LOCAL_RANK = _identity.LOCAL_RANK
 WORLD_SIZE = _identity.WORLD_SIZE
 RESTART_COUNT = _identity.RESTART_COUNT
@@ -120,12 +128,14 @@ GPU_LINK = "hw.gpu.link"
 GPU_CLOCK_OF = "hw.gpu.clock"
 THROTTLE_REASON = "hw.gpu.throttle.reason"
 
-# Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to 10000) are for ms.
+# Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to
+# 10000) are for ms.
 DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# How a point that stands for several components of a node was merged ("sum" or "max"), to limit the number of series.
+# How a point that stands for several components of a node was merged ("sum" or "max"), to limit the
+# number of series.
 OVER_COMPONENTS = "torchlens_perf.over"
 
 
@@ -179,7 +189,9 @@ _OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
 _OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
 
 SPANS = (
-    SpanName(SPAN_RUN, "the caller's span", "one attempt of the run, on rank 0", "a sampled caller"),
+    SpanName(
+        SPAN_RUN, "the caller's span", "one attempt of the run, on rank 0", "a sampled caller"
+    ),
     SpanName(SPAN_STEP, "", "root of a training step's trace; as long as rank 0's step"),
     SpanName(SPAN_INFERENCE_STEP, "", "root where a step is a forward pass", "inference"),
 )

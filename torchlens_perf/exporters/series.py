@@ -1,8 +1,9 @@
 """A meter whose instruments accept whole arrays of values, and which creates the SDK's data points.
 
-It resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten durations, and ten calls of its
-`record()` take 100 us. Here one call records a batch of steps. Each series of a histogram is a sketch: an exponential
-histogram of scale 5, or one with explicit bounds. The sidecar's thread writes, and the sender's thread reads.
+It resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten durations, and
+ten calls of its `record()` take 100 us. Here one call records a batch of steps. Each series of a
+histogram is a sketch: an exponential histogram of scale 5, or one with explicit bounds. The
+sidecar's thread writes, and the sender's thread reads.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class Histogram:
             if not sketch.count or not self._meter.shows(key):
                 continue
             # With delta temporality, steps before `since_ns` are in an earlier export.
-            examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
+            examples = [
+                each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns
+            ]
             common: dict[str, Any] = {
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": sketch.count, "sum": sketch.sum_ns / 1e9,
@@ -127,7 +130,11 @@ class Histogram:
                 first, used = sketch.used
                 after = len(self._meter.bounds) + 1 - first - len(used)
                 counts = [0] * first + used.tolist() + [0] * after
-                points.append(HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common))
+                points.append(
+                    HistogramDataPoint(
+                        bucket_counts=counts, explicit_bounds=self._meter.bounds, **common
+                    )
+                )
             else:
                 points.append(ExponentialHistogramDataPoint(**_buckets(sketch), **common))
             if not self._meter.keeps_examples:
@@ -156,7 +163,13 @@ def _buckets(sketch: Sketch) -> dict[str, Any]:
         counts, number = counts[::2] + counts[1::2], number >> 1
         scale -= 1
     positive = Buckets(number if len(counts) else 0, counts.tolist())
-    return {"scale": scale, "zero_count": zeros, "positive": positive, "negative": Buckets(0, []), "flags": 0}
+    return {
+        "scale": scale,
+        "zero_count": zeros,
+        "positive": positive,
+        "negative": Buckets(0, []),
+        "flags": 0,
+    }
 
 
 class Number:
@@ -231,11 +244,16 @@ class Meter:
         keeps_examples: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets. delta: points count from
-        the last export. keeps_examples: each export has the newest exemplars, not only those since the last export,
-        because several clients may scrape. clock_ns: UNIX time."""
+        """explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets. delta:
+        points count from
+        the last export. keeps_examples: each export has the newest exemplars, not only those
+        since the last export, because several clients may scrape. clock_ns: UNIX time."""
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
-        self.bounds_ns = np.rint(np.multiply(DURATION_BOUNDS_S, 1e9)).astype(np.int64) if explicit_bounds else None
+        self.bounds_ns = (
+            np.rint(np.multiply(DURATION_BOUNDS_S, 1e9)).astype(np.int64)
+            if explicit_bounds
+            else None
+        )
         self.grows = DELTA if delta else CUMULATIVE
         self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
@@ -248,7 +266,9 @@ class Meter:
 
     def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
         """Return True if the series is sent."""
-        return self.shown_ranks is None or all(value in self.shown_ranks for name, value in key if name == RANK)
+        return self.shown_ranks is None or all(
+            value in self.shown_ranks for name, value in key if name == RANK
+        )
 
     def began(self, unix_ns: int) -> None:
         """Move the start of all series back to the first step, which in a replay was long ago."""
@@ -289,7 +309,9 @@ class Meter:
     ) -> Number:
         return self._number(name, unit, description, "updown", callbacks)
 
-    def _number(self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()) -> Number:
+    def _number(
+        self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()
+    ) -> Number:
         found = Number(self, name, *_unit_and_description(name, unit, description), kind)
         found.callbacks = callbacks
         self._instruments.append(found)

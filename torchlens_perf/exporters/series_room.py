@@ -1,7 +1,9 @@
-"""Limits on the number of series per node, so that all nodes together stay within the job's limit. Pure.
+"""Limits on the number of series per node, so that all nodes together stay within the job's limit.
+Pure.
 
-Node 0 sends the series that describe a large job. The rest of the limit is for hardware, shared between nodes by their
-number of ranks. If a node has more series than its share, the least important metrics are left out, and points of
+Node 0 sends the series that describe a large job. The rest of the limit is for hardware, shared
+between nodes by their number of ranks. If a node has more series than its share, the least
+important metrics are left out, and points of
 several components are merged: into the largest value, or for counters into the sum.
 """
 
@@ -55,17 +57,21 @@ def shares(world_size: int, part: JobPart) -> Room:
     return Room(hardware, max(1, int(job * part.share)) if part.part is Part.ALONE else None)
 
 
-def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str, int] | None = None) -> list[Metric]:
+def most_important(
+    metrics: Sequence[Metric], room: int, forms_before: dict[str, int] | None = None
+) -> list[Metric]:
     """Reduce metrics to at most `room` points.
 
-    forms_before: the form of each metric in earlier exports; updated. A merged metric is never split again, because
-    each change creates new series.
+    forms_before: the form of each metric in earlier exports; updated. A merged metric is never
+    split again, because each change creates new series.
     """
     before = {} if forms_before is None else forms_before
     points = {each.name: each.data.data_points for each in metrics}
     if sum(map(len, points.values())) <= room and not any(before.get(each) for each in points):
         return list(metrics)
-    ordered = sorted(metrics, key=lambda each: _IMPORTANT.index(each.name) if each.name in _IMPORTANT else 99)
+    ordered = sorted(
+        metrics, key=lambda each: _IMPORTANT.index(each.name) if each.name in _IMPORTANT else 99
+    )
     forms = {each.name: _forms(each) for each in ordered}
     taken: dict[str, int] = {}
     for each in ordered:  # Each metric gets its smallest form before any gets a larger one.
@@ -89,7 +95,9 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
             form = forms[each.name][taken[each.name]]
             if form:
                 data: Any = each.data
-                found.append(dataclasses.replace(each, data=dataclasses.replace(data, data_points=form)))
+                found.append(
+                    dataclasses.replace(each, data=dataclasses.replace(data, data_points=form))
+                )
     return found
 
 
@@ -109,8 +117,12 @@ def _forms(metric: Metric) -> list[Sequence[Any]]:
     return found
 
 
-def _merged(points: Sequence[NumberDataPoint], attributes: Iterable[tuple[str, Any]], how: str) -> NumberDataPoint:
+def _merged(
+    points: Sequence[NumberDataPoint], attributes: Iterable[tuple[str, Any]], how: str
+) -> NumberDataPoint:
     if len(points) == 1:
         return points[0]
     value = (sum if how == "sum" else max)(point.value for point in points)
-    return dataclasses.replace(points[0], attributes={**dict(attributes), semantics.OVER_COMPONENTS: how}, value=value)
+    return dataclasses.replace(
+        points[0], attributes={**dict(attributes), semantics.OVER_COMPONENTS: how}, value=value
+    )

@@ -49,7 +49,9 @@ class StatusGauges:
             if self._newest is None or hang is not self._newest.hang:
                 self._hang_found_s = now_s
             self._newest = assessment
-            self._hangs_s = {hang.kind: hang.since_s + now_s - self._hang_found_s} if hang is not None else {}
+            self._hangs_s = (
+                {hang.kind: hang.since_s + now_s - self._hang_found_s} if hang is not None else {}
+            )
 
     @property
     def _findings(self) -> Findings:
@@ -67,10 +69,15 @@ class StatusGauges:
         findings = self._findings
         # The job waits until all ranks of a slow node are faster, so each shows their joint cost.
         joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
-        costs_ns = {(each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns) for each in findings.slow_now}
+        costs_ns = {
+            (each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns)
+            for each in findings.slow_now
+        }
         known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
         costliest = sorted(known_s, key=lambda key: -known_s[key])[:MAX_COSTS]
-        for (rank, phase), value in self._ending_with_zeros("cost", {key: known_s[key] for key in costliest}):
+        for (rank, phase), value in self._ending_with_zeros(
+            "cost", {key: known_s[key] for key in costliest}
+        ):
             yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
 
     def _count(self, options: CallbackOptions) -> Iterator[Observation]:
@@ -87,7 +94,9 @@ class StatusGauges:
         for kind, value in self._ending_with_zeros("hang", self._hangs_s):
             yield Observation(value, {semantics.HANG_KIND: kind})
 
-    def _ending_with_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
+    def _ending_with_zeros(
+        self, gauge: str, values: Mapping[Any, float]
+    ) -> list[tuple[Any, float]]:
         """Return these points, and zeros for keys that were among them in recent exports."""
         with self._lock:
             ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]

@@ -62,16 +62,24 @@ def start(
         loop.models_given(models)
     if in_the_middle and after_step_of is None:
         loop.begins_without_optimizer()
-        session.note("recording began after the second backward pass: earlier steps are not measured")
+        session.note(
+            "recording began after the second backward pass: earlier steps are not measured"
+        )
     elif after_step_of is not None:
         loop.begins_after_step_of(after_step_of)
-        session.note("recording began after the first optimizer step, which is therefore not measured")
+        session.note(
+            "recording began after the first optimizer step, which is therefore not measured"
+        )
     session.step.begin(loop)
     return loop
 
 
 def default_hooks(
-    config: Config, loop: TrainingLoop, backward: BackwardHook, recompute: RecomputeHook, calls: ModuleCalls
+    config: Config,
+    loop: TrainingLoop,
+    backward: BackwardHook,
+    recompute: RecomputeHook,
+    calls: ModuleCalls,
 ) -> list[Hook]:
     """Return the hooks of a watch in the order of attachment. A new hook is one more line here."""
     wanted: list[tuple[bool, Hook]] = [
@@ -105,7 +113,9 @@ class _WatchedModels:
         self._known: dict[int, weakref.ref[Module]] = {}
 
     def watch(self, models: Sequence[NamedModel]) -> None:
-        selections = [select(model, self._session.config, MAX_MODULES // len(models)) for model in models]
+        selections = [
+            select(model, self._session.config, MAX_MODULES // len(models)) for model in models
+        ]
         for message in unmatched_patterns(selections):
             logger.warning("torchlens_perf: %s", message)
             self._session.note(message)

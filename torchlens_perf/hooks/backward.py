@@ -115,7 +115,9 @@ class _Tail:
         already_ns = self.waited_after_ns - self.waited_before_ns
         waited_ns = self.end_ns - self.start_ns - already_ns
         if self._session.identity.has_other_ranks and waited_ns > 0:
-            self._session.recorder.record_span(_WAIT, self._name_id, self.start_ns, waited_ns, _TAIL)
+            self._session.recorder.record_span(
+                _WAIT, self._name_id, self.start_ns, waited_ns, _TAIL
+            )
 
 
 def _gradient_hook(place: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -156,7 +158,11 @@ class _ModulePass:
 
     def span(self) -> tuple[int, int] | None:
         """Return start and duration in ns, or None while they are not known."""
-        return None if self.start is None or self.end is None else self.clock.span(self.start, self.end)
+        return (
+            None
+            if self.start is None or self.end is None
+            else self.clock.span(self.start, self.end)
+        )
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -184,7 +190,11 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 def _holds_fsdp2(model: Module | None) -> bool:
     # Importing FSDP takes a second, so it is only looked up: a model with FSDP2 has imported it.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and model is not None and any(isinstance(each, kind) for each in model.modules())
+    return (
+        kind is not None
+        and model is not None
+        and any(isinstance(each, kind) for each in model.modules())
+    )
 
 
 class BackwardHook:
@@ -213,7 +223,9 @@ class BackwardHook:
         communicates = session.identity.has_other_ranks
 
         @guard("tail of a backward pass")
-        def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], ends_modules: bool) -> _Tail:
+        def begin_tail(
+            roots: Sequence[Any], handles: list[RemovableHandle], ends_modules: bool
+        ) -> _Tail:
             tail = self._tail = _Tail(session, tail_id, ends_modules=ends_modules)
             with out_of_sight():
                 tail.covers_all_roots = bool(tail.register_on(roots, handles))
@@ -255,7 +267,11 @@ class BackwardHook:
                 # may belong to an earlier step's forward pass: a GAN's generator gets its loss a
                 # step later.
                 ends_modules = outermost and bool(recorder.sampled or self._passes)
-                if (communicates or ends_modules) and can_queue and not torch_private.compiled_autograd():
+                if (
+                    (communicates or ends_modules)
+                    and can_queue
+                    and not torch_private.compiled_autograd()
+                ):
                     tail = begin_tail(args[0], handles, ends_modules)
                 result = run_backward(*args, **kwargs)
                 flags = 0
@@ -268,10 +284,14 @@ class BackwardHook:
                     end_tail(tail, outermost)
                 recorder.end(_BACKWARD, name_id, flags)
                 if session.clocks.stalls is not None and communicates:
-                    is_known = tail is not None and (tail.start_ns > 0 or (tail.covers_all_roots and not handles))
+                    is_known = tail is not None and (
+                        tail.start_ns > 0 or (tail.covers_all_roots and not handles)
+                    )
                     # Gradients of torch.autograd.grad() are not sent to other ranks.
                     accumulates = kwargs.get("accumulate_grad", True)
-                    session.clocks.stalls.end_tail(raised=flags != 0, is_known=is_known or not accumulates)
+                    session.clocks.stalls.end_tail(
+                        raised=flags != 0, is_known=is_known or not accumulates
+                    )
                 # Reentrant checkpointing runs a backward pass inside another one.
                 if not recorder.backwards:
                     self._loop.backward_ended()
@@ -329,10 +349,15 @@ class BackwardHook:
         record = self._record
         if record is not None and not session.recorder.closed:
             record()
-            ended = [each for each in self._passes if each.start is not None and each.end is not None]
+            ended = [
+                each for each in self._passes if each.start is not None and each.end is not None
+            ]
             unreported = self._unreported + len(ended)
             if unreported:
-                session.note(f"the device did not report {unreported} backward times of modules before the watch ended")
+                session.note(
+                    f"the device did not report {unreported} backward times of modules before the"
+                    " watch ended"
+                )
 
     def forward_observer(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
         """Return a callback for the results of outermost module calls.
@@ -342,9 +367,17 @@ class BackwardHook:
         """
         import torch
 
-        identity, is_root, out_of_sight = id(watched.module), watched.is_root, torch_private.out_of_sight()
+        identity, is_root, out_of_sight = (
+            id(watched.module),
+            watched.is_root,
+            torch_private.out_of_sight(),
+        )
         thread = session.thread
-        communicates, module, holds_fsdp2 = session.identity.has_other_ranks, weakref.ref(watched.module), None
+        communicates, module, holds_fsdp2 = (
+            session.identity.has_other_ranks,
+            weakref.ref(watched.module),
+            None,
+        )
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
@@ -385,7 +418,11 @@ class BackwardHook:
 
         if self._record is None:
             return None
-        recorder, thread, out_of_sight = session.recorder, session.thread, torch_private.out_of_sight()
+        recorder, thread, out_of_sight = (
+            session.recorder,
+            session.thread,
+            torch_private.out_of_sight(),
+        )
         name_id = session.intern(watched.name)
         # Calls that have not returned. A module that calls itself has several.
         waiting: list[_ModulePass] = []

@@ -170,7 +170,9 @@ class _Capture:
                 if other:
                     refused = f"{other} is on in this process"
                 else:
-                    trace.start(step, self._session.identity.rank, self._session.identity.world_size)
+                    trace.start(
+                        step, self._session.identity.rank, self._session.identity.world_size
+                    )
             except (HookUnavailable, RuntimeError) as error:
                 refused = f"torch.profiler did not begin: {error}"
         if refused:
@@ -231,7 +233,9 @@ class _Capture:
             recorder.end(_SECTION, name_id)
             self._paused_s += took_ns / 1e9
 
-    def _write_if_small(self, name: str, file: str, make: Callable[[Path], object], max_bytes: int) -> None:
+    def _write_if_small(
+        self, name: str, file: str, make: Callable[[Path], object], max_bytes: int
+    ) -> None:
         """Write a file, and remove it again if it is too large.
 
         name: the file's name in the finished capture. file: its name in this folder.
@@ -254,7 +258,9 @@ class _Capture:
         with suppress(OSError):
             path.unlink()
         if size:
-            self._left_out[name] = f"{size >> 20} MB exceed the limit of {max_bytes >> 20} MB: request fewer steps"
+            self._left_out[name] = (
+                f"{size >> 20} MB exceed the limit of {max_bytes >> 20} MB: request fewer steps"
+            )
 
     def _disk_problem(self) -> str:
         """Return why the folder cannot be written, or "" if it can.
@@ -273,7 +279,9 @@ class _Capture:
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
-            self._write_if_small(name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES)
+            self._write_if_small(
+                name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES
+            )
 
     def _answer(self, ended: str) -> None:
         import torch

@@ -44,7 +44,9 @@ def another_profiler() -> str:
         return "torch.profiler"
     # A profiler that is warming up is registered nowhere, so all objects are searched for it. This
     # takes about 60 ns per object, once per capture.
-    prepared = [each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)]
+    prepared = [
+        each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)
+    ]
     return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
 
 
@@ -79,7 +81,9 @@ class Trace:
         )
         with ExitStack() as patches:
             for name in _STARTS:
-                patches.enter_context(patched(profiler, name, self._stop_before(getattr(profiler, name))))
+                patches.enter_context(
+                    patched(profiler, name, self._stop_before(getattr(profiler, name)))
+                )
             try:
                 profile.__enter__()
             except BaseException:
@@ -87,7 +91,9 @@ class Trace:
                 raise
             self._patches, self._profile = patches.pop_all(), profile
         # Holistic Trace Analysis and other tools read the rank from this entry.
-        torch_instruments.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
+        torch_instruments.add_to_trace(
+            "distributedInfo", json.dumps({"rank": rank, "world_size": world_size})
+        )
         self._begin_step(step)
 
     def next_step(self, step: int) -> None:

@@ -36,7 +36,9 @@ def operators() -> list[str]:
     import torch
 
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(name for name in names if name.startswith("c10d::") and name not in _NOT_COLLECTIVES)
+    return sorted(
+        name for name in names if name.startswith("c10d::") and name not in _NOT_COLLECTIVES
+    )
 
 
 class CollectiveHook:
@@ -70,7 +72,10 @@ class CollectiveHook:
         if native is not None:
             waits = [name for name in taps if name == WAIT_TENSOR]
             native.attach(
-                collective_marks(), [name for name in taps if name != WAIT_TENSOR], waits, groups.describe_native
+                collective_marks(),
+                [name for name in taps if name != WAIT_TENSOR],
+                waits,
+                groups.describe_native,
             )
             try:
                 yield

@@ -44,7 +44,9 @@ class Groups:
             on_cpu = device == "cpu"
             if not on_cpu:
                 self._session.metadata.add_device_group(group, device)
-            calls_back = on_cpu and torch_groups.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
+            calls_back = (
+                on_cpu and torch_groups.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
+            )
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
         return 0, 1 << 16, 0, False, False

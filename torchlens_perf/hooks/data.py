@@ -83,5 +83,8 @@ class DataHook:
 
         torch_private.break_in_compiled_code(timed_next)
         torch_private.break_in_compiled_code(timed_iter)
-        with patched(_BaseDataLoaderIter, "__next__", timed_next), patched(DataLoader, "__iter__", timed_iter):
+        with (
+            patched(_BaseDataLoaderIter, "__next__", timed_next),
+            patched(DataLoader, "__iter__", timed_iter),
+        ):
             yield

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
-from torchlens_perf.recorder.recorder import NATIVE, ModuleCall, route_calls, set_module_call, unroute_calls
+from torchlens_perf.recorder.recorder import (
+    NATIVE,
+    ModuleCall,
+    route_calls,
+    set_module_call,
+    unroute_calls,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -59,7 +65,10 @@ class ModuleCalls:
                 with patched(Module, "__call__", _timed(self._function, self._calls)):
                     yield
         finally:
-            for function in (self._function, *(reference() for reference in self._own_call_functions)):
+            for function in (
+                self._function,
+                *(reference() for reference in self._own_call_functions),
+            ):
                 unroute_calls(function)
             for address in list(self._references):
                 self._remove(address)
@@ -75,7 +84,9 @@ class ModuleCalls:
             self._calls[address] = call
             return
         set_module_call(address, call)
-        own = next(vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind))
+        own = next(
+            vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind)
+        )
         if isinstance(own, types.FunctionType) and route_calls(own):
             self._own_call_functions.append(weakref.ref(own))
 
@@ -105,7 +116,9 @@ class ModuleHook:
 
     name = "module"
 
-    def __init__(self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCalls) -> None:
+    def __init__(
+        self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCalls
+    ) -> None:
         self._modules = list(modules)
         self._observers = observers
         self._calls = calls
@@ -116,7 +129,11 @@ class ModuleHook:
         if compiled:
             others = f" and {len(compiled) - 4} more" if len(compiled) > 4 else ""
             session.note(f"{', '.join(compiled[:4])}{others}: compiled: no inner times")
-        eager = [(each.name, weakref.ref(each.module)) for each in self._modules if each.name not in compiled]
+        eager = [
+            (each.name, weakref.ref(each.module))
+            for each in self._modules
+            if each.name not in compiled
+        ]
         while self._modules:
             self._time(self._modules.pop(0), session)
         yield
@@ -130,7 +147,9 @@ class ModuleHook:
         before, after, forward = self._observer_callbacks(watched, session)
         self._calls.add(
             watched.module,
-            lambda function: ModuleCall(session.recorder, name_id, function, before, after, forward),
+            lambda function: ModuleCall(
+                session.recorder, name_id, function, before, after, forward
+            ),
         )
 
     def _observer_callbacks(
@@ -141,8 +160,14 @@ class ModuleHook:
         The first two are for sampled steps. They are None for a root, whose backward pass is timed
         as a whole.
         """
-        forward = guard("forward hook of a model")(self._observers.forward_observer(watched, session))
+        forward = guard("forward hook of a model")(
+            self._observers.forward_observer(watched, session)
+        )
         pair = None if watched.is_root else self._observers.module_observers(watched, session)
         if pair is None:
             return None, None, forward
-        return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1]), forward
+        return (
+            guard("backward hook of a module")(pair[0]),
+            guard("backward hook of a module")(pair[1]),
+            forward,
+        )

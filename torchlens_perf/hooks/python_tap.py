@@ -84,7 +84,11 @@ def _recording_handler(operator: str, groups: Groups, session: Session) -> Calla
     """Return the function that records and forwards calls of one operator."""
     from torch._C._distributed_c10d import ProcessGroup
 
-    recorder, overload, rest = session.recorder, _overload(operator), torch_dispatcher.rest_of_dispatch()
+    recorder, overload, rest = (
+        session.recorder,
+        _overload(operator),
+        torch_dispatcher.rest_of_dispatch(),
+    )
     arguments = [argument.name for argument in overload._schema.arguments]
     group_at = arguments.index("process_group")
     async_at = arguments.index("async_op") if "async_op" in arguments else None
@@ -109,7 +113,9 @@ def _recording_handler(operator: str, groups: Groups, session: Session) -> Calla
         dtype = getattr(tensor, "dtype", None) if payload else None
         key = name, dtype, peer
         if key not in known:
-            name_id, slot = groups.describe(operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer)
+            name_id, slot = groups.describe(
+                operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer
+            )
             known[key] = name_id, slot, f"{operator}/{name}/{peer}" if point_to_point else name
         name_id, slot, counter = known[key]
         backend_sequence = 0 if point_to_point else torch_groups.sequence_of_group(group)
@@ -123,7 +129,11 @@ def _recording_handler(operator: str, groups: Groups, session: Session) -> Calla
         on_cpu = device == "cpu"
         end = End.BY_RETURN if blocking else End.BY_WAIT if on_cpu and not is_async else End.UNKNOWN
         issued = recorder.issue(
-            name_id, slot, sequence, _ASYNC if is_async else 0, payload_bytes(args[0]) if payload else 0
+            name_id,
+            slot,
+            sequence,
+            _ASYNC if is_async else 0,
+            payload_bytes(args[0]) if payload else 0,
         )
         if on_cpu or issued is None:
             return issued, int(end), None
@@ -159,7 +169,11 @@ def _recording_handler(operator: str, groups: Groups, session: Session) -> Calla
 
 
 def _wait_tensor_handler(session: Session) -> Callable[..., Any]:
-    recorder, overload, rest = session.recorder, _overload(WAIT_TENSOR), torch_dispatcher.rest_of_dispatch()
+    recorder, overload, rest = (
+        session.recorder,
+        _overload(WAIT_TENSOR),
+        torch_dispatcher.rest_of_dispatch(),
+    )
     tracing = torch_private.tracing_context()
 
     def tap(keys: Any, *args: Any) -> Any:

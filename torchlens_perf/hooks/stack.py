@@ -81,7 +81,10 @@ class StackHook:
             if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
                 path.unlink(missing_ok=True)
 
-        with open(ownership.create(path), "wb") as file, session.throttled("faulthandler", remove_if_replaced):
+        with (
+            open(ownership.create(path), "wb") as file,
+            session.throttled("faulthandler", remove_if_replaced),
+        ):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
             session.publish(stack_file=str(path))
             try:

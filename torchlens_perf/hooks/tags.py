@@ -35,12 +35,18 @@ class TagHook:
         with ExitStack() as attached:
             attached.enter_context(self._collections(session))
             attached.enter_context(self._saves(session))
-            attached.enter_context(session.each_step("watching torch.compile", _compilations(session)))
+            attached.enter_context(
+                session.each_step("watching torch.compile", _compilations(session))
+            )
             yield
 
     @contextmanager
     def _collections(self, session: Session) -> Iterator[None]:
-        recorder, name_id, now_ns = session.recorder, session.intern("python gc"), time.perf_counter_ns
+        recorder, name_id, now_ns = (
+            session.recorder,
+            session.intern("python gc"),
+            time.perf_counter_ns,
+        )
         began_ns = 0  # One variable is enough, because collections do not nest.
 
         def on_collection(phase: str, info: dict[str, int]) -> None:

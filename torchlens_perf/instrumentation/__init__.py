@@ -1,1 +1,4 @@
-"""Entry points for OpenTelemetry's own tools. A training process loads them only if those tools run in it."""
+"""Entry points for OpenTelemetry's own tools.
+
+A training process loads them only if those tools run in it.
+"""

@@ -4,7 +4,8 @@
 
     opentelemetry-instrument torchrun --nproc-per-node 8 train.py
 
-opentelemetry-instrumentation is not a dependency. Its loader imports this file before the program starts, in every
+opentelemetry-instrumentation is not a dependency. Its loader imports this file before the program
+starts, in every
 Python process: torchrun, its workers and their child processes. Torch is not imported here.
 """
 
@@ -25,12 +26,17 @@ from torchlens_perf.startup.sitecustomize import AfterTorch
 
 
 class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the library is not followed
-    """Switch recording on in this process and its children. Never raise, whatever the environment contains."""
+    """Switch recording on in this process and its children.
+
+    Never raise, whatever the environment contains.
+    """
 
     _switched_on = False
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Return no requirement: "torch >= 2.11" would refuse versions such as 2.11.0a0 in images of GPU vendors."""
+        """Return no requirement: "torch >= 2.11" would refuse versions such as 2.11.0a0 in images
+        of GPU vendors.
+        """
         return ()
 
     def _instrument(self, **kwargs: Any) -> None:
@@ -53,7 +59,10 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
                 sys.meta_path.insert(0, AfterTorch())
 
     def _uninstrument(self, **kwargs: Any) -> None:
-        """End the recording that this instrumentor started. One that the program started with watch() continues."""
+        """End the recording that this instrumentor started.
+
+        One that the program started with watch() continues.
+        """
         with guard("switching off what opentelemetry-instrument switched on"):
             if self._switched_on:
                 os.environ.pop(SWITCH, None)
@@ -62,6 +71,9 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
 
 
 def take_options(environ: MutableMapping[str, str]) -> None:
-    """Rename OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X. Options take precedence over variables."""
+    """Rename OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X.
+
+    Options take precedence over variables.
+    """
     for name in [name for name in environ if name.startswith(PREFIX)]:
         environ[name.removeprefix("OTEL_PYTHON_")] = environ.pop(name)

@@ -1,4 +1,5 @@
-"""Rank, node and job on the user's own spans and metrics: entry point `opentelemetry_resource_detector`.
+"""Rank, node and job on the user's own spans and metrics: entry point
+`opentelemetry_resource_detector`.
 
 ::
 
@@ -22,10 +23,15 @@ from torchlens_perf.run.processes import command_line
 
 
 class TorchlensPerfResourceDetector(ResourceDetector):
-    """Detector that reads the environment and a few files of /proc and /sys. It uses neither network nor torch."""
+    """Detector that reads the environment and a few files of /proc and /sys.
+
+    It uses neither network nor torch.
+    """
 
     def detect(self) -> Resource:
-        """Return the attributes known before torch.distributed is initialised, which may be empty."""
+        """Return the attributes known before torch.distributed is initialised, which may be
+        empty.
+        """
         with guard("detecting the OpenTelemetry resource"):
             return Resource(resource_attributes(os.environ))
         return Resource.get_empty()
@@ -36,11 +42,12 @@ class TorchlensPerfResourceDetector(ResourceDetector):
 
 
 def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """Return attributes of this process, by OpenTelemetry's names where they exist: host.name, process.pid, k8s.*.
+    """Return attributes of this process, by OpenTelemetry's names where they exist: host.name,
+    process.pid, k8s.*.
 
-    Ranks and Slurm have no names in OpenTelemetry. Attributes that no launcher provides are left out, because this may
-    be the launcher itself. The run's id is included if it is known without the node's other ranks: from
-    TORCHLENS_PERF_RUN_ID, Slurm or Open MPI.
+    Ranks and Slurm have no names in OpenTelemetry. Attributes that no launcher provides are left
+    out, because this may be the launcher itself. The run's id is included if it is known without
+    the node's other ranks: from TORCHLENS_PERF_RUN_ID, Slurm or Open MPI.
     """
     place = launcher.place(environ, None, command_line(os.getppid()))
     found: dict[str, str | int] = {

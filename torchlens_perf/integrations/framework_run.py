@@ -13,9 +13,11 @@ from torchlens_perf.watch import Watch, watch
 
 
 class FrameworkRun:
-    """Shared part of the callbacks. Used on the training thread. Copies and pickles contain only the settings.
+    """Shared part of the callbacks. Used on the training thread. Copies and pickles contain only
+    the settings.
 
-    If the job is already recording, by an outer watch() or TORCHLENS_PERF=1, the callback joins that recording.
+    If the job is already recording, by an outer watch() or TORCHLENS_PERF=1, the callback joins
+    that recording.
     """
 
     def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
@@ -35,11 +37,17 @@ class FrameworkRun:
         return self._watch is not None
 
     def begin(
-        self, model: Any = None, step: Callable[[], int] | None = None, *, total_steps: int = 0, log_to: object = None
+        self,
+        model: Any = None,
+        step: Callable[[], int] | None = None,
+        *,
+        total_steps: int = 0,
+        log_to: object = None,
     ) -> None:
         """Start recording. A run that an exception has left open is ended first.
 
-        model: as in watch(). step: returns the framework's step number for loggers; if it is given, only step() ends
+        model: as in watch(). step: returns the framework's step number for loggers; if it is given,
+        only step() ends
         steps. total_steps: 0 if unknown. log_to: a logger in addition to the user's.
         """
         self.end()
@@ -64,7 +72,10 @@ class FrameworkRun:
                 self._watch.tag(what)
 
     def end(self) -> None:
-        """End the recording, also after an exception. Rank 0 shows its report. Further calls do nothing."""
+        """End the recording, also after an exception.
+
+        Rank 0 shows its report. Further calls do nothing.
+        """
         watched, self._watch = self._watch, None
         if watched is not None:
             with guard("ending a run of a framework"):

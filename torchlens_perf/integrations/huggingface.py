@@ -3,7 +3,8 @@
 ::
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[TorchlensCallback()])
-    trainer.add_callback(TorchlensCallback(log_to=trainer))  # figures and verdicts in what `report_to` names
+    trainer.add_callback(TorchlensCallback(log_to=trainer))  # figures and verdicts in what
+    `report_to` names
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ if TYPE_CHECKING:
 class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Record from on_train_begin to on_train_end. Steps are counted as the Trainer's `global_step`.
 
-    The Trainer fetches all batches of a step before on_step_begin, and logs, evaluates and saves after on_step_end.
-    A step therefore lasts from one on_step_end to the next. It includes its own data wait and the evaluation and saving
-    that follow the previous step. Such steps are tagged and not compared with others. Work after the last step is not
-    recorded.
+    The Trainer fetches all batches of a step before on_step_begin, and logs, evaluates and saves
+    after on_step_end. A step therefore lasts from one on_step_end to the next. It includes its own
+    data wait and the evaluation and saving that follow the previous step. Such steps are tagged and
+    not compared with others. Work after the last step is not recorded.
     """
 
-    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
-        """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself to use the loggers of `report_to`.
+    def __init__(
+        self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
+    ) -> None:
+        """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself to use the loggers of
+        `report_to`.
         settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         if isinstance(log_to, str):
             raise ConfigError(
-                f"log_to={log_to!r}: pass the Trainer itself: trainer.add_callback(TorchlensCallback(log_to=trainer))"
+                f"log_to={log_to!r}: pass the Trainer itself:"
+                " trainer.add_callback(TorchlensCallback(log_to=trainer))"
             )
         self._run = FrameworkRun(settings, log_to, log_every_s)
 
@@ -51,16 +56,24 @@ class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._run.begin(kwargs.get("model"), lambda: int(state.global_step), total_steps=left)
 
     @guard("end of a step of the Trainer")
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._run.step()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._run.tag("evaluation")
 
-    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._run.tag("evaluation")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._run.tag("checkpoint")
 
     def on_train_end(

@@ -33,15 +33,19 @@ TRAINER = "trainer"
 
 
 class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """Record Trainer.fit(). Steps are counted as `trainer.global_step`; several that end with one batch are one.
+    """Record Trainer.fit(). Steps are counted as `trainer.global_step`; several that end with one
+    batch are one.
 
-    A step lasts from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated
-    in between are its micro-steps. Validation and saving after a batch tag the step in which they run.
+    A step lasts from one on_train_batch_end in which global_step has grown to the next. Batches
+    that are accumulated in between are its micro-steps. Validation and saving after a batch tag the
+    step in which they run.
     """
 
-    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
-        """log_to, log_every_s: see Watch.log_to(); "trainer" uses all loggers of the Trainer. settings: as in watch().
-        Raise ConfigError for an invalid argument.
+    def __init__(
+        self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
+    ) -> None:
+        """log_to, log_every_s: see Watch.log_to(); "trainer" uses all loggers of the Trainer.
+        settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         super().__init__()
         if isinstance(log_to, str) and log_to != TRAINER:
@@ -71,21 +75,26 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.tag("evaluation")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         self._run.tag("checkpoint")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._run.end()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._run.end()
 
 
 class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
-    """Lightning's profiled actions (hooks of the module, callbacks and strategy) as sections of the report.
+    """Lightning's profiled actions (hooks of the module, callbacks and strategy) as sections of the
+    report.
 
-    The profiler records Trainer.fit() by itself. With a TorchlensCallback it joins that recording and its steps;
-    otherwise calls of the optimizer end the steps.
+    The profiler records Trainer.fit() by itself. With a TorchlensCallback it joins that recording
+    and its steps; otherwise calls of the optimizer end the steps.
     """
 
     def __init__(self, **settings: Unpack[WatchSettings]) -> None:
@@ -102,7 +111,8 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
 
     @guard("begin of an action of Lightning")
     def start(self, action_name: str) -> None:
-        # Lightning names a callback with its settings: "[Callback]ModelCheckpoint{'monitor': None, ...}.on_train_end".
+        # Lightning names a callback with its settings: "[Callback]ModelCheckpoint{'monitor': None,
+        # ...}.on_train_end".
         entered = section(_SETTINGS.sub("", action_name))
         entered.__enter__()
         self._open.setdefault(action_name, []).append(entered)

@@ -1,4 +1,5 @@
-"""Types of the page's data: the contract between the Python code that gathers it and the scripts that draw it.
+"""Types of the page's data: the contract between the Python code that gathers it and the scripts
+that draw it.
 
 A page file contains the data as JSON in `<script type="application/json" id="contents">`. The live
 page serves the same JSON. Names end in their units, as in the report: `_s` seconds, `_bytes`. A
@@ -17,7 +18,8 @@ SCHEMA = 1
 
 
 class Matrix(TypedDict):
-    """Durations of shape [ranks, columns] as 16-bit codes: row by row, little-endian, deflated (zlib), in base64.
+    """Durations of shape [ranks, columns] as 16-bit codes: row by row, little-endian, deflated
+    (zlib), in base64.
 
     Code 0 means "not measured" and code 1 means 0 s. A larger code means `smallest_s * exp((code -
     2) * log_step)` seconds, so the relative error is at most half of log_step.
@@ -36,7 +38,9 @@ class Columns(TypedDict):
     started_s: list[float | None]
     """Start of the window in seconds since the run's first step; the median of the ranks."""
     flags: list[list[str]]
-    """Other activity of any rank in the window: checkpoint, evaluation, compile, capture, garbage collection."""
+    """Other activity of any rank in the window: checkpoint, evaluation, compile,
+    capture, garbage collection.
+    """
 
 
 class Place(TypedDict):
@@ -46,7 +50,9 @@ class Place(TypedDict):
     host: str
     local_rank: int | None
     mesh: dict[str, int]
-    """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp": 1, "tp": 0}."""
+    """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp":
+    1, "tp": 0}.
+    """
 
 
 class StepBands(TypedDict):
@@ -117,7 +123,9 @@ class SpanRow(TypedDict):
     where depth is the nesting level. In the other lanes depth separates overlapping spans.
     """
     kind: list[str]
-    """Kinds of records: data, forward, backward, optimizer, wait, module, module_backward, section, collective, ..."""
+    """Kinds of records: data, forward, backward, optimizer, wait, module, module_backward,
+    section, collective, ...
+    """
     name: list[int]
     """Indexes into StepTraces.names."""
     start_us: list[float]
@@ -131,7 +139,9 @@ class SpanRow(TypedDict):
 
 
 class CollectiveJoined(TypedDict):
-    """One collective of the step, joined over the ranks of its group: arrival and waiting time of each rank."""
+    """One collective of the step, joined over the ranks of its group: arrival and waiting time of
+    each rank.
+    """
 
     name: str
     """Operation and dtype: "allreduce float32"."""
@@ -146,7 +156,9 @@ class CollectiveJoined(TypedDict):
     """
     bytes: int | None
     asynchronous: bool
-    """If true, `wait_us` is how much earlier a rank issued the collective, not time that it was blocked."""
+    """If true, `wait_us` is how much earlier a rank issued the collective, not time that
+    it was blocked.
+    """
     last_rank: int | None
     """The rank that arrived last; None if it is not known."""
     arrival_us: dict[str, float | None]
@@ -159,7 +171,9 @@ class RankTrace(TypedDict):
 
     rank: int
     offset_us: float | None
-    """Start of the step relative to the first rank, by the wall clock; None if clocks cannot be compared."""
+    """Start of the step relative to the first rank, by the wall clock; None if clocks
+    cannot be compared.
+    """
     duration_us: float
     rows: list[SpanRow]
 
@@ -169,7 +183,9 @@ class StepTraceRow(TypedDict):
 
     step: int
     why: str
-    """The reason why the page has this step: "slowest", "first slow step of rank 3", "typical", ..."""
+    """The reason why the page has this step: "slowest", "first slow step of rank
+    3", "typical", ...
+    """
     clock: str
     """A sentence on the alignment of the nodes' clocks and its accuracy; "" for one node."""
     ranks: list[RankTrace]

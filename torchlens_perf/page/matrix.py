@@ -1,4 +1,7 @@
-"""Encode durations as 16-bit codes on a logarithmic scale, in text for JSON; see contents.Matrix. Pure."""
+"""Encode durations as 16-bit codes on a logarithmic scale, in text for JSON; see contents.Matrix.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +35,8 @@ def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
     known = values_s >= SMALLEST_S
     codes[known] = np.clip(np.rint(logs[known]) + _FIRST, _FIRST, _LAST)
     packed = zlib.compress(codes.tobytes(), 9)
-    return {"smallest_s": SMALLEST_S, "log_step": LOG_STEP, "codes": base64.b64encode(packed).decode()}
+    return {
+        "smallest_s": SMALLEST_S,
+        "log_step": LOG_STEP,
+        "codes": base64.b64encode(packed).decode(),
+    }

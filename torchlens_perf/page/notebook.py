@@ -1,4 +1,5 @@
-"""A run in a notebook cell: the verdicts as headlines, two small charts, and the numbers of the run.
+"""A run in a notebook cell: the verdicts as headlines, two small charts, and the numbers of the
+run.
 
 Untrusted notebooks, GitHub and notebook viewers remove scripts and style sheets. The cell is
 therefore plain HTML with few inline styles and charts as images, without class, id, script, frame
@@ -51,12 +52,15 @@ def results_of(run: RunDirectory) -> str:
 
 
 def results(report: Report, run_dir: str, text: str) -> str:
-    """Return the results of a watch (results/ask.py) as JSON: text and HTML for people, a summary for programs.
+    """Return the results of a watch (results/ask.py) as JSON: text and HTML for people, a summary
+    for programs.
 
     text: the report without colours.
     """
     summary = dataclasses.asdict(_summary(report, run_dir))
-    return json.dumps({"text": text, "html": cell(report, run_dir), "summary": summary}, allow_nan=False)
+    return json.dumps(
+        {"text": text, "html": cell(report, run_dir), "summary": summary}, allow_nan=False
+    )
 
 
 def cell(report: Report, run_dir: str) -> str:
@@ -79,7 +83,10 @@ def cell(report: Report, run_dir: str) -> str:
         tag("p", tag("small", f"as of {_as_of()}; run directory: {run_dir}")),
     )
     for each in made.iter():
-        each.text, each.tail = inert(each.text or "", _MAX_CHARACTERS), inert(each.tail or "", _MAX_CHARACTERS)
+        each.text, each.tail = (
+            inert(each.text or "", _MAX_CHARACTERS),
+            inert(each.tail or "", _MAX_CHARACTERS),
+        )
         each.attrib = {name: value for name, value in each.attrib.items() if name in _ATTRIBUTES}
     return html(made)
 
@@ -88,7 +95,10 @@ def _verdict(headline: Headline, *, is_open: bool) -> Element:
     made = line(headline, "")
     if is_open:
         made.set("open", "")
-    edge = f"border-left: 4px solid {SEVERITIES[headline.severity].light}; padding-left: 10px; margin: 6px 0px"
+    edge = (
+        f"border-left: 4px solid {SEVERITIES[headline.severity].light}; padding-left: 10px; margin:"
+        " 6px 0px"
+    )
     return tag("div", made, style=edge)
 
 
@@ -107,7 +117,12 @@ def _charts(report: Report) -> list[tuple[str, str]]:
 def _numbers(report: Report) -> Element:
     steps, quality = report["steps"], report["quality"]
     unit = "forward passes" if steps["inference"] else "steps"
-    quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
+    quantiles = {
+        "p50": steps["p50_s"],
+        "p95": steps["p95_s"],
+        "p99": steps["p99_s"],
+        "max": steps["max_s"],
+    }
     numbers = {
         unit: str(steps["count"]),
         **{name: duration_or_dash(value) for name, value in quantiles.items()},

@@ -52,10 +52,14 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     last = steps[-1] + history["width"] - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     says = (
-        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']}: a usual step takes "
-        f"{duration(min(median_s))} to {duration(max(median_s))}"
+        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']}: a"
+        f" usual step takes {duration(min(median_s))} to {duration(max(median_s))}"
     )
-    says += f"; ranks are between {duration(min(fastest_s))} and {duration(max(slowest_s))}." if several else "."
+    says += (
+        f"; ranks are between {duration(min(fastest_s))} and {duration(max(slowest_s))}."
+        if several
+        else "."
+    )
     top_s = max(slowest_s) * 1.08
     width, height = WIDTH - _LEFT - _RIGHT, _TOP + _PLOT_HEIGHT + _BOTTOM
     first, span = steps[0], max(1, steps[-1] + history["width"] - steps[0])
@@ -64,11 +68,20 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
         x = _LEFT + width * (step + history["width"] / 2 - first) / span
         return f"{x:.1f},{_TOP + _PLOT_HEIGHT * (1 - seconds / top_s):.1f}"
 
-    parts = [_text(8, 15, f"step time{where}" + (": median of the ranks, and their range" if several else ""), "t")]
+    parts = [
+        _text(
+            8,
+            15,
+            f"step time{where}" + (": median of the ranks, and their range" if several else ""),
+            "t",
+        )
+    ]
     for share in (0.0, 0.5, 1.0):
         y = _TOP + _PLOT_HEIGHT * (1 - share)
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
-        parts.append(_text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end"))
+        parts.append(
+            _text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end")
+        )
     if several:
         there = [at(*point) for point in zip(steps, slowest_s, strict=True)]
         back = [at(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)]
@@ -84,7 +97,11 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
 
 
 def parts_chart(
-    known: Mapping[int, Mapping[str, float]], title: str, first: Sequence[int] = (), *, labelled: bool = True
+    known: Mapping[int, Mapping[str, float]],
+    title: str,
+    first: Sequence[int] = (),
+    *,
+    labelled: bool = True,
 ) -> tuple[str, str] | None:
     """Return bars of a step's parts for at most MAX_BARS ranks as SVG, and their alternative text.
 
@@ -95,7 +112,10 @@ def parts_chart(
     if not shown:
         return None
     bars = [
-        Bar(f"rank {rank}" * labelled, {part: known[rank][part] for part in PARTS if known[rank].get(part)})
+        Bar(
+            f"rank {rank}" * labelled,
+            {part: known[rank][part] for part in PARTS if known[rank].get(part)},
+        )
         for rank in shown
     ]
     longest_s = max(bar.total for bar in bars) or 1.0
@@ -114,7 +134,9 @@ def parts_chart(
             x, y = float(_LEFT), y + 16
         drawn += [_placed(swatch(part), x, y - 8, 9, 9), _text(x + 13, y, PARTS[part].name)]
         x += taken + 12
-    words = "; ".join(f"{bar.label} {duration(bar.total)}: {parts_words(bar)}".strip() for bar in bars)
+    words = "; ".join(
+        f"{bar.label} {duration(bar.total)}: {parts_words(bar)}".strip() for bar in bars
+    )
     return _svg(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
 
 
@@ -128,7 +150,9 @@ def _chosen(ranks: list[int], first: list[int]) -> list[int]:
     return sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])
 
 
-def _text(x: float, y: float, text: str, kind: str | None = None, anchor: str | None = None) -> Element:
+def _text(
+    x: float, y: float, text: str, kind: str | None = None, anchor: str | None = None
+) -> Element:
     return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor)
 
 

@@ -16,13 +16,18 @@ class AttachedHooks:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.lock = threading.RLock()
-        """Lock held while hooks are attached or detached, or run at the end of a step, each on any thread."""
+        """Lock held while hooks are attached or detached, or run at the end of a step, each
+        on any thread.
+        """
         self.detached = False
         self._note = note
         self._contexts = ExitStack()
 
     def attach(self, name: str, hook: Callable[[], AbstractContextManager[None]]) -> None:
-        """Attach a hook. An unavailable or failing hook is noted and left out. Raise ConfigError."""
+        """Attach a hook.
+
+        An unavailable or failing hook is noted and left out. Raise ConfigError.
+        """
         attached = False
         try:
             with guard(f"attaching {name}", passes=(HookUnavailable, ConfigError)):
@@ -46,7 +51,9 @@ class AttachedHooks:
                 self.lock.release()
 
     def abandon(self) -> None:
-        """Detach in a forked child, where the lock may be held by a thread that does not exist there."""
+        """Detach in a forked child, where the lock may be held by a thread that does not exist
+        there.
+        """
         self.detached = True
         with guard("detaching in a forked child"):
             self._contexts.close()

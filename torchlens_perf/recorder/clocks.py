@@ -7,13 +7,16 @@ from typing import Protocol
 
 from torchlens_perf.run.clock import HostClock
 
-# A mark on a device costs about a microsecond. A longer call waits for room in the device's queue, as the job's next
-# launch would, so the excess is not overhead. native/device.c uses the same limit.
+# A mark on a device costs about a microsecond. A longer call waits for room in the device's queue,
+# as the job's next launch would, so the excess is not overhead. native/device.c uses the same
+# limit.
 LONGEST_MARK_NS = 100_000
 MAX_UNREAD_STEPS = 256
 """Number of steps after which a time that the device has not reported is dropped."""
 CollectiveListener = Callable[[int, int], None]
-"""Function called with the device marks around a collective that ran in its caller's stream, on that thread."""
+"""Function called with the device marks around a collective that ran in its caller's stream,
+on that thread.
+"""
 
 
 class Clock(Protocol):
@@ -22,7 +25,10 @@ class Clock(Protocol):
     name: str
 
     def mark(self) -> int | None:
-        """Mark the current instant. Return a handle for span(), or None if the device cannot be marked now."""
+        """Mark the current instant.
+
+        Return a handle for span(), or None if the device cannot be marked now.
+        """
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
         """Return (start in ns of CLOCK_MONOTONIC, duration in ns by this clock) between two marks.
@@ -42,7 +48,10 @@ class Stalls(Protocol):
 
 
 class Clocks:
-    """Clocks in use. Hooks read the attributes, some at every collective. Used on the training thread."""
+    """Clocks in use.
+
+    Hooks read the attributes, some at every collective. Used on the training thread.
+    """
 
     def __init__(self) -> None:
         self.host = HostClock()

@@ -37,7 +37,10 @@ class Loop(Protocol):
 
 
 class CurrentStep:
-    """The current step of one watch. Used on the training thread, unless a method states otherwise."""
+    """The current step of one watch.
+
+    Used on the training thread, unless a method states otherwise.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class CurrentStep:
         backward_every: int,
     ) -> None:
         self.training_steps = 0
-        """Number of ended training steps. It is equal on all ranks, even if one of them has evaluated before."""
+        """Number of ended training steps. It is equal on all ranks, even if one of them
+        has evaluated before.
+        """
         self._recorder = recorder
         self._thread = thread
         self._hooks = hooks
@@ -95,7 +100,9 @@ class CurrentStep:
 
     @guard("step boundary")
     def end_by_user(self, tokens: int | None = None) -> None:
-        if not self._thread.may_end_step() or (self._loop is not None and not self._loop.manual_step()):
+        if not self._thread.may_end_step() or (
+            self._loop is not None and not self._loop.manual_step()
+        ):
             return
         if tokens is not None:
             self._workload = tokens
@@ -132,5 +139,10 @@ class CurrentStep:
             self._sampling.step_begins(self._boundary())
 
     def _boundary(self) -> Boundary:
-        """Return the recorder's position. Overhead passed to add_overhead() does not count as cost of every step."""
-        return Boundary(self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns)
+        """Return the recorder's position.
+
+        Overhead passed to add_overhead() does not count as cost of every step.
+        """
+        return Boundary(
+            self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns
+        )

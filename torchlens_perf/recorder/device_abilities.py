@@ -1,7 +1,7 @@
 """Abilities that a device needs for its times and stalls to be recorded, by torch's public API.
 
-CUDA, ROCm and XPU devices have all of them. Backends added to torch from outside may lack some. `torchlens-perf doctor`
-checks each.
+CUDA, ROCm and XPU devices have all of them. Backends added to torch from outside may lack some.
+`torchlens-perf doctor` checks each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Ability(NamedTuple):
 
 
 def problem(ability: Ability, device: Any) -> str:
-    """Return why the device lacks an ability, or "". Create a context, and wait at most a second for the device."""
+    """Return why the device lacks an ability, or "".
+
+    Create a context, and wait at most a second for the device.
+    """
     try:
         return "" if ability.works(device) else "it gives a wrong answer"
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
@@ -75,5 +78,7 @@ ABILITIES = (
     Ability("timed events", _timed_events, "the device is not timed"),
     Ability("events that tell whether they were reached", _query, "the device is not timed"),
     Ability("streams that can be distinguished", _streams, "the device is not timed"),
-    Ability("streams that wait for events", _waiting, "what FSDP2 waits for counts as the device's work"),
+    Ability(
+        "streams that wait for events", _waiting, "what FSDP2 waits for counts as the device's work"
+    ),
 )

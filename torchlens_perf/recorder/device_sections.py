@@ -1,4 +1,5 @@
-"""Sections that the device times by its own clock, also in a captured graph: `with device_section(name)`.
+"""Sections that the device times by its own clock, also in a captured graph: `with
+device_section(name)`.
 
 This module is imported by every script, so it contains only the interface. The implementation in
 hooks/on_device/stamps.py is loaded if torch has an NVIDIA device.
@@ -40,7 +41,10 @@ def wanted() -> bool:
 
 
 class DeviceSection:
-    """Result of device_section(): a context manager and decorator. It must not be nested in itself."""
+    """Result of device_section(): a context manager and decorator.
+
+    It must not be nested in itself.
+    """
 
     __slots__ = ("name",)
 
@@ -53,7 +57,10 @@ class DeviceSection:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if _stamper is not None:
             _stamper.close(self.name)
@@ -77,14 +84,14 @@ def device_section(name: str) -> DeviceSection:
             with perf.device_section("decode"):
                 logits = model(tokens)
 
-    Inside a graph capture the section becomes part of the graph, and each replay adds a time. Memory for the times is
-    allocated when the watch begins, if a section and a model on the device exist by then, or else at the end of the
-    first step that enters a section. Sections that were entered or captured earlier are not timed, but counted in the
-    report's notes.
+    Inside a graph capture the section becomes part of the graph, and each replay adds a time.
+    Memory for the times is allocated when the watch begins, if a section and a model on the device
+    exist by then, or else at the end of the first step that enters a section. Sections that were
+    entered or captured earlier are not timed, but counted in the report's notes.
 
-    The cost is two launches of a kernel with one thread. At most 64 names are timed. Without a watch, an NVIDIA GPU or
-    CuPy it does nothing, and the report states what is missing. Any thread may use it. Raise TypeError if the name is
-    not a string.
+    The cost is two launches of a kernel with one thread. At most 64 names are timed. Without a
+    watch, an NVIDIA GPU or CuPy it does nothing, and the report states what is missing. Any thread
+    may use it. Raise TypeError if the name is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"device_section() takes a name, got {type(name).__name__}")

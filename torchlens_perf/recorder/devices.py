@@ -1,4 +1,6 @@
-"""Find the device that this process computes on, without initializing one: CUDA cannot be used after a later fork."""
+"""Find the device that this process computes on, without initializing one: CUDA cannot be used
+after a later fork.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Mapping
 
 from torchlens_perf.errors import DeviceError
 
-# With 1, all streams share one queue to the device. A timed event or a wait then delays all work behind it.
+# With 1, all streams share one queue to the device. A timed event or a wait then delays all work
+# behind it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # A device with less than this share of the fullest device's memory is considered used by accident.
 _SMALL_SHARE = 0.1
@@ -22,8 +25,8 @@ class DeviceInUse:
 
 
 def accelerator() -> str:
-    """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without one, or if CUDA finds no
-    device."""
+    """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without one, or if CUDA
+    finds no device."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -33,7 +36,10 @@ def accelerator() -> str:
 
 
 def has_devices() -> bool:
-    """Return True if torch was built for CUDA or ROCm and finds a device. CUDA is not initialized."""
+    """Return True if torch was built for CUDA or ROCm and finds a device.
+
+    CUDA is not initialized.
+    """
     import torch
 
     built = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
@@ -43,20 +49,25 @@ def has_devices() -> bool:
 def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
     """Return the device of this type on which torch has allocated memory; None before that.
 
-    computes_there: True if the watched models, or a process group's tensors, are on such a device. It is then assumed
-    to be the current one if its allocator reports no numbers, as with some backends. Raise DeviceError as
-    device_in_use() does.
+    computes_there: True if the watched models, or a process group's tensors, are on such a device.
+    It is then assumed to be the current one if its allocator reports no numbers, as with some
+    backends. Raise DeviceError as device_in_use() does.
     """
     if kind == "cuda":
         index = device_in_use()
         return None if index is None else DeviceInUse(kind, index)
     import torch
 
-    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", lambda: computes_there)
+    is_initialized = getattr(
+        torch.get_device_module(kind), "is_initialized", lambda: computes_there
+    )
     if not is_initialized():
         return None
     try:
-        reserved = {each: torch.accelerator.memory_reserved(each) for each in range(torch.accelerator.device_count())}
+        reserved = {
+            each: torch.accelerator.memory_reserved(each)
+            for each in range(torch.accelerator.device_count())
+        }
     # The allocator may report no numbers, and older versions of torch only ask CUDA's.
     except (RuntimeError, AttributeError):
         reserved = {}
@@ -69,20 +80,26 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
 def device_in_use() -> int | None:
     """Return the index of the CUDA device on which torch has allocated memory; None before that.
 
-    The current device may be another one without a context. Asking it for a stream would create a context of hundreds
-    of megabytes. Raise DeviceError if several are in use, because spans of one would be marked on another.
+    The current device may be another one without a context. Asking it for a stream would create a
+    context of hundreds of megabytes. Raise DeviceError if several are in use, because spans of one
+    would be marked on another.
     """
     used = devices_in_use()
     return _only(used) if used else None
 
 
 def devices_in_use() -> list[int]:
-    """Return the indices of the CUDA devices on which torch has allocated memory. Create no context."""
+    """Return the indices of the CUDA devices on which torch has allocated memory.
+
+    Create no context.
+    """
     import torch
 
     if not torch.cuda.is_initialized():
         return []
-    return _used_most({index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())})
+    return _used_most(
+        {index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
+    )
 
 
 def _used_most(reserved: Mapping[int, int]) -> list[int]:

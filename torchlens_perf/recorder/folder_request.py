@@ -1,7 +1,9 @@
-"""Create folders from the training process in a child process, which may hang on a disk that does not respond.
+"""Create folders from the training process in a child process, which may hang on a disk that does
+not respond.
 
-The child is run/make_folders.py, which takes about 15 ms in an interpreter without packages. A call to a network disk
-whose server is gone sleeps in the kernel, where no signal ends it, so only another process can bound the wait.
+The child is run/make_folders.py, which takes about 15 ms in an interpreter without packages. A call
+to a network disk whose server is gone sleeps in the kernel, where no signal ends it, so only
+another process can bound the wait.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ _unended: list[subprocess.Popen[bytes]] = []
 
 
 class FolderRequest:
-    """Request for folders, sent on creation. Folders that are not kept are removed. For one thread."""
+    """Request for folders, sent on creation.
+
+    Folders that are not kept are removed. For one thread.
+    """
 
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
         """Start the child process. Raise RunStoreError if that fails.
 
-        folders: absolute paths that must be writable. Missing ones are created with their parents. shared: let the
-        group read new folders.
+        folders: absolute paths that must be writable. Missing ones are created with their parents.
+        shared: let the group read new folders.
         """
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
@@ -37,7 +42,9 @@ class FolderRequest:
         command = children.script(make_folders.__file__, access, *map(str, folders))
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            self._process = children.start(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
         except OSError as error:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
@@ -68,7 +75,10 @@ class FolderRequest:
         self.close()
 
     def close(self) -> None:
-        """Remove folders that were not kept, also those that are still to be created. Further calls do nothing."""
+        """Remove folders that were not kept, also those that are still to be created.
+
+        Further calls do nothing.
+        """
         process, self._process = self._process, None
         if process is None or process.stdin is None or process.stdout is None:
             return

@@ -1,4 +1,6 @@
-"""Copy a ring into the run directory at the end of a run without a sidecar, if it could not be mapped there."""
+"""Copy a ring into the run directory at the end of a run without a sidecar, if it could not be
+mapped there.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     """Let a child process copy a closed ring from this node's memory into the run directory.
 
-    Wait at most timeout_s; the child then continues alone. Return the problem, or "" if there was none or the ring is
-    already there. Raise OSError if no process can be started.
+    Wait at most timeout_s; the child then continues alone. Return the problem, or "" if there was
+    none or the ring is already there. Raise OSError if no process can be started.
     """
     if ring.path.is_relative_to(run.path):
         return ""
@@ -48,4 +50,6 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
         process.wait(max(0.0, deadline_s - time.monotonic()))
     if not reason:
         return ""
-    return f"{reason}; it is lost" if ring.path.is_symlink() else f"{reason}; it stays in {ring.path}"
+    return (
+        f"{reason}; it is lost" if ring.path.is_symlink() else f"{reason}; it stays in {ring.path}"
+    )

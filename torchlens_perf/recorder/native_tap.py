@@ -1,13 +1,16 @@
-"""Find and load the native tap on collectives, if it has been built for the installed torch (commands/tap_build.py).
+"""Find and load the native tap on collectives, if it has been built for the installed torch
+(commands/tap_build.py).
 
-The tap is C++ code that needs torch's headers, so it cannot be part of a wheel that is built without torch. Its file
-name contains the versions of torch, Python and the source it was built for. Without a matching file, collectives are
-tapped from Python. A tap is loaded only from folders that only this user and root can write (run/ownership.py).
+The tap is C++ code that needs torch's headers, so it cannot be part of a wheel that is built
+without torch. Its file name contains the versions of torch, Python and the source it was built for.
+Without a matching file, collectives are tapped from Python. A tap is loaded only from folders that
+only this user and root can write (run/ownership.py).
 
-A tap that can be loaded is never removed or replaced. On a shared disk, a process of another node may have mapped it
-and would end with SIGBUS.
+A tap that can be loaded is never removed or replaced. On a shared disk, a process of another node
+may have mapped it and would end with SIGBUS.
 
-Once attached, the tap stays until the process ends. After a watch it only passes calls on (native/tap.cpp).
+Once attached, the tap stays until the process ends. After a watch it only passes calls on
+(native/tap.cpp).
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ _DIGEST_DIGITS = 12
 
 
 def file_name() -> str:
-    """Return the tap's file name for this torch, Python and source. Raise OSError if the source is missing."""
+    """Return the tap's file name for this torch, Python and source.
+
+    Raise OSError if the source is missing.
+    """
     import torch
 
     # Builds of one version can differ in their commit, for example nightly and patched builds.
@@ -45,13 +51,18 @@ def file_name() -> str:
 def _source_digest() -> str:
     """Return a digest over the source and all headers."""
     digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
-    for path in (tap_requirements.SOURCES / tap_requirements.SOURCE, *sorted(tap_requirements.SOURCES.glob("*.h"))):
+    for path in (
+        tap_requirements.SOURCES / tap_requirements.SOURCE,
+        *sorted(tap_requirements.SOURCES.glob("*.h")),
+    ):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:_DIGEST_DIGITS]
 
 
 def find(name: str) -> Iterator[tuple[Path, str | None]]:
-    """Return files of that name in order of preference, each with the reason not to load it, or None."""
+    """Return files of that name in order of preference, each with the reason not to load it, or
+    None.
+    """
     for place in tap_requirements.places():
         path = place / name
         try:
@@ -64,7 +75,9 @@ def find(name: str) -> Iterator[tuple[Path, str | None]]:
 
 @functools.cache
 def load() -> Any | None:
-    """Return the tap; None if it, or the native recorder that it needs, is missing or cannot be loaded."""
+    """Return the tap; None if it, or the native recorder that it needs, is missing or cannot be
+    loaded.
+    """
     for path in _trusted() if recorder.NATIVE else ():
         try:
             return load_file(path)

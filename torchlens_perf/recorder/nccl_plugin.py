@@ -1,7 +1,8 @@
-"""Find NCCL's profiler plugin (native/nccl_profiler.c), offer it to NCCL by environment variable, and switch it.
+"""Find NCCL's profiler plugin (native/nccl_profiler.c), offer it to NCCL by environment variable,
+and switch it.
 
-NCCL loads the plugin at the first communicator of the process, so it must be offered before `init_process_group`.
-Another plugin that the job has chosen is kept.
+NCCL loads the plugin at the first communicator of the process, so it must be offered before
+`init_process_group`. Another plugin that the job has chosen is kept.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ from torchlens_perf.run import ownership
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
-"""One step of this many is timed with versions of NCCL for which timing is costly; see steps_between()."""
+"""One step of this many is timed with versions of NCCL for which timing is
+costly; see steps_between().
+"""
 POOL_BYTES = 34 << 20
-"""Shared memory, 33 MiB and more, that NCCL allocates per process and communicator once it times kernels."""
+"""Shared memory, 33 MiB and more, that NCCL allocates per process and communicator once
+it times kernels.
+"""
 _SHARED_MEMORY = Path("/dev/shm")
 _MODULE = "_nccl_profiler"
 # NCCL truncates longer paths.
 _LONGEST_PATH = 254
 # The library that NCCL looks for by default.
 _BY_NAME = "libnccl-profiler.so"
-_SYSTEM_FOLDERS = ("/usr/local/lib", "/usr/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu")
+_SYSTEM_FOLDERS = (
+    "/usr/local/lib",
+    "/usr/lib",
+    "/usr/lib64",
+    f"/usr/lib/{platform.machine()}-linux-gnu",
+)
 _CAPSULE = b"torchlens_perf._native.collective_marks"
 
 
@@ -80,9 +90,15 @@ class NcclPlugin:
         self._values = (ctypes.c_uint64 * len(Counters._fields))()
 
     def attach(self) -> bool:
-        """Start recording NCCL's reports. Return False if the plugin was built for another version of the recorder."""
+        """Start recording NCCL's reports.
+
+        Return False if the plugin was built for another version of the recorder.
+        """
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        pointer_of.restype, pointer_of.argtypes = (
+            ctypes.c_void_p,
+            [ctypes.py_object, ctypes.c_char_p],
+        )
         return bool(self._attach(pointer_of(recorder.collective_marks(), _CAPSULE)))
 
     def detach(self) -> None:
@@ -122,11 +138,15 @@ def problem() -> str:
         return "the plugin was not built"
     if refused is not None:
         return f"the plugin is not used: {refused}"
-    return "" if len(os.fsencode(found)) <= _LONGEST_PATH else "the plugin's path is too long for NCCL"
+    return (
+        "" if len(os.fsencode(found)) <= _LONGEST_PATH else "the plugin's path is too long for NCCL"
+    )
 
 
 def _file() -> Path:
-    return Path(__file__).absolute().parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return (
+        Path(__file__).absolute().parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    )
 
 
 @functools.cache
@@ -137,10 +157,17 @@ def load() -> NcclPlugin | None:
 
 
 def version() -> tuple[int, ...] | None:
-    """Return NCCL's version in torch, such as (2, 29, 7); None without NVIDIA's NCCL. CUDA is not initialized."""
+    """Return NCCL's version in torch, such as (2, 29, 7); None without NVIDIA's NCCL.
+
+    CUDA is not initialized.
+    """
     import torch
 
-    if torch.version.cuda is None or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+    if (
+        torch.version.cuda is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_nccl_available()
+    ):
         return None
     reported = torch.cuda.nccl.version()
     return tuple(number for number in reported if isinstance(number, int))
@@ -149,10 +176,11 @@ def version() -> tuple[int, ...] | None:
 def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     """Return N if one step of N is timed; 0 if none is.
 
-    asked_for: also time with versions of NCCL that are not known to be unaffected (docs/internals/decisions).
+    asked_for: also time with versions of NCCL that are not known to be unaffected
+    (docs/internals/decisions).
 
-    Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce with 2.31
-    (nccl#2355); 2.27 ran out of room in its proxy under all-to-all (nccl#2039).
+    Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce
+    with 2.31 (nccl#2355); 2.27 ran out of room in its proxy under all-to-all (nccl#2039).
     """
     if (2, 28) <= nccl[:2] <= (2, 30):
         return 1
@@ -162,27 +190,37 @@ def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
 def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
     """Return why NCCL cannot time kernels of one communicator over all ranks of this node, or "".
 
-    The first timed kernel makes NCCL allocate a pool in shared memory for each process and communicator. Where that
-    fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326. The plugin asks again at each later one.
+    The first timed kernel makes NCCL allocate a pool in shared memory for each process and
+    communicator. Where that
+    fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326. The plugin asks again
+    at each later one.
     """
     needed = local_ranks * POOL_BYTES
     try:
         found = os.statvfs(shared_memory)
     except OSError as error:
-        return f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory}: {error.strerror}"
+        return (
+            f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory}:"
+            f" {error.strerror}"
+        )
     free = found.f_bavail * found.f_frsize
     if free >= needed:
         return ""
-    return f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory} has {free >> 20} MiB left"
+    return (
+        f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory} has"
+        f" {free >> 20} MiB left"
+    )
 
 
 def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     """Return the plugin that the job has chosen, or None.
 
-    It may be set in the environment or in NCCL's configuration files, or be a library with NCCL's default name."""
+    It may be set in the environment or in NCCL's configuration files, or be a library with
+    NCCL's default name."""
     chosen = environ.get(VARIABLE)
     if chosen is not None:
-        # The plugin of another installation of this package, whose launcher has started this process, is not "other".
+        # The plugin of another installation of this package, whose launcher has started this
+        # process, is not "other".
         ours = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
         return None if ours else f"{VARIABLE}={chosen}"
     own = environ.get("NCCL_CONF_FILE")
@@ -194,7 +232,14 @@ def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
         if any(line.startswith(f"{VARIABLE}=") for line in lines):
             return f"{VARIABLE} in {settings}"
     folders = [*environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *_SYSTEM_FOLDERS]
-    found = next((Path(folder, _BY_NAME) for folder in folders if folder and Path(folder, _BY_NAME).exists()), None)
+    found = next(
+        (
+            Path(folder, _BY_NAME)
+            for folder in folders
+            if folder and Path(folder, _BY_NAME).exists()
+        ),
+        None,
+    )
     return None if found is None else str(found)
 
 
@@ -218,5 +263,10 @@ def withdraw(environ: MutableMapping[str, str], file: Path) -> None:
 def offer_early(environ: MutableMapping[str, str], wish: str) -> None:
     """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
     file, nccl = path(), None if wish == "off" else version()
-    if file is not None and recorder.NATIVE and nccl is not None and steps_between(nccl, asked_for=wish == "on"):
+    if (
+        file is not None
+        and recorder.NATIVE
+        and nccl is not None
+        and steps_between(nccl, asked_for=wish == "on")
+    ):
         offer(environ, file)

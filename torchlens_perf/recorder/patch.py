@@ -37,12 +37,15 @@ _patches: dict[tuple[int, str], list[_Patch]] = {}
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Set `owner.name` to `replacement` inside the context, and to the earlier value afterwards.
 
-    Patches of one attribute may end in any order: one that ends below another is undone together with that one. If
-    another tool has wrapped the replacement meanwhile, that wrapper stays, as removing it would undo the tool's work.
-    The replacement then only passes calls on, because its recorder is closed.
+    Patches of one attribute may end in any order: one that ends below another is undone together
+    with that one. If another tool has wrapped the replacement meanwhile, that wrapper stays, as
+    removing it would undo the tool's work. The replacement then only passes calls on, because its
+    recorder is closed.
     """
     inherited = name not in vars(owner)
-    original = getattr(owner, name) if inherited else vars(owner)[name]  # which may be a staticmethod
+    original = (
+        getattr(owner, name) if inherited else vars(owner)[name]
+    )  # which may be a staticmethod
     patch = _Patch(owner, name, replacement, original, inherited)
     key = id(owner), name
     stack = _patches.setdefault(key, [])
@@ -55,7 +58,11 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         while stack and stack[-1].ended and stack[-1].is_in_place():
             stack.pop().restore()
         if stack and stack[-1] is patch:
-            logger.debug("torchlens_perf: %s.%s was wrapped by another tool and is left as it is", owner, name)
+            logger.debug(
+                "torchlens_perf: %s.%s was wrapped by another tool and is left as it is",
+                owner,
+                name,
+            )
             stack.pop()
         if not stack:
             _patches.pop(key, None)

@@ -1,10 +1,13 @@
-"""The Python implementation of the native extension: the same names, the same bytes in the ring file.
+"""The Python implementation of the native extension: the same names, the same bytes in the ring
+file.
 
-It is used if the package was installed without a C compiler. native/recorder.h, section.c and module_call.c explain the
-design. tests/recorder/test_recorder.py runs every test with both implementations.
+It is used if the package was installed without a C compiler. native/recorder.h, section.c and
+module_call.c explain the design. tests/recorder/test_recorder.py runs every test with both
+implementations.
 
-Two differences: the ring file's stack of open spans holds phases only, because mirroring every span there would double
-the cost of a section; and sections of one name that tasks of asyncio interleave are not distinguished.
+Two differences: the ring file's stack of open spans holds phases only, because mirroring every span
+there would double the cost of a section; and sections of one name that tasks of asyncio interleave
+are not distinguished.
 """
 
 from __future__ import annotations
@@ -41,7 +44,12 @@ from torchlens_perf.run.ring import (
     Kind,
 )
 
-_STEP, _FORWARD, _BACKWARD, _RECOMPUTE = int(Kind.STEP), int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.RECOMPUTE)
+_STEP, _FORWARD, _BACKWARD, _RECOMPUTE = (
+    int(Kind.STEP),
+    int(Kind.FORWARD),
+    int(Kind.BACKWARD),
+    int(Kind.RECOMPUTE),
+)
 _MODULE, _SECTION, _WAIT = int(Kind.MODULE), int(Kind.SECTION), int(Kind.WAIT)
 _THREAD_TIME = int(Kind.THREAD_TIME)
 _MAX_READS, _MIN_STEP_NS = 64, 10_000_000
@@ -70,7 +78,9 @@ _START, _NESTED, _PHASE, _NAME, _KIND = range(5)
 class Recorder:
     """Writes marks into a ring file's buffer."""
 
-    def __init__(self, buffer: Any, intern: Callable[[str], int], clock: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, buffer: Any, intern: Callable[[str], int], clock: Callable[[], int] | None = None
+    ) -> None:
         self.intern = intern
         self.now_ns = clock if clock is not None else time.monotonic_ns
         self.sampled = 0
@@ -96,7 +106,9 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
-        self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
+        self._waited_for: dict[
+            int, list[int]
+        ] = {}  # what issuers wait for next, by the id of the operation
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
         self._ordinals = [0, 0]
@@ -107,14 +119,18 @@ class Recorder:
         self._device_mark: Callable[[], int | None] | None = None
         self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
         self._device_waits: tuple[Any, Any] = (None, None)  # called around waits for collectives
-        self._device_marks: dict[int, int] = {}  # where the owner's open spans began on the device, by depth
+        self._device_marks: dict[
+            int, int
+        ] = {}  # where the owner's open spans began on the device, by depth
         self._open(self._frames, _STEP, 0)
 
     def begin(self, kind: int, name_id: int) -> None:
         if not self.closed:
             self._open(self._open_spans(), kind, name_id)
 
-    def end(self, kind: int, name_id: int, flags: int = 0, value0: int = 0, value1: int = 0) -> None:
+    def end(
+        self, kind: int, name_id: int, flags: int = 0, value0: int = 0, value1: int = 0
+    ) -> None:
         end_ns = self.now_ns()
         if self.closed:
             return
@@ -135,7 +151,14 @@ class Recorder:
                 return
 
     def record_span(
-        self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
+        self,
+        kind: int,
+        name_id: int,
+        start_ns: int,
+        duration_ns: int,
+        flags: int = 0,
+        value0: int = 0,
+        value1: int = 0,
     ) -> None:
         if self.closed:
             return
@@ -145,7 +168,9 @@ class Recorder:
             frames[-1][_PHASE] += duration_ns
         if frames is not self._frames:
             flags |= _OTHER_THREAD
-        self._write([start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1)
+        self._write(
+            [start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1
+        )
 
     def record_completed(
         self,
@@ -164,7 +189,9 @@ class Recorder:
             frame = [start_ns, nested_ns, phase_ns, name_id, kind]
             self._write(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
 
-    def set_device_clock(self, mark: Any, span: Any, wait_began: Any = None, wait_ended: Any = None) -> None:
+    def set_device_clock(
+        self, mark: Any, span: Any, wait_began: Any = None, wait_ended: Any = None
+    ) -> None:
         self._device_mark, self._device_span = mark, span or self._device_span
         self._device_waits = wait_began, wait_ended
         self._marks_elsewhere = mark is not None or self._nvtx_push is not None
@@ -210,7 +237,9 @@ class Recorder:
         here, there = self._frames, self._open_spans()
         if here is there:
             return True
-        if (len(here) > 1 and not owner_ended) or any(frame[_KIND] != _SECTION for frame in there[1:]):
+        if (len(here) > 1 and not owner_ended) or any(
+            frame[_KIND] != _SECTION for frame in there[1:]
+        ):
             return False
         if len(here) > 1:
             self._words[UNBALANCED] += len(here) - 1
@@ -238,14 +267,18 @@ class Recorder:
             times.paused = False
 
     def _phase(self, frames: list[Frame]) -> int:
-        return next((frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP)
+        return next(
+            (frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP
+        )
 
     def start_collectives(self, wait_name_id: int) -> None:
         global _collecting, _wait_name_id
         if not self.closed:
             _collecting, _wait_name_id = self, wait_name_id
 
-    def issue(self, name_id: int, group: int, sequence: int, flags: int, size: int) -> list[int] | None:
+    def issue(
+        self, name_id: int, group: int, sequence: int, flags: int, size: int
+    ) -> list[int] | None:
         if self is not _collecting or self.closed:
             return None
         self._end_waited_for(0)
@@ -304,10 +337,14 @@ class Recorder:
         issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)
         if issued is not None:
             self._threads.waited_for = None
-            self._write_collective(issued, self.now_ns() - issued[5] if flags & _COMPLETED else issued[6], flags)
+            self._write_collective(
+                issued, self.now_ns() - issued[5] if flags & _COMPLETED else issued[6], flags
+            )
 
     def _write_collective(self, issued: list[int], duration_ns: int, more_flags: int) -> None:
-        name_id, group, sequence, flags, size, start_ns, call_ns, step, depth, within, ordinal = issued
+        name_id, group, sequence, flags, size, start_ns, call_ns, step, depth, within, ordinal = (
+            issued
+        )
         at = self._next_sequence()
         _pack_record(
             self._buffer, RECORDS_OFFSET + ((at & self._mask) << 6), (at + 1) & 0xFFFFFFFF, _COLLECTIVE, depth & 0xFF,
@@ -326,7 +363,9 @@ class Recorder:
         if self._thread_time is not None:
             if self._thread_time.measured:
                 self._thread_time.mark(self._phase(self._frames))
-            for kind, (cpu_ns, ready_ns) in sorted(self._thread_time.step(end_ns - frame[_START]).items()):
+            for kind, (cpu_ns, ready_ns) in sorted(
+                self._thread_time.step(end_ns - frame[_START]).items()
+            ):
                 if cpu_ns > 0 or ready_ns > 0:
                     record = [frame[_START], 0, 0, 0, _THREAD_TIME]
                     self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
@@ -378,7 +417,9 @@ class Recorder:
             self._thread_time.close()
             self._thread_time = None
 
-    def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
+    def set_nvtx(
+        self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]
+    ) -> None:
         if not attributes:
             raise ValueError("the attributes of name 0 are missing")
         self._nvtx_push, self._nvtx_pop, self._nvtx_attributes = push, pop, attributes
@@ -409,7 +450,12 @@ class Recorder:
             self._open_on_device(kind, depth)
         if self.closed:  # The called function, or another thread, may have closed the recorder.
             return depth
-        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+        if (
+            kind < _MODULE
+            and frames is self._frames
+            and self._thread_time is not None
+            and self._thread_time.measured
+        ):
             self._thread_time.mark(self._phase(frames))
         frame = [0, 0, 0, name_id, kind]
         frames.append(frame)
@@ -442,7 +488,13 @@ class Recorder:
                     return
 
     def _close(
-        self, frames: list[Frame], depth: int, end_ns: int, flags: int, value0: int = 0, value1: int = 0
+        self,
+        frames: list[Frame],
+        depth: int,
+        end_ns: int,
+        flags: int,
+        value0: int = 0,
+        value1: int = 0,
     ) -> None:
         if len(frames) <= depth:
             return
@@ -450,7 +502,12 @@ class Recorder:
             self._words[UNBALANCED] += len(frames) - depth - 1
         frame = frames[depth]
         kind = frame[_KIND]
-        if kind < _MODULE and frames is self._frames and self._thread_time is not None and self._thread_time.measured:
+        if (
+            kind < _MODULE
+            and frames is self._frames
+            and self._thread_time is not None
+            and self._thread_time.measured
+        ):
             self._thread_time.mark(kind)
         if kind < _MODULE or self._nvtx_push is not None or len(frames) > depth + 1:
             self._drop(frames, depth)
@@ -483,7 +540,9 @@ class Recorder:
             return _OTHER_THREAD
         if self._backwards_elsewhere > 0:
             return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
-        phase = next((each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0])
+        phase = next(
+            (each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0]
+        )
         if phase[_KIND] != _BACKWARD or frame[_START] < phase[_START]:
             return _OTHER_THREAD
         own_ns = end_ns - frame[_START] - frame[_PHASE]
@@ -532,7 +591,10 @@ class ThreadTime:
 
     @property
     def available(self) -> bool:
-        """Return True if the kernel reports the times. Without scheduling statistics all of them are zero."""
+        """Return True if the kernel reports the times.
+
+        Without scheduling statistics all of them are zero.
+        """
         return self._last[0] > 0
 
     def computes_backward(self, thread: int) -> None:
@@ -550,7 +612,9 @@ class ThreadTime:
             os.close(autograd[1])
 
     def _ready_in_autograd_ns(self) -> int:
-        """Return the run-queue wait of autograd's thread since the last call, in ns; 0 without one."""
+        """Return the run-queue wait of autograd's thread since the last call, in ns;
+        0 without one.
+        """
         if self._autograd is None:
             return 0
         now, last_ns = _read_times(self._autograd[1]), self._autograd_ready_ns
@@ -617,12 +681,17 @@ class Section:
             if recorder._marks_elsewhere:
                 recorder._open(recorder._open_spans(), _SECTION, self._name_id)
             else:
-                frames = recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+                frames = (
+                    recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
+                )
                 frames.append([recorder.now_ns(), 0, 0, self._name_id, _SECTION])
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         recorder = _active
         if recorder is None or self._generation != recorder.generation:
@@ -667,7 +736,10 @@ def _resolve(section: Section, recorder: Recorder) -> None:
 
 
 class ModuleCall:
-    """Timed call of one nn.Module. `function` receives the module as its first argument, as nn.Module.__call__ does."""
+    """Timed call of one nn.Module.
+
+    `function` receives the module as its first argument, as nn.Module.__call__ does.
+    """
 
     __slots__ = ("_after", "_before", "_forward", "_function", "_name_id", "_recorder")
 
@@ -760,7 +832,9 @@ _sections: dict[str, Section] = {}
 _overflow = Section("(other sections)")
 
 
-_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]  # set by recorder.py when it is imported
+_decorator: Callable[
+    [Section, Callable[..., Any]], Callable[..., Any]
+]  # set by recorder.py when it is imported
 
 
 def section(name: str) -> Section:
@@ -775,14 +849,19 @@ def section(name: str) -> Section:
         return _sections.setdefault(name, Section(name))
 
 
-def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]) -> None:
+def set_section_decorator(
+    decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]],
+) -> None:
     """Set the function that makes the result of `section(name)(function)`."""
     global _decorator
     _decorator = decorator
 
 
 def set_module_call(address: int, call: ModuleCall | None) -> None:
-    """Do nothing. This is for the native recorder's table of modules; hooks/module.py has its own otherwise."""
+    """Do nothing.
+
+    This is for the native recorder's table of modules; hooks/module.py has its own otherwise.
+    """
 
 
 def route_calls(function: Callable[..., Any]) -> bool:

@@ -1,4 +1,7 @@
-"""Facts about a rank that the sidecar needs in addition to the records. They are JSON in the ring file."""
+"""Facts about a rank that the sidecar needs in addition to the records.
+
+They are JSON in the ring file.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,9 @@ class RankMetadata:
         *,
         reports_start: bool,
     ) -> None:
-        """simulated_from: anchor of a simulated rank's clock. reports_start: True for a real process."""
+        """simulated_from: anchor of a simulated rank's clock. reports_start: True for a real
+        process.
+        """
         self._ring = ring
         self._recorder = recorder
         self._host_clock = host_clock
@@ -119,15 +124,25 @@ class RankMetadata:
         self.device_groups.add((name, device))
 
     def computes_on(self, device: str) -> bool:
-        """Return True if watched models or tensors of a process group are on a device of this type."""
-        return self._facts["compute_device"] == device or any(kind == device for _, kind in self.device_groups)
+        """Return True if watched models or tensors of a process group are on a device
+        of this type.
+        """
+        return self._facts["compute_device"] == device or any(
+            kind == device for _, kind in self.device_groups
+        )
 
     def add_modules(
-        self, are_roots: Mapping[str, bool], *, device: str, all_levels: bool, unopened: Iterable[str]
+        self,
+        are_roots: Mapping[str, bool],
+        *,
+        device: str,
+        all_levels: bool,
+        unopened: Iterable[str],
     ) -> None:
         """Add timed modules by name, with True for each that is a whole model.
 
-        device: device type of their model; "" if unknown. all_levels: True if all modules below them are timed too.
+        device: device type of their model; "" if unknown. all_levels: True if all modules below
+        them are timed too.
         unopened: modules that contain untimed ones.
         """
         facts = self._facts
@@ -180,7 +195,8 @@ def _process_began_ns(identity: Identity) -> int:
 def _threads(*, has_computed: bool) -> int:
     """Return how many threads an operation of torch uses; 0 if unknown.
 
-    Before the first operation torch is not asked, as that would fix a number that the program may still choose.
+    Before the first operation torch is not asked, as that would fix a number that the program may
+    still choose.
     """
     torch = sys.modules.get("torch")
     if has_computed and torch is not None:

@@ -1,7 +1,8 @@
-"""Select the recorder: the native one, or the one in Python if the package was installed without a C compiler.
+"""Select the recorder: the native one, or the one in Python if the package was installed without a
+C compiler.
 
-Both rely on the GIL as the only lock of marks, so nothing is recorded in a Python that runs without it. Importing a
-native extension that needs the GIL would switch it on for the whole process.
+Both rely on the GIL as the only lock of marks, so nothing is recorded in a Python that runs without
+it. Importing a native extension that needs the GIL would switch it on for the whole process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ else:
         from torchlens_perf.recorder import python as _implementation
 
         if not isinstance(error, ModuleNotFoundError):  # it was not built
-            LOADING_PROBLEM = f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
+            LOADING_PROBLEM = (
+                f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
+            )
             logger.warning("torchlens_perf: %s", LOADING_PROBLEM)
 
 NATIVE: bool = _implementation.__name__.endswith("._native")
@@ -74,8 +77,12 @@ def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
         or inspect.iscoroutinefunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        # The bodies of coroutines and generators run between other work, which one span would include.
-        raise TypeError(f"{function.__qualname__} is a generator or coroutine: use `with section(...)` inside it")
+        # The bodies of coroutines and generators run between other work, which one span would
+        # include.
+        raise TypeError(
+            f"{function.__qualname__} is a generator or coroutine: use `with section(...)`"
+            " inside it"
+        )
     name = timer.name
 
     @functools.wraps(function)

@@ -1,4 +1,6 @@
-"""Choose the steps in which backward times of modules are sampled, which needs Python hooks on every tensor. Pure."""
+"""Choose the steps in which backward times of modules are sampled, which needs Python hooks on
+every tensor. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from typing import NamedTuple
 
 # Largest share of the training time for sampling.
 _MAX_SHARE = 0.001
-# The first sampled steps are slower than later ones, so their cost must not determine the period for long.
+# The first sampled steps are slower than later ones, so their cost must not determine the period
+# for long.
 _FASTEST_GROWTH = 8
 
 
@@ -21,16 +24,20 @@ class Boundary(NamedTuple):
 
 
 class SamplingSchedule:
-    """Samples one step of `every`, or of a multiple of it if sampling would take more than 0.1 % of the time.
+    """Samples one step of `every`, or of a multiple of it if sampling would take more than 0.1 % of
+    the time.
 
-    The multiples are powers of two, and steps of a longer period belong to all shorter ones. Ranks that measure
-    slightly different costs then sample the same steps. Otherwise, all ranks would wait for each one that samples.
+    The multiples are powers of two, and steps of a longer period belong to all shorter ones. Ranks
+    that measure slightly different costs then sample the same steps. Otherwise, all ranks would
+    wait for each one that samples.
     """
 
     def __init__(self, every: int) -> None:
         """every: 0 samples no steps."""
         self._every = every
-        self._ended = self._begun = Boundary(0, 0, 0)  # of the last sampled step, and of the one in progress
+        self._ended = self._begun = Boundary(
+            0, 0, 0
+        )  # of the last sampled step, and of the one in progress
         self._later_ns = 0.0  # Cost that earlier sampled steps have caused after their end.
         self.period = every
         """Number of steps from one sampled step to the next."""
@@ -54,13 +61,18 @@ class SamplingSchedule:
         others = begun.step - before.step
         if others > 0:
             more_ns = now.tool_ns - begun.tool_ns - (begun.tool_ns - before.tool_ns) / others
-            # The time of the gradient hooks is inside the backward pass. It is about as long as attaching them.
+            # The time of the gradient hooks is inside the backward pass. It is about as long as
+            # attaching them.
             later_ns, self._later_ns = self._later_ns, 0.0
-            self.sampled(2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others)
+            self.sampled(
+                2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others
+            )
         self._ended = now
 
     def sampled(self, cost_ns: float, step_ns: float) -> None:
-        """Set the period. cost_ns: cost of sampling in a step; step_ns: duration of a step without sampling."""
+        """Set the period. cost_ns: cost of sampling in a step; step_ns: duration of a step without
+        sampling.
+        """
         period = self._every
         while period * step_ns * _MAX_SHARE < cost_ns and period < self.period * _FASTEST_GROWTH:
             period *= 2

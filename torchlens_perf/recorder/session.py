@@ -1,4 +1,6 @@
-"""State of one watch: the recorder, data shared by hooks, and the attached hooks. watch.py creates and ends it."""
+"""State of one watch: the recorder, data shared by hooks, and the attached hooks. watch.py creates
+and ends it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Session:
         now_ns: Callable[[], int] | None = None,
         simulated_from: Anchor | None = None,
     ) -> None:
-        """now_ns: clock of the recorder, by default the host's. simulated_from: anchor of a simulated rank's clock."""
+        """now_ns: clock of the recorder, by default the host's. simulated_from: anchor of a
+        simulated rank's clock.
+        """
         self.config = config
         self.identity = identity
         self.ring = ring
@@ -63,7 +67,12 @@ class Session:
         self.hooks = AttachedHooks(self.note)
         self.step_callbacks = StepCallbacks(self.note)
         self.step = CurrentStep(
-            self.recorder, self.thread, self.hooks, self.step_callbacks, self.metadata, config.backward_every
+            self.recorder,
+            self.thread,
+            self.hooks,
+            self.step_callbacks,
+            self.metadata,
+            config.backward_every,
         )
 
     # Shortcuts to methods that nearly every hook needs.
@@ -73,7 +82,9 @@ class Session:
         return self.ring.path
 
     def intern(self, name: str) -> int:
-        """Return the id of a name; 0 once the recorder is closed and the ring file belongs to another process."""
+        """Return the id of a name; 0 once the recorder is closed and the ring file belongs to
+        another process.
+        """
         return 0 if self.recorder.closed else self.ring.intern(name)
 
     def note(self, text: str) -> None:
@@ -99,7 +110,10 @@ class Session:
     # The life of a watch, in this order.
 
     def prepare(self) -> None:
-        """Start counting errors of hooks, and keep torch.compile from tracing them. Call this before attaching."""
+        """Start counting errors of hooks, and keep torch.compile from tracing them.
+
+        Call this before attaching.
+        """
         swallowed.on_error = self.ring.count_internal_error
         if LOADING_PROBLEM:
             self.note(LOADING_PROBLEM)
@@ -115,7 +129,9 @@ class Session:
                 self.publish()
 
     def close(self, report: Mapping[str, Any]) -> None:
-        """Detach everything, and end the ring file. report: format that rank 0 requests for the report."""
+        """Detach everything, and end the ring file. report: format that rank 0 requests for the
+        report.
+        """
         try:
             self.hooks.detach()
             with guard("telling the sidecar of the end"):
@@ -127,7 +143,8 @@ class Session:
             self.ring.close()
 
     def abandon(self) -> None:
-        """Stop recording in a forked child, and detach everything. The ring file belongs to the parent.
+        """Stop recording in a forked child, and detach everything. The ring file belongs to the
+        parent.
 
         Otherwise a new watch in the child would find the taps in use and wrap functions twice.
         """

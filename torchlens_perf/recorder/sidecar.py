@@ -11,7 +11,13 @@ from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log, where_kept
+from torchlens_perf.run.directory import (
+    RunDirectory,
+    find_sidecar_lock,
+    sidecar_lock,
+    sidecar_log,
+    where_kept,
+)
 from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
 from torchlens_perf.run.sidecar_lock import SidecarLock, is_held
 from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
@@ -30,9 +36,10 @@ def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
 
     identity: identity of the calling rank. token: Config._exchange_token.
 
-    The sidecar inherits the locked descriptor, so two can never start. It is detached: it has its own session, no
-    terminal and no GPU, and is not a child of the training process. This function does not wait for it and does not
-    touch the run directory, whose disk may hang. Raise RunStoreError if no process can be started.
+    The sidecar inherits the locked descriptor, so two can never start. It is detached: it has its
+    own session, no terminal and no GPU, and is not a child of the training process. This function
+    does not wait for it and does not touch the run directory, whose disk may hang. Raise
+    RunStoreError if no process can be started.
     """
     try:
         return _start(run, identity, token)
@@ -51,9 +58,13 @@ def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
             command.append(SEVERAL_NODES)
         if run.shared:
             command.append(SHARED)
-        environment = {**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment()
+        environment = (
+            {**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment()
+        )
         with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
-            children.start_detached(command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor])
+            children.start_detached(
+                command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor]
+            )
     except BaseException:
         run.clear_local()
         lock.remove()
@@ -63,9 +74,11 @@ def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
 
 
 class LateReport:
-    """Reason for a missing report at the end of a run, from what rank 0 can observe of the sidecar on its node.
+    """Reason for a missing report at the end of a run, from what rank 0 can observe of the sidecar
+    on its node.
 
-    Create it when the wait for the report begins. It only reads a lock file and a few lines of /proc.
+    Create it when the wait for the report begins. It only reads a lock file and a few lines of
+    /proc.
     """
 
     def __init__(self, run: RunDirectory, node: str) -> None:
@@ -88,19 +101,26 @@ class LateReport:
         return None
 
     def line(self) -> str:
-        """Return the message to show instead of the report. Raise OSError if a file cannot be read."""
+        """Return the message to show instead of the report.
+
+        Raise OSError if a file cannot be read.
+        """
         waited_s = time.monotonic() - self._began_s
         lock = find_sidecar_lock(self._run.run_id)
         gone = self._why_no_report_comes(lock)
         if gone:
             log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
-            return f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar {self._run.path}"
+            return (
+                f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar"
+                f" {self._run.path}"
+            )
         _, _, status = sidecar_status.read_status(str(lock))
         if status == sidecar_status.CANNOT_WRITE:
             return f"there is no report: the sidecar {status}{where_kept(self._run)}"
         return (
-            f"the report is not ready after {waited_s:.1f} s (the sidecar {self._doing(lock, waited_s)}); it will be "
-            f"in {self._run.report}; show it with: torchlens-perf report {self._run.path}"
+            f"the report is not ready after {waited_s:.1f} s (the sidecar"
+            f" {self._doing(lock, waited_s)}); it will be in {self._run.report}; show it with:"
+            f" torchlens-perf report {self._run.path}"
         )
 
     def _why_no_report_comes(self, lock: Path | None) -> str:
@@ -124,7 +144,10 @@ class LateReport:
         if "R" in states:
             used_s = self._sidecars_cpu_time_s() - self._cpu_time_s
             if waited_s >= _MIN_JUDGED_WAIT_S and used_s < _STARVED_SHARE * waited_s:
-                return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
+                return (
+                    f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f}"
+                    " s of that"
+                )
         elif "D" in states:
             return f"waits for a disk while it {doing}"
         return doing

@@ -12,7 +12,10 @@ _THROTTLE_NS = 50_000_000
 
 
 class StepCallbacks:
-    """Callbacks that run on the training thread before the step's record is written. A failing one is switched off."""
+    """Callbacks that run on the training thread before the step's record is written.
+
+    A failing one is switched off.
+    """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -40,7 +43,10 @@ class StepCallbacks:
 
     @contextmanager
     def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
-        """Run `work` as each_step() does, but at most every 50 ms. For callbacks with a notable cost."""
+        """Run `work` as each_step() does, but at most every 50 ms.
+
+        For callbacks with a notable cost.
+        """
         self._throttled[work] = name
         try:
             yield

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 
-# The optimizer that ends the steps counts as gone after this many steps of another one. A GAN's critic steps about
-# five times for each step of its generator.
+# The optimizer that ends the steps counts as gone after this many steps of another one. A GAN's
+# critic steps about five times for each step of its generator.
 _GONE_AFTER = 32
-# The same if no optimizer was passed to watch(), and the first one that was seen ends the steps. The limit is lower
-# because steps are missed until then, but an actor may step twice for each step of its critics.
+# The same if no optimizer was passed to watch(), and the first one that was seen ends the steps.
+# The limit is lower because steps are missed until then, but an actor may step twice for each step
+# of its critics.
 _GONE_AFTER_UNPASSED = 4
 NEVER = 1 << 62
 # After this many steps of other optimizers, those passed to watch() are considered unused.
 _UNUSED_AFTER = 3
 # Number of turns after which it is clear which of several optimizers step once in each.
 _KNOWN_AFTER = 4
-# While an optimizer exists that has not stepped yet, gradients may be accumulating: this many backward passes do not
-# count as steps.
+# While an optimizer exists that has not stepped yet, gradients may be accumulating: this many
+# backward passes do not count as steps.
 _MAX_ACCUMULATION = 256
 
 
 class _Turns:
-    """Find the optimizers that step exactly once per turn of the loop. A turn begins with the first one's step.
+    """Find the optimizers that step exactly once per turn of the loop. A turn begins with the first
+    one's step.
 
     An actor that steps in every second turn, or twice per turn, does not mark the end of a turn.
     """
@@ -32,7 +34,10 @@ class _Turns:
         self._finished_turns = -1
 
     def stepped(self, position: int) -> bool:
-        """Note a step of the optimizer at this position. Return True if the result has just become known."""
+        """Note a step of the optimizer at this position.
+
+        Return True if the result has just become known.
+        """
         if self._finished_turns == _KNOWN_AFTER:
             return False
         if position == 0:
@@ -57,14 +62,14 @@ class _Turns:
 class StepRule:
     """Decides the step boundaries of one loop.
 
-    A step ends with the optimizer's step, even if GradScaler skips it. Several optimizers that take turns make one
-    step. It ends with the last of those passed to watch() that steps once per turn, or else with the first one seen,
-    which gives the same period.
-    If no passed optimizer ever steps and another one does, that one counts. An optimizer that replaces the one that
-    ends the steps, as in a second phase of training, ends them from then on.
-    Until an optimizer has stepped, forward passes without gradients are the steps (inference). In a loop without
-    optimizers, backward passes are. After the first w.step(), only w.step() ends steps. That first call ends none if
-    the same turn of the loop has already ended one.
+    A step ends with the optimizer's step, even if GradScaler skips it. Several optimizers that take
+    turns make one step. It ends with the last of those passed to watch() that steps once per turn,
+    or else with the first one seen, which gives the same period. If no passed optimizer ever steps
+    and another one does, that one counts. An optimizer that replaces the one that ends the steps,
+    as in a second phase of training, ends them from then on. Until an optimizer has stepped,
+    forward passes without gradients are the steps (inference). In a loop without optimizers,
+    backward passes are. After the first w.step(), only w.step() ends steps. That first call ends
+    none if the same turn of the loop has already ended one.
     """
 
     def __init__(self, passed: int = 0) -> None:
@@ -75,11 +80,17 @@ class StepRule:
         self._last = passed - 1
         self.ending: int | None = None
         """Id of the optimizer that ends the steps."""
-        self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
-        self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
+        self._others: Counter[int] = (
+            Counter()
+        )  # steps, since the last boundary, of those that did not end it
+        self._strangers = (
+            0  # steps of optimizers that were not passed, before any of those passed has stepped
+        )
         self._stepped = False  # True once an optimizer has stepped.
         self._backwards = 0  # Number of backward passes before an optimizer has stepped.
-        self._unused: int | None = None  # the module called first, with gradients, since the last backward pass
+        self._unused: int | None = (
+            None  # the module called first, with gradients, since the last backward pass
+        )
         self._learns = False  # True if a backward pass has run since the last boundary.
         self._called: int | None = None  # the module whose calls are the steps of inference
         self._ended = 0  # Number of steps that ended before the first w.step().
@@ -93,7 +104,9 @@ class StepRule:
 
     def manual_step(self) -> bool:
         # In the first turn of several optimizers, a boundary has fallen into the middle.
-        ended_already = not self.manual and (self._ended == 1 or (self._ended > 1 and not self._learned))
+        ended_already = not self.manual and (
+            self._ended == 1 or (self._ended > 1 and not self._learned)
+        )
         self.manual = self.trains = True
         self._others.clear()
         return not ended_already
@@ -105,13 +118,20 @@ class StepRule:
         return not self.manual
 
     def optimizer_stepped(
-        self, optimizer: int, passed: int | None = None, *, ending_lives: bool = True, patience: int | None = None
+        self,
+        optimizer: int,
+        passed: int | None = None,
+        *,
+        ending_lives: bool = True,
+        patience: int | None = None,
     ) -> bool:
-        """Note that an optimizer has stepped, or has skipped a step because of gradients that are not finite.
+        """Note that an optimizer has stepped, or has skipped a step because of gradients that are
+        not finite.
 
-        optimizer: its id. passed: its position among those passed to watch(), or None. ending_lives: False if the
-        optimizer that ends the steps has been deleted. patience: number of steps after which this optimizer replaces
-        one that has stopped stepping; None for the default.
+        optimizer: its id. passed: its position among those passed to watch(), or None.
+        ending_lives: False if the optimizer that ends the steps has been deleted. patience: number
+        of steps after which this optimizer replaces one that has stopped stepping; None for the
+        default.
         """
         self._stepped, self.counts_backwards = True, False
         replaces = patience is not None and self.ending is not None
@@ -143,13 +163,17 @@ class StepRule:
         return self._ends()
 
     def stepped_elsewhere(self, passed: int) -> None:
-        """Note that a passed optimizer, by position, steps in another thread's loop and ends no step here."""
+        """Note that a passed optimizer, by position, steps in another thread's loop and ends no
+        step here.
+        """
         self._turns.leave_out(passed)
         if self._last == passed:
             self._last, self.ending = self._turns.last, None
 
     def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
-        """Return True if this optimizer ends the steps from now on: it is the first, or the previous one has gone."""
+        """Return True if this optimizer ends the steps from now on: it is the first, or the
+        previous one has gone.
+        """
         if patience is not None and self.ending is not None:
             return self._others[optimizer] >= patience
         if self._passed and not self.ignores_passed:
@@ -166,8 +190,8 @@ class StepRule:
     def lacks_optimizer(self) -> bool:
         """Return True if it is time to check, after a backward pass, whether an optimizer exists.
 
-        The first check comes after the second pass, as w.step() may come before it. Later checks are ever rarer,
-        because each takes long.
+        The first check comes after the second pass, as w.step() may come before it. Later checks
+        are ever rarer, because each takes long.
         """
         count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
         return not settled and count >= 2 and count & (count - 1) == 0
@@ -180,9 +204,11 @@ class StepRule:
         return self.counts_backwards and self._ends()
 
     def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
-        """Note that a watched module that no other module called has returned. In inference this may end a step.
+        """Note that a watched module that no other module called has returned. In inference this
+        may end a step.
 
-        module: its id. is_root: True for a whole model; False if parts of a model are called directly.
+        module: its id. is_root: True for a whole model; False if parts of a model are called
+        directly.
         """
         if self.trains or self.counts_backwards:
             return False
@@ -203,8 +229,9 @@ class StepRule:
 class EvaluationRule:
     """Decides which steps also evaluate.
 
-    A step with forward passes without gradients has evaluated, unless at least every second step has such passes. They
-    are then part of training, such as a target network, a teacher, or an agent that acts.
+    A step with forward passes without gradients has evaluated, unless at least every second step
+    has such passes. They are then part of training, such as a target network, a teacher, or an
+    agent that acts.
     """
 
     def __init__(self) -> None:
@@ -216,7 +243,9 @@ class EvaluationRule:
         self._steps = self._without_gradient = 1
 
     def step_ended(self, *, without_gradient: bool) -> bool:
-        """Return True if the ending step has evaluated. without_gradient: it had forward passes without gradients."""
+        """Return True if the ending step has evaluated. without_gradient: it had forward passes
+        without gradients.
+        """
         usual = self._steps > 0 and 2 * self._without_gradient >= self._steps
         self._steps += 1
         self._without_gradient += without_gradient

@@ -1,4 +1,7 @@
-"""torch's dispatcher at BackendSelect, where collectives are tapped. Uses private names (torch_private.py)."""
+"""torch's dispatcher at BackendSelect, where collectives are tapped.
+
+Uses private names (torch_private.py).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ def owner_of_tap(operator: str) -> str:
 
 
 def library(namespace: str, owner: str) -> Any:
-    """Return an object with `impl(name, key, function, with_keyset)`. Its kernels stay as long as the object.
+    """Return an object with `impl(name, key, function, with_keyset)`. Its kernels stay as long as
+    the object.
 
-    torch.library.Library would remove them when the interpreter ends, while other threads may use them.
+    torch.library.Library would remove them when the interpreter ends, while other threads may use
+    them.
     """
     import torch
 

@@ -6,7 +6,9 @@ from typing import Any
 
 
 def members_of_group(name: str) -> tuple[list[int], str]:
-    """Return the global ranks of a process group and its description: "mesh_tp" for dimension "tp" of a DeviceMesh."""
+    """Return the global ranks of a process group and its description: "mesh_tp" for dimension "tp"
+    of a DeviceMesh.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import _resolve_process_group
 
@@ -15,9 +17,11 @@ def members_of_group(name: str) -> tuple[list[int], str]:
 
 
 def backend_of_group(name: str, device: str) -> str:
-    """Return the name of a group's backend for a device type, such as "gloo"; "" if it has no such backend.
+    """Return the name of a group's backend for a device type, such as "gloo"; "" if it has no such
+    backend.
 
-    A group may have several, "cpu:gloo,cuda:nccl". Its own name is that of the default one, or "undefined".
+    A group may have several, "cpu:gloo,cuda:nccl". Its own name is that of the default one, or
+    "undefined".
     """
     import torch
     from torch._C._distributed_c10d import _resolve_process_group
@@ -30,7 +34,9 @@ def backend_of_group(name: str, device: str) -> str:
 
 
 def sequence_of_group(group: Any) -> int:
-    """Return the number of operations that the backend has issued on a group; -1 if it does not count them."""
+    """Return the number of operations that the backend has issued on a group; -1 if it does not
+    count them.
+    """
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:

@@ -1,4 +1,6 @@
-"""torch's profiler, flight recorder and memory history, by private names that torch_private.py checks."""
+"""torch's profiler, flight recorder and memory history, by private names that torch_private.py
+checks.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ MAX_SNAPSHOT_ENTRIES = 200_000
 
 
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
-    """Call `observer` before each out-of-memory error of the device's allocator, until the process ends.
+    """Call `observer` before each out-of-memory error of the device's allocator, until the process
+    ends.
 
-    Its arguments are the device and three byte counts: requested, limit of the process, and free. It runs on the thread
-    that allocates, which may be autograd's, and without the allocator's lock: malloc() in
-    c10/cuda/CUDACachingAllocator.cpp releases it first for observers that need the GIL. An exception of the observer
-    would replace torch's own error.
+    Its arguments are the device and three byte counts: requested, limit of the process, and free.
+    It runs on the thread that allocates, which may be autograd's, and without the allocator's lock:
+    malloc() in c10/cuda/CUDACachingAllocator.cpp releases it first for observers that need the GIL.
+    An exception of the observer would replace torch's own error.
     """
     import torch
 
@@ -26,14 +29,21 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
 
 
 class MemoryHistory:
-    """torch's history of device memory, if this package has started it. There is one per process."""
+    """torch's history of device memory, if this package has started it.
+
+    There is one per process.
+    """
 
     def __init__(self) -> None:
         self.is_ours = False
-        """True while a history is recorded that this package has started, and that is therefore bounded."""
+        """True while a history is recorded that this package has started, and that
+        is therefore bounded.
+        """
 
     def start(self, entries: int) -> None:
-        """Record the Python stack of each live block, and this many of the latest allocations and frees."""
+        """Record the Python stack of each live block, and this many of the latest allocations and
+        frees.
+        """
         _record_memory_history("all", "alloc", entries)
         self.is_ours = True
 
@@ -51,10 +61,12 @@ memory_history = MemoryHistory()
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return segments and blocks of torch's allocator, with the history if this package has started it.
+    """Return segments and blocks of torch's allocator, with the history if this package has started
+    it.
 
-    The form is that of torch.cuda.memory._snapshot(). A history that the job has started may have any length and is not
-    copied; stacks of blocks are included. Nothing is allocated on the device, and it is not waited for.
+    The form is that of torch.cuda.memory._snapshot(). A history that the job has started may have
+    any length and is not copied; stacks of blocks are included. Nothing is allocated on the device,
+    and it is not waited for.
     """
     import torch
 
@@ -72,7 +84,9 @@ def records_memory_history() -> bool:
 def _record_memory_history(enabled: str | None, context: str | None, entries: int) -> None:
     import torch
 
-    torch.cuda.memory._record_memory_history(enabled, context=context, stacks="python", max_entries=entries)
+    torch.cuda.memory._record_memory_history(
+        enabled, context=context, stacks="python", max_entries=entries
+    )
 
 
 def profiler_is_on() -> bool:
@@ -85,7 +99,8 @@ def profiler_is_on() -> bool:
 def forget_profiler() -> None:
     """Remove the operator callbacks of a profiler that will not be ended, on all threads.
 
-    They would otherwise record until the process ends. Callbacks of other profilers are removed too."""
+    They would otherwise record until the process ends. Callbacks of other profilers are removed
+    too."""
     import torch
 
     torch._C._autograd._clear_callbacks()
@@ -93,7 +108,9 @@ def forget_profiler() -> None:
 
 
 def profiler_is_off() -> None:
-    """Reset torch's flag of an active profiler, which a profiler that fails while starting leaves set."""
+    """Reset torch's flag of an active profiler, which a profiler that fails while starting leaves
+    set.
+    """
     from torch.autograd import profiler
 
     profiler._run_on_profiler_stop()
@@ -107,7 +124,9 @@ def add_to_trace(key: str, text: str) -> None:
 
 
 def flight_recorder() -> bytes | str:
-    """Return the content of torch.distributed's flight recorder as JSON, or the reason why it is missing."""
+    """Return the content of torch.distributed's flight recorder as JSON, or the reason why it is
+    missing.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -117,11 +136,17 @@ def flight_recorder() -> bytes | str:
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     dump: bytes = _dump_fr_trace_json()
-    return dump if b'"entries"' in dump else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
+    return (
+        dump
+        if b'"entries"' in dump
+        else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
+    )
 
 
 def pickled_memory() -> bytes | str:
-    """Return the CUDA allocator's state pickled for torch's memory viewer, or the reason why it is missing."""
+    """Return the CUDA allocator's state pickled for torch's memory viewer, or the reason why it is
+    missing.
+    """
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -129,7 +154,9 @@ def pickled_memory() -> bytes | str:
     if not works(SNAPSHOT):
         return "this torch has none"
     snapshot = memory_snapshot()
-    entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(map(len, snapshot["device_traces"]))
+    entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(
+        map(len, snapshot["device_traces"])
+    )
     if entries > MAX_SNAPSHOT_ENTRIES:
         return f"{entries} blocks and entries of the history are more than {MAX_SNAPSHOT_ENTRIES}"
     return pickle.dumps(snapshot)

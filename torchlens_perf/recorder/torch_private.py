@@ -1,7 +1,9 @@
-"""All private names of PyTorch that this package uses, each with a check and the effect of its absence.
+"""All private names of PyTorch that this package uses, each with a check and the effect of its
+absence.
 
-Only this module and the hook that uses a name contain it. `torchlens-perf doctor` prints this table for the installed
-torch. A hook whose check fails raises HookUnavailable and is left out, and the report states what was not measured.
+Only this module and the hook that uses a name contain it. `torchlens-perf doctor` prints this table
+for the installed torch. A hook whose check fails raises HookUnavailable and is left out, and the
+report states what was not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
 FSDP2 = "torch.distributed.fsdp._fully_shard"
-FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"  # the profiler's range after which FSDP2 waits for a reduce-scatter
+FSDP2_BEFORE_WAIT = (  # the profiler's range after which FSDP2 waits for a reduce-scatter
+    "FSDP::post_backward_reshard"
+)
 DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
 LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
@@ -51,11 +55,21 @@ def torch_version(text: str) -> tuple[int, int]:
 def works(name: str) -> bool:
     """Return True if this private name works as needed. It is checked once per process.
 
-    Errors of missing or changed names count as failed checks. Other exceptions pass to the caller's guard.
+    Errors of missing or changed names count as failed checks. Other exceptions pass to the caller's
+    guard.
     """
     try:
         return _by_name[name].works()
-    except (ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, AssertionError, OSError):
+    except (
+        ImportError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AssertionError,
+        OSError,
+    ):
         return False
 
 
@@ -66,7 +80,10 @@ def require(name: str) -> None:
 
 
 def _callable(name: str, without: str) -> PrivateName:
-    """Return a name that is checked by reading it. Calling it could have side effects, such as starting threads."""
+    """Return a name that is checked by reading it.
+
+    Calling it could have side effects, such as starting threads.
+    """
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
 
@@ -80,7 +97,11 @@ def _module_call() -> bool:
 def _step_wrapper() -> bool:
     from torch.optim import Optimizer
 
-    codes = [each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, types.CodeType)]
+    codes = [
+        each
+        for each in Optimizer.profile_hook_step.__code__.co_consts
+        if isinstance(each, types.CodeType)
+    ]
     return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
 
 
@@ -115,7 +136,9 @@ def _dispatcher_tap() -> bool:
 
     key = torch._C.DispatchKey.BackendSelect
     torch._C._dispatch_keyset_full_after(key)
-    return callable(torch._C._dispatch_library) and torch._C._dispatch_dump("c10d::allreduce_").startswith("name: ")
+    return callable(torch._C._dispatch_library) and torch._C._dispatch_dump(
+        "c10d::allreduce_"
+    ).startswith("name: ")
 
 
 def _work_wait() -> bool:
@@ -143,7 +166,9 @@ def _in_cuda_build(*names: str) -> Callable[[], bool]:
     def works() -> bool:
         import torch
 
-        return not torch.backends.cuda.is_built() or all(callable(getattr(torch._C, name)) for name in names)
+        return not torch.backends.cuda.is_built() or all(
+            callable(getattr(torch._C, name)) for name in names
+        )
 
     return works
 
@@ -154,7 +179,9 @@ def is_prepared(profile: Any) -> bool:
 
 
 def all_threads() -> Any:
-    """Return a configuration of torch's profiler that records all threads, and that any thread may end."""
+    """Return a configuration of torch's profiler that records all threads, and that any thread may
+    end.
+    """
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=True)
@@ -169,14 +196,20 @@ def _profiler() -> bool:
         torch._C._autograd._clear_callbacks,
     )  # fmt: skip
     unused = profiler.profile(use_kineto=True, experimental_config=all_threads())
-    return all(map(callable, calls)) and not is_prepared(unused) and profiler._is_profiler_enabled in (True, False)
+    return (
+        all(map(callable, calls))
+        and not is_prepared(unused)
+        and profiler._is_profiler_enabled in (True, False)
+    )
 
 
 def _fsdp2() -> bool:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
     group = _fsdp_param_group.FSDPParamGroup
-    used, unshard = (inspect.unwrap(each).__code__ for each in (group.post_backward, group.wait_for_unshard))
+    used, unshard = (
+        inspect.unwrap(each).__code__ for each in (group.post_backward, group.wait_for_unshard)
+    )
     return (
         {"record_function", "reduce_grads", "foreach_reduce"} <= set(used.co_names)
         and any(FSDP2_BEFORE_WAIT in str(each) for each in used.co_consts)
@@ -196,13 +229,14 @@ PRIVATE_NAMES = (
     PrivateName(
         MODULE_CALL,
         _module_call,
-        "modules have no times once another tool has replaced torch.nn.Module.__call__ and put it back",
+        "modules have no times once another tool has replaced torch.nn.Module.__call__ and put it"
+        " back",
     ),
     _callable("torch.autograd._engine_run_backward", "the backward pass is not timed"),
     _callable(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        "waiting at the end of the backward pass counts as backward, and slow ranks cannot be distinguished from "
-        "waiting ones",
+        "waiting at the end of the backward pass counts as backward, and slow ranks cannot be"
+        " distinguished from waiting ones",
     ),
     PrivateName(
         "torch.optim.Optimizer.profile_hook_step",
@@ -212,17 +246,27 @@ PRIVATE_NAMES = (
     PrivateName(
         RECOMPUTATION,
         _recomputation,
-        "recomputation is distinguished from the backward pass only where watched modules are run again",
+        "recomputation is distinguished from the backward pass only where watched modules are run"
+        " again",
     ),
     PrivateName(
         "torch._C.DisableTorchFunction",
         _no_torch_function,
-        "the user's own torch function modes and tensor classes see the hooks that are attached to tensors",
+        "the user's own torch function modes and tensor classes see the hooks that are attached to"
+        " tensors",
     ),
     _callable("torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"),
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
-    PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
-    PrivateName("torch._guards.TracingContext", _tracing_context, "backward passes of the compiler count as the job's"),
+    PrivateName(
+        "torch._C._distributed_c10d.Work.wait",
+        _work_wait,
+        "time blocked in collectives is not measured",
+    ),
+    PrivateName(
+        "torch._guards.TracingContext",
+        _tracing_context,
+        "backward passes of the compiler count as the job's",
+    ),
     PrivateName(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         _skip_code,
@@ -230,7 +274,9 @@ PRIVATE_NAMES = (
     ),
     PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
     _callable(DDP_BUFFERS, "a device's waiting for DDP's buffers counts as its own work"),
-    PrivateName(LOCAL_TENSOR, _local_tensor, "gradients that FSDP2 accumulates count as one micro-step"),
+    PrivateName(
+        LOCAL_TENSOR, _local_tensor, "gradients that FSDP2 accumulates count as one micro-step"
+    ),
     PrivateName(
         STREAM_HANDLE,
         _in_cuda_build("_cuda_getCurrentRawStream"),
@@ -244,14 +290,17 @@ PRIVATE_NAMES = (
     PrivateName(
         SNAPSHOT,
         _in_cuda_build("_cuda_memorySnapshot"),
-        "if a rank runs out of device memory, no table shows what held it; captures have no memory snapshot",
+        "if a rank runs out of device memory, no table shows what held it; captures have no memory"
+        " snapshot",
     ),
     PrivateName(
         "torch.cuda.memory._record_memory_history",
         _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
         "memory history is off, and tables of device memory have no stacks",
     ),
-    PrivateName(COMPILE_TIMES, _compile_times, "the report does not show how long torch.compile took"),
+    PrivateName(
+        COMPILE_TIMES, _compile_times, "the report does not show how long torch.compile took"
+    ),
     PrivateName(PROFILER, _profiler, "nothing is captured"),
     _callable(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),
 )
@@ -262,13 +311,20 @@ def module_call_function() -> Callable[..., Any]:
     """Return the function that each call of a module runs."""
     from torch.nn import Module
 
-    function: Callable[..., Any] = Module._wrapped_call_impl if works(MODULE_CALL) else Module.__call__
+    function: Callable[..., Any] = (
+        Module._wrapped_call_impl if works(MODULE_CALL) else Module.__call__
+    )
     return function
 
 
 def is_compiled(module: Any) -> bool:
-    """Return True if torch.compile(module) made this module, or module.compile() was called on it."""
-    return type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None
+    """Return True if torch.compile(module) made this module, or module.compile() was called
+    on it.
+    """
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or module.__dict__.get("_compiled_call_impl") is not None
+    )
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -279,7 +335,9 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def tracing_context() -> Callable[[], object]:
-    """Return a function whose result is None unless torch.compile is tracing on the calling thread."""
+    """Return a function whose result is None unless torch.compile is tracing on
+    the calling thread.
+    """
     if not works("torch._guards.TracingContext"):
         return lambda: None
     from torch._guards import TracingContext
@@ -289,7 +347,9 @@ def tracing_context() -> Callable[[], object]:
 
 
 def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
-    """Return a context manager that hides calls from the user's torch function modes and tensor subclasses."""
+    """Return a context manager that hides calls from the user's torch function modes and tensor
+    subclasses.
+    """
     if not works("torch._C.DisableTorchFunction"):
         return nullcontext
     import torch
@@ -304,18 +364,23 @@ def local_part(tensor: Any) -> Any:
 
 
 def steps_in_progress() -> list[int] | None:
-    """Return the ids of optimizers whose step() is running in the caller, innermost first; None if unknown."""
+    """Return the ids of optimizers whose step() is running in the caller, innermost first; None if
+    unknown.
+    """
     if not works("torch.optim.Optimizer.profile_hook_step"):
         return None
     return [
         id(frame.f_locals.get("self"))
         for frame, _ in traceback.walk_stack(sys._getframe(1))
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        if frame.f_code.co_name == "wrapper"
+        and frame.f_globals.get("__name__") == "torch.optim.optimizer"
     ]
 
 
 def current_stream_handle() -> Callable[[int], int] | None:
-    """Return the function that gives the handle of a CUDA device's current stream; None if torch lacks it."""
+    """Return the function that gives the handle of a CUDA device's current stream; None if torch
+    lacks it.
+    """
     if not works(STREAM_HANDLE):
         return None
     import torch
@@ -336,13 +401,17 @@ def compile_s() -> float | None:
 
 
 def compiled_autograd() -> bool:
-    """Return True if backward passes are compiled too. Gradient hooks would then become part of their graphs."""
+    """Return True if backward passes are compiled too.
+
+    Gradient hooks would then become part of their graphs.
+    """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def break_in_compiled_code(function: Any) -> Any:
-    """Let Dynamo break the graph at a call of `function`, as at the function of torch that it replaces.
+    """Let Dynamo break the graph at a call of `function`, as at the function of torch that it
+    replaces.
 
     Methods in C always break the graph.
     """
@@ -354,8 +423,8 @@ def break_in_compiled_code(function: Any) -> Any:
 def skip_our_code() -> None:
     """Let Dynamo skip all frames of this package.
 
-    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile every Python
-    function that runs there, including hooks and the functions that they call.
+    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile
+    every Python function that runs there, including hooks and the functions that they call.
     """
     if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
         return
@@ -366,7 +435,9 @@ def skip_our_code() -> None:
             for value in vars(module).values():
                 members = vars(value).values() if isinstance(value, type) else (value,)
                 for member in members:
-                    if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
+                    if isinstance(
+                        member, (types.FunctionType, staticmethod, classmethod, property)
+                    ):
                         function: Any = member.fget if isinstance(member, property) else member
                         function = inspect.unwrap(function)
                         code = getattr(function, "__code__", None)

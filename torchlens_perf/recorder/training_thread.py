@@ -1,7 +1,7 @@
 """Decide which thread a watch records when the user has several.
 
-Reading `parameter.grad` while another thread's backward pass writes it crashes the process. Hooks therefore ask this
-module before they read a tensor, count a pass or end a step.
+Reading `parameter.grad` while another thread's backward pass writes it crashes the process. Hooks
+therefore ask this module before they read a tensor, count a pass or end a step.
 """
 
 from __future__ import annotations
@@ -22,22 +22,38 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.recorder import Recorder
 
 _MOVED = (
-    "the steps run on another thread than the one that entered watch(): that thread is recorded after its first "
-    "forward pass"
+    "the steps run on another thread than the one that entered watch(): that thread is recorded"
+    " after its first forward pass"
 )
 _REPLACED = (
-    "the model runs on several threads, one after the other: the first forward pass on a new one is no part of its step"
+    "the model runs on several threads, one after the other: the first forward pass on a new one is"
+    " no part of its step"
 )
 _NOT_RECORDED = (
-    "other threads run models, train or call w.step() too: a watch records one thread, and their steps are not counted"
+    "other threads run models, train or call w.step() too: a watch records one thread, and their"
+    " steps are not counted"
 )
 _BUSY_INTERVAL_S = 0.01
 # A thread with only these packages on its stack has no work: it waits or returns a result.
-_POOLS = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "socket", "anyio"})
+_POOLS = frozenset(
+    {
+        "threading",
+        "queue",
+        "concurrent",
+        "multiprocessing",
+        "asyncio",
+        "selectors",
+        "socket",
+        "anyio",
+    }
+)
 
 
 class Work(enum.IntEnum):
-    """Kinds of work of a thread, in ascending order. The thread with the highest one is the training thread."""
+    """Kinds of work of a thread, in ascending order.
+
+    The thread with the highest one is the training thread.
+    """
 
     FORWARD = 1
     BACKWARD = 2
@@ -45,10 +61,12 @@ class Work(enum.IntEnum):
 
 
 class TrainingThread:
-    """Decides which thread is recorded: the one that entered the watch, unless another one does more of a step's work.
+    """Decides which thread is recorded: the one that entered the watch, unless another one does
+    more of a step's work.
 
-    A thread that only serves or waits for the training thread is replaced by it. A thread that has ended, or waits in
-    its pool for work, is replaced by any other. Of two threads that train at once, the first one stays.
+    A thread that only serves or waits for the training thread is replaced by it. A thread that has
+    ended, or waits in its pool for work, is replaced by any other. Of two threads that train at
+    once, the first one stays.
     """
 
     def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
@@ -61,18 +79,25 @@ class TrainingThread:
         # When the recorded thread was last seen working.
         self._busy_s = 0.0
         self.gradients = threading.RLock()
-        """Lock held while gradients are read, and while another thread announces its first backward pass."""
+        """Lock held while gradients are read, and while another thread announces its
+        first backward pass.
+        """
         self.reads_gradients = True
         """True while no other thread has run a backward pass. Valid while `gradients` is held."""
 
     def is_current(self) -> bool:
-        """Return True if the calling thread is the recorded one, or computes a device's part of its backward pass."""
+        """Return True if the calling thread is the recorded one, or computes a device's part of its
+        backward pass.
+        """
         if threading.get_ident() == self._ident:
             return True
         return self._recorder.backwards > 0 and is_autograds()
 
     def does(self, work: Work) -> bool:
-        """Note the work of the calling thread. Return True if it is recorded, which this call may change."""
+        """Note the work of the calling thread.
+
+        Return True if it is recorded, which this call may change.
+        """
         if threading.get_ident() == self._ident:
             if work > self._most:
                 self._most = work
@@ -82,7 +107,10 @@ class TrainingThread:
         return bool(self._take_over(work))
 
     def may_end_step(self) -> bool:
-        """Return True if w.step() on the calling thread ends a step. It does not on threads that are not recorded."""
+        """Return True if w.step() on the calling thread ends a step.
+
+        It does not on threads that are not recorded.
+        """
         if threading.get_ident() == self._ident or not getattr(self._elsewhere, "works", False):
             return True
         self._note(_NOT_RECORDED)
@@ -123,7 +151,10 @@ class TrainingThread:
         return False
 
     def _has_no_work(self) -> bool:
-        """Return True if the recorded thread has ended or waits in its pool. Reuse a negative result for a while."""
+        """Return True if the recorded thread has ended or waits in its pool.
+
+        Reuse a negative result for a while.
+        """
         now_s = time.monotonic()
         if now_s - self._busy_s < _BUSY_INTERVAL_S:
             return False

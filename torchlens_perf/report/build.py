@@ -107,13 +107,22 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         "quality": _quality(nodes, processes),
     }
     for rank in facts["ranks"]:
-        facts["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
+        facts["quality"]["notes"] += [
+            *memory_notes(rank),
+            *filter(None, [out_of_memory_note(rank)]),
+        ]
     facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
-    hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
+    hang = next(
+        (node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None
+    )
     by_device = facts["steps"]["by"] == DEVICE
     times = VerdictTimes(
         facts,
-        windows=None if grid is None else JudgedWindows(grid, judging.findings, _places(processes), by_device),
+        windows=(
+            None
+            if grid is None
+            else JudgedWindows(grid, judging.findings, _places(processes), by_device)
+        ),
         records=_records(nodes, facts["run"]),
         step_time=functools.partial(_step_time, processes, judged_windows),
         time=_utc,
@@ -143,7 +152,8 @@ def _records(nodes: list[NodeState], run: Run) -> FindingRecords:
 def _step_time(
     processes: dict[int, ProcessState], windows: dict[int, Windows], step: int, rank: int | None
 ) -> str | None:
-    """Return the time at which a step began on a rank, or on the first known rank if that one has no data here.
+    """Return the time at which a step began on a rank, or on the first known rank if that one has
+    no data here.
 
     The time is interpolated between the first steps of windows. After the last window it is
     extrapolated with the step duration of that window. Return None if there is no window.
@@ -161,7 +171,9 @@ def _step_time(
     return _utc(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
-def _location_names(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
+def _location_names(
+    each: JudgedVerdict, processes: dict[int, ProcessState]
+) -> dict[str, str] | None:
     """Return the names of a verdict's rank by host, scheduler, container and cloud.
 
     Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
@@ -187,8 +199,16 @@ def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
 
 
 def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:
-    started = [_unix_ns(p, p.statistics.started_ns) for p in processes.values() if p.statistics.started_ns is not None]
-    ended = [_unix_ns(p, p.statistics.ended_ns) for p in processes.values() if p.statistics.ended_ns is not None]
+    started = [
+        _unix_ns(p, p.statistics.started_ns)
+        for p in processes.values()
+        if p.statistics.started_ns is not None
+    ]
+    ended = [
+        _unix_ns(p, p.statistics.ended_ns)
+        for p in processes.values()
+        if p.statistics.ended_ns is not None
+    ]
     live = any(not process.ended for process in processes.values())
     died = sorted(rank for rank, process in processes.items() if process.ended == run_state.DIED)
     who = next((process.identity for process in processes.values()), None)
@@ -201,7 +221,11 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "started": _utc(min(started)) if started else None,
         "ended": None if live or not ended else _utc(max(ended)),
         "last_step_at": _utc(max(ended)) if ended else None,
-        "as_of": _utc(max(saved)) if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns]) else None,
+        "as_of": (
+            _utc(max(saved))
+            if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns])
+            else None
+        ),
         "total_steps": _total_steps(processes),
         "live": live,
         "state": run_state.run_state(live, died),
@@ -226,7 +250,11 @@ def _startup(processes: dict[int, ProcessState]) -> Startup | None:
                     "before_first_step_s": max(0, first_ns - began_ns) / 1e9,
                     "warm_up_s": process.statistics.warm_up.sum_ns / 1e9,
                     "compile_s": process.compile_s,
-                    "cpu_wait_s": None if process.start_cpu_wait_ns is None else process.start_cpu_wait_ns / 1e9,
+                    "cpu_wait_s": (
+                        None
+                        if process.start_cpu_wait_ns is None
+                        else process.start_cpu_wait_ns / 1e9
+                    ),
                     "interactive": process.interactive,
                 }
             )
@@ -245,7 +273,10 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
     their names in the run directory.
     """
     hosts = [host_of(node.host) for node in nodes]
-    return sorted(node.host if hosts.count(host) > 1 else host for node, host in zip(nodes, hosts, strict=True))
+    return sorted(
+        node.host if hosts.count(host) > 1 else host
+        for node, host in zip(nodes, hosts, strict=True)
+    )
 
 
 def _device(processes: dict[int, ProcessState]) -> str | None:
@@ -268,21 +299,33 @@ def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
 
 
 def _utc(unix_ns: int) -> str:
-    return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(
+        timespec="milliseconds"
+    )
 
 
-def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings) -> Steps:
-    """Return step times without the first WARM_UP_STEPS of each rank; `warm_up_max_s` describes those.
+def _steps(
+    processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings
+) -> Steps:
+    """Return step times without the first WARM_UP_STEPS of each rank; `warm_up_max_s` describes
+    those.
 
     windows: each rank's windows by the clock that it is judged by. If the host runs ahead of the
     device, host step times mislead: most steps last as long as issuing their kernels, and a step
     that synchronizes, for example to print a loss, includes the device time of all steps before it.
     """
     warm_up = merged(process.statistics.warm_up for process in processes.values())
-    by_device = bool(processes) and all(process.judged_by == DEVICE for process in processes.values())
-    of_each = [each.statistics.device.judged if by_device else each.statistics.step for each in processes.values()]
+    by_device = bool(processes) and all(
+        process.judged_by == DEVICE for process in processes.values()
+    )
+    of_each = [
+        each.statistics.device.judged if by_device else each.statistics.step
+        for each in processes.values()
+    ]
     return {
-        "count": max((process.statistics.counted_steps for process in processes.values()), default=0),
+        "count": max(
+            (process.statistics.counted_steps for process in processes.values()), default=0
+        ),
         "by": DEVICE if by_device else HOST,
         **distribution(merged(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
@@ -298,7 +341,9 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], find
 
 
 def _made_steps(process: ProcessState) -> int:
-    """Return the number of steps a rank made, recorded or not: its counter, or its records if the run was replayed."""
+    """Return the number of steps a rank made, recorded or not: its counter, or its records if the
+    run was replayed.
+    """
     newest = process.statistics.last_step
     return max(process.made_steps, 0 if newest is None else newest + 1)
 
@@ -323,7 +368,9 @@ def _is_inference(process: ProcessState) -> bool:
 
 
 def _trend(windows: dict[int, Windows]) -> Trend | None:
-    """Return the median step times of the first and the last third of the run; None for a short run."""
+    """Return the median step times of the first and the last third of the run; None for a short
+    run.
+    """
     usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
     if not usable:
         return None
@@ -375,7 +422,9 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
 
 
 def _cpu(process: ProcessState) -> CpuFacts | None:
-    """Return a rank's CPUs and their users, from the sidecar's samples and from the rank; None without data."""
+    """Return a rank's CPUs and their users, from the sidecar's samples and from the rank; None
+    without data.
+    """
     found = process.cpu_users
     if not found.cpus and not process.threads:
         return None
@@ -393,12 +442,19 @@ def _current_activity(process: ProcessState) -> RankNow | None:
     now = process.now
     if now is None or process.ended:
         return None
-    return {"step": now.step, "step_s": now.step_s, "inside": list(now.inside), "inside_s": now.inside_s}
+    return {
+        "step": now.step,
+        "step_s": now.step_s,
+        "inside": list(now.inside),
+        "inside_s": now.inside_s,
+    }
 
 
 def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
-    notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
+    notes = list(
+        dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes))
+    )
     for rank in sorted(processes):
         notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
     unwritten = sum(node.unwritten_records for node in nodes)
@@ -406,12 +462,21 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
     dropped_files = sum(node.telemetry.dropped_files for node in nodes)
     dropped_segments = sum(node.dropped_segments for node in nodes)
     notes += _count_notes(
-        (lost_samples, "samples of GPUs and ports could not be written to the run directory; totals include them"),
+        (
+            lost_samples,
+            (
+                "samples of GPUs and ports could not be written to the run directory; totals"
+                " include them"
+            ),
+        ),
         (dropped_files, f"oldest telemetry files {_REMOVED}; totals include their samples"),
         (dropped_segments, f"oldest segments of records {_REMOVED}; statistics include them"),
         (unwritten, "records could not be written to the run directory; statistics include them"),
     )
-    notes += [*python_tap_notes(nodes, processes.values()), *filter(None, [_missing_ranks(processes)])]
+    notes += [
+        *python_tap_notes(nodes, processes.values()),
+        *filter(None, [_missing_ranks(processes)]),
+    ]
     return {
         "records": sum(s.records for s in statistics),
         "lost": sum(s.lost for s in statistics) + unwritten,
@@ -424,12 +489,17 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
 
 
 def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
-    """Return this tool's share of the step time: the measured time of its hooks, plus MARK_NS for each record.
+    """Return this tool's share of the step time: the measured time of its hooks, plus MARK_NS for
+    each record.
 
-    Warm-up steps are left out if there are others: a step that compiles for a minute would hide the cost.
+    Warm-up steps are left out if there are others: a step that compiles for a minute would hide the
+    cost.
     """
     statistics = [process.statistics for process in processes.values()]
-    steps, warm_up = merged(each.step for each in statistics), merged(each.warm_up for each in statistics)
+    steps, warm_up = (
+        merged(each.step for each in statistics),
+        merged(each.warm_up for each in statistics),
+    )
     taken = steps if steps.count else warm_up
     if not taken.sum_ns:
         return None
@@ -453,15 +523,23 @@ def _rank_notes(process: ProcessState) -> list[str]:
     if process.names_lost:
         notes.append(f"{about}more distinct names than fit; the surplus is shown as (other)")
     notes += _count_notes(
-        (process.statistics.lost, "records were overwritten before they were read; raise ring_records"),
+        (
+            process.statistics.lost,
+            "records were overwritten before they were read; raise ring_records",
+        ),
         (process.unbalanced, "spans never ended (an exception in the optimizer, or tasks)"),
         (process.too_deep, f"spans nested deeper than {MAX_FRAMES} levels were not recorded"),
-        (process.internal_errors, "internal errors were caught and did not affect training; see the rank's log"),
+        (
+            process.internal_errors,
+            "internal errors were caught and did not affect training; see the rank's log",
+        ),
         *device_losses(process),
         about=about,
     )
     if not process.native:
-        notes.append("recorded by the Python recorder instead of the native one: see torchlens-perf doctor")
+        notes.append(
+            "recorded by the Python recorder instead of the native one: see torchlens-perf doctor"
+        )
     return notes
 
 

@@ -30,7 +30,10 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
             outcome = capture_files.outcome(run.captures, request, rank)
             if outcome is None:
                 continue
-            first, folder = outcome.first_step, capture_files.rank_folder(run.captures, request.id, rank)
+            first, folder = (
+                outcome.first_step,
+                capture_files.rank_folder(run.captures, request.id, rank),
+            )
             rows.append(
                 {
                     "id": request.id,
@@ -38,7 +41,9 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
                     "attempt": request.attempt,
                     "rank": rank,
                     "first_step": first if outcome.steps else None,
-                    "last_step": first + outcome.steps - 1 if first is not None and outcome.steps else None,
+                    "last_step": first + outcome.steps - 1
+                    if first is not None and outcome.steps
+                    else None,
                     "ended": outcome.ended,
                     "paused_s": outcome.paused_s,
                     "files": {

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.collectives.channel import Counts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import GroupKey, Waits, cannot_tell, semantics_of
-from torchlens_perf.analysis.collectives.statistics import TOTALS, OperationStatistics, merged_operations
+from torchlens_perf.analysis.collectives.statistics import (
+    TOTALS,
+    OperationStatistics,
+    merged_operations,
+)
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.run.rank_ranges import ranges
 
@@ -30,9 +34,10 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     joins: one per node, see newest_joins().
 
     - `count` and `bytes` are sums over the records of all ranks.
-    - `joined` counts operations that were compared between ranks. If `joined_whole` is false, each node compared only
-      its own ranks, so the last rank to arrive is not known.
-    - `groups_operations` counts the outcomes of all operations of the row's group, not only of this row.
+    - `joined` counts operations that were compared between ranks. If `joined_whole` is false, each
+      node compared only its own ranks, so the last rank to arrive is not known.
+    - `groups_operations` counts the outcomes of all operations of the row's group, not only of this
+      row.
     - Times are in seconds, bandwidths in bytes per second. A value that is not known is null.
     """
     nodes = list(joins)
@@ -44,7 +49,9 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
         _row(each, counts, whole=any(node.has_all(each.key.members) for node in nodes))
         for each in merged_operations([node.operations() for node in nodes])
     ]
-    return sorted(rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"]))
+    return sorted(
+        rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"])
+    )
 
 
 def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
@@ -55,16 +62,24 @@ def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
     """
     counts: dict[int, list[int]] = {}
     for row in rows:
-        if row["joined_whole"] and row["joined"] and semantics_of(row["operation"]).waits is Waits.ALL:
+        if (
+            row["joined_whole"]
+            and row["joined"]
+            and semantics_of(row["operation"]).waits is Waits.ALL
+        ):
             for rank, values in row["by_rank"].items():
                 count = counts.setdefault(int(rank), [0, 0])
                 count[0] += int(values["last"])
                 count[1] += row["joined"]
-    return {rank: {"count": last, "joined": of, "share": last / of} for rank, (last, of) in counts.items()}
+    return {
+        rank: {"count": last, "joined": of, "share": last / of}
+        for rank, (last, of) in counts.items()
+    }
 
 
 def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
-    """Return notes on nodes that recorded collectives from Python, and on the prospects of the native tap there.
+    """Return notes on nodes that recorded collectives from Python, and on the prospects of the
+    native tap there.
 
     processes: the processes of the reported attempt.
     """
@@ -74,11 +89,16 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
         if process.missing_tap and process.groups
     }
     outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
-    means = "collectives were recorded from Python: about 50 us each, without end times of asynchronous ones"
+    means = (
+        "collectives were recorded from Python: about 50 us each, without end times of asynchronous"
+        " ones"
+    )
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
 
-def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> Collective:
+def _row(
+    statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool
+) -> Collective:
     """Return one row.
 
     whole: one node has all ranks of the operation; otherwise each node compared its own ranks.
@@ -88,11 +108,15 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
     by_rank = statistics.totals()
     counted = counts.get((key.group, key.pair), Counts())
     seen = sorted({*statistics.ranks, *by_rank})
-    lags_ns = {rank: row["exposed_lag_ns"] + row["overlapped_lag_ns"] for rank, row in by_rank.items()}
+    lags_ns = {
+        rank: row["exposed_lag_ns"] + row["overlapped_lag_ns"] for rank, row in by_rank.items()
+    }
     slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
     if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
-    if slowest is not None and is_chance(by_rank[slowest]["last"], statistics.joined, lags_ns, slowest):
+    if slowest is not None and is_chance(
+        by_rank[slowest]["last"], statistics.joined, lags_ns, slowest
+    ):
         slowest = None
     return {
         "operation": key.operation,
@@ -119,7 +143,9 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
         "busbw": bandwidth[1] if bandwidth else None,
         "slowest_rank": slowest,
         "by_rank": {
-            str(rank): {_unit(name): value / 1e9 if name in _TIMES else value for name, value in row.items()}
+            str(rank): {
+                _unit(name): value / 1e9 if name in _TIMES else value for name, value in row.items()
+            }
             for rank, row in by_rank.items()
         },
         "groups_operations": dataclasses.asdict(counted),
@@ -136,7 +162,9 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
 
 
 def is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
-    """Return True if a rank is last about as often as chance predicts, and does not have most of the lag."""
+    """Return True if a rank is last about as often as chance predicts, and does not have most of
+    the lag.
+    """
     even = 1 / max(2, len(lags_ns))
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
     most = lags_ns[rank] >= (1 + even) / 2 * sum(lags_ns.values())

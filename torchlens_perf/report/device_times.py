@@ -14,15 +14,26 @@ if TYPE_CHECKING:
 
 # Reasons for missing device marks, by the names of the counters in hooks/on_device/sections.py.
 _NOT_TIMED = {
-    "captured": "device marks were left out while a CUDA graph was captured; phases of its replays are not timed",
-    "skipped": "device marks were left out, because the device was too far behind or failed, or its clock could not "
-    "be anchored",
-    "crowded": "device marks were left out, because too many earlier marks were unread: steps have many waits, and the "
-    "device is several steps behind",
-    "aside": "steps are not judged by device time, because their forward or backward pass ran and waited on another "
-    "stream than the step's own",
-    "open_ended": "device stalls are not known, because they were interrupted, or the backward pass did not report "
-    "when its computation ended, as in compiled passes",
+    "captured": (
+        "device marks were left out while a CUDA graph was captured; phases of its replays are not"
+        " timed"
+    ),
+    "skipped": (
+        "device marks were left out, because the device was too far behind or failed, or its clock"
+        " could not be anchored"
+    ),
+    "crowded": (
+        "device marks were left out, because too many earlier marks were unread: steps have many"
+        " waits, and the device is several steps behind"
+    ),
+    "aside": (
+        "steps are not judged by device time, because their forward or backward pass ran and waited"
+        " on another stream than the step's own"
+    ),
+    "open_ended": (
+        "device stalls are not known, because they were interrupted, or the backward pass did not"
+        " report when its computation ended, as in compiled passes"
+    ),
     "unread": "device times were not known when the watch ended",
 }
 
@@ -35,7 +46,10 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
     device = process.statistics.device
     if not device.steps:
         return None
-    error_ns, typical = process.device.get("error_ns"), classify([process.statistics.device_mix]).typical
+    error_ns, typical = (
+        process.device.get("error_ns"),
+        classify([process.statistics.device_mix]).typical,
+    )
     return {
         "clock": process.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
@@ -50,7 +64,9 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
             if phase != "step"
         },
         "work_s": distribution(device.work) if device.judged.count else None,
-        "parts": {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts},
+        "parts": (
+            {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts}
+        ),
         "behind_s": distribution(device.behind),
         "caught_up": device.caught_up_share,
     }
@@ -70,12 +86,19 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
         for name, sketch in statistics.device.modules.items()
         if sketch.count and name in statistics.modules
     }
-    # If there is one root module, it contains all others, though their names do not begin with its name.
+    # If there is one root module, it contains all others, though their names do not begin with its
+    # name.
     only_root = process.root_modules[0] if len(process.root_modules) == 1 else None
     own_s = {}
     for name, seconds in whole_s.items():
-        inside = [each for each in whole_s if each != name and (name == only_root or each.startswith(f"{name}."))]
-        nearest = [each for each in inside if not any(each.startswith(f"{other}.") for other in inside)]
+        inside = [
+            each
+            for each in whole_s
+            if each != name and (name == only_root or each.startswith(f"{name}."))
+        ]
+        nearest = [
+            each for each in inside if not any(each.startswith(f"{other}.") for other in inside)
+        ]
         own_s[name] = max(0.0, seconds - sum(whole_s[each] for each in nearest))
     return own_s
 
@@ -87,12 +110,19 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     is the last window of all ranks, if ranks were merged on the device.
     """
     rows: list[DeviceSection] = []
-    for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
+    for name in dict.fromkeys(
+        name for process in processes.values() for name in process.statistics.device.stamped
+    ):
         stamped = {rank: process.statistics.device.stamped for rank, process in processes.items()}
         calls = {rank: sketches[name] for rank, sketches in stamped.items() if name in sketches}
         whole = merged(calls.values())
         over_all = next(
-            (p.statistics.device.merged[name] for p in processes.values() if name in p.statistics.device.merged), None
+            (
+                p.statistics.device.merged[name]
+                for p in processes.values()
+                if name in p.statistics.device.merged
+            ),
+            None,
         )
         rows.append(
             {
@@ -111,6 +141,9 @@ def device_losses(process: ProcessState) -> list[tuple[object, str]]:
     device = process.statistics.device
     return [
         (device.stamped_lost, "times of device sections were overwritten"),
-        (device.stray_records, "records of device sections belong to incomplete windows and were dropped"),
+        (
+            device.stray_records,
+            "records of device sections belong to incomplete windows and were dropped",
+        ),
         *((process.device.get(field, 0), reason) for field, reason in _NOT_TIMED.items()),
     ]

@@ -26,12 +26,18 @@ _GROWN = (
 
 
 def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list[Gpu]:
-    """Return the sampled GPUs in the order of their ranks, with means, maxima and growth; None: not measured."""
+    """Return the sampled GPUs in the order of their ranks, with means, maxima and growth; None: not
+    measured.
+    """
     rows: list[Gpu] = []
     for node in nodes:
         telemetry = node.telemetry
         for uuid, totals in telemetry.gpus.items():
-            ranks = [rank for rank in sorted(processes) if uuid in [gpu["uuid"] for gpu in processes[rank].gpus]]
+            ranks = [
+                rank
+                for rank in sorted(processes)
+                if uuid in [gpu["uuid"] for gpu in processes[rank].gpus]
+            ]
             known = telemetry.facts.get(uuid)
             row = {
                 "uuid": uuid,
@@ -49,7 +55,10 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "power_max_w": totals.most.get("power_w"),
                 "throttled": totals.throttled(),
                 **{name: totals.grown.get(name) for name in _GROWN},
-                **{name: totals.last.get(name) for name in ("last_xid", "remapping_pending", "recovery_action")},
+                **{
+                    name: totals.last.get(name)
+                    for name in ("last_xid", "remapping_pending", "recovery_action")
+                },
                 "signals": totals.signals(),
             }
             rows.append(cast("Gpu", row))
@@ -69,7 +78,9 @@ def link_rows(nodes: list[NodeState]) -> list[Link]:
                     "rate_bits": totals.rate_bits,
                     "samples": totals.samples,
                     "measured_s": totals.measured_ns / 1e9,
-                    "errors": {kind: totals.grown[kind] for kind in LINK_ERRORS if totals.grown.get(kind)},
+                    "errors": {
+                        kind: totals.grown[kind] for kind in LINK_ERRORS if totals.grown.get(kind)
+                    },
                     "signals": totals.signals(),
                 }
             )

@@ -1,4 +1,6 @@
-"""The heat map of ranks and steps: how much more compute time each rank had than the others, by window."""
+"""The heat map of ranks and steps: how much more compute time each rank had than the others, by
+window.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,20 @@ TAGS = {
 }  # fmt: skip
 
 
-def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Placement]) -> Heat | None:
-    """Return the report's `heat`: excess compute time by rank and window. All ranks have the same windows.
+def heat(
+    windows: RunWindows | None, findings: Findings, places: Mapping[int, Placement]
+) -> Heat | None:
+    """Return the report's `heat`: excess compute time by rank and window. All ranks have the same
+    windows.
 
     Return None if no two ranks can be compared, or if devices hide the delays of their hosts: a
     rank that waits for others then has little work by its device's clock.
 
-    - `excess`: a rank's work in a window relative to the median of the other ranks in its population, minus 1. It is
-      null if the rank, or all other ranks, have no comparable work in the window.
-    - `slow`: pairs of first step and end step of the rank's straggler episodes; the end is null if it is still slow.
+    - `excess`: a rank's work in a window relative to the median of the other ranks in its
+      population, minus 1. It is null if the rank, or all other ranks, have no comparable work in
+      the window.
+    - `slow`: pairs of first step and end step of the rank's straggler episodes; the end is null if
+      it is still slow.
     - `tags`: for each window, other activity of any rank in it.
     """
     if windows is None or any(each.own and each.own.is_hidden for each in findings.usual):
@@ -37,7 +44,10 @@ def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Pl
     if len(set(populations)) == len(populations):
         return None
     excess = window_excess(windows, places)
-    rounded = [[round(value, 4) if value == value else None for value in values] for values in excess.tolist()]
+    rounded = [
+        [round(value, 4) if value == value else None for value in values]
+        for values in excess.tolist()
+    ]
     slow = defaultdict(list)
     for episode in sorted(findings.episodes, key=lambda episode: episode.since_step):
         slow[episode.rank].append([episode.since_step, episode.until_step])
@@ -46,6 +56,7 @@ def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Pl
         "first_steps": windows.first_steps.tolist(),
         "tags": [[name for name, flag in TAGS.items() if found & flag] for found in windows.tags],
         "ranks": [
-            {"rank": rank, "excess": row, "slow": slow[rank]} for rank, row in zip(windows.ranks, rounded, strict=True)
+            {"rank": rank, "excess": row, "slow": slow[rank]}
+            for rank, row in zip(windows.ranks, rounded, strict=True)
         ],
     }

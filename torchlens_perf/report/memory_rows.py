@@ -52,8 +52,14 @@ def _device(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | N
 
 
 def _retries(memory: MemoryStatistics) -> Retries | None:
-    """Return the allocator retries of the last steps; None if there were none or they were not counted."""
-    counted = [(each.step, each.alloc_retries) for each in memory.readings if each.alloc_retries is not None]
+    """Return the allocator retries of the last steps; None if there were none or they were not
+    counted.
+    """
+    counted = [
+        (each.step, each.alloc_retries)
+        for each in memory.readings
+        if each.alloc_retries is not None
+    ]
     recent = [each for each in counted if each[0] >= counted[-1][0] - _LAST_STEPS]
     if len(recent) < 2 or recent[-1][1] == recent[0][1]:
         return None
@@ -70,18 +76,19 @@ def memory_notes(rank: Rank) -> list[str]:
     if device is not None and device["retries_in"] is not None:
         retries = device["retries_in"]
         notes.append(
-            f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last {retries['steps']} steps: at "
-            "each, the allocator gives its cache back and waits for the device; next: "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True, or a smaller batch"
+            f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last"
+            f" {retries['steps']} steps: at each, the allocator gives its cache back and waits for"
+            " the device; next: PYTORCH_ALLOC_CONF=expandable_segments:True, or a smaller batch"
         )
     if growth is not None:
         above = growth["above_bytes"]
         peak = f"peaks {amount(above, 'B')} higher within steps, " if above else ""
         notes.append(
-            f"rank {rank['rank']}: allocated memory grows by {amount(growth['bytes_per_step'], 'B')} a step over steps "
-            f"{growth['since_step']} to {growth['until_step']}{_share_now(device)}, {peak}"
-            f"and would fill the device at step {growth['full_at_step']}; next: look for tensors that are kept "
-            "from step to step, such as losses without .item() or .detach()"
+            f"rank {rank['rank']}: allocated memory grows by"
+            f" {amount(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
+            f" {growth['until_step']}{_share_now(device)}, {peak}and would fill the device at step"
+            f" {growth['full_at_step']}; next: look for tensors that are kept from step to step,"
+            " such as losses without .item() or .detach()"
         )
     return notes
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
-    """Return all timed modules, most own time first: device time if it was measured, else forward time.
+    """Return all timed modules, most own time first: device time if it was measured, else forward
+    time.
 
     `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median
     backward time in the sampled steps, with the modules inside it. `device_own_by_rank`: each
@@ -28,26 +29,36 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
         calls = _by_rank(processes, "modules", name)
         backwards = _by_rank(processes, "module_backwards", name)
         whole, backward = merged(calls.values()), merged(backwards.values())
-        device = merged(process.statistics.device.modules.get(name, Sketch()) for process in processes.values())
+        device = merged(
+            process.statistics.device.modules.get(name, Sketch()) for process in processes.values()
+        )
         by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
         own_on_device = {str(rank): own[name] for rank, own in on_device_s.items() if name in own}
         rows.append(
             {
                 "name": name,
                 "is_root": any(name in process.root_modules for process in processes.values()),
-                "has_untimed": any(name in process.unopened_modules for process in processes.values()),
+                "has_untimed": any(
+                    name in process.unopened_modules for process in processes.values()
+                ),
                 "calls": whole.count,
                 "own_s": distribution(whole),
                 "own_s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
                 "backward_s": distribution(backward) if backward.count else None,
-                "backward_by_rank": {str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()},
+                "backward_by_rank": {
+                    str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()
+                },
                 "device_s": distribution(device) if device.count else None,
-                "device_own_s_per_step": sum(own_on_device.values()) / len(own_on_device) if own_on_device else None,
+                "device_own_s_per_step": (
+                    sum(own_on_device.values()) / len(own_on_device) if own_on_device else None
+                ),
                 "device_own_by_rank": own_on_device,
             }
         )
-    return sorted(rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"]))
+    return sorted(
+        rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"])
+    )
 
 
 def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
@@ -71,8 +82,13 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
         calls = _by_rank(processes, "sections", name)
         whole = merged(calls.values())
         whole_ns[name] = whole.sum_ns
-        device = merged(process.statistics.device.sections.get(name, Sketch()) for process in processes.values())
-        by_rank = {str(rank): alike[rank].sections.get(name, 0) / 1e9 / max(1, alike[rank].steps) for rank in calls}
+        device = merged(
+            process.statistics.device.sections.get(name, Sketch()) for process in processes.values()
+        )
+        by_rank = {
+            str(rank): alike[rank].sections.get(name, 0) / 1e9 / max(1, alike[rank].steps)
+            for rank in calls
+        }
         counted = [each.statistics for each in processes.values() if each.statistics.usual_steps]
         host_s = [each.section_host_ns(name) / 1e9 for each in counted]
         rows.append(
@@ -95,4 +111,8 @@ def _by_rank(processes: dict[int, ProcessState], table: str, name: str) -> dict[
 
 
 def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
-    return list(dict.fromkeys(name for each in processes.values() for name in getattr(each.statistics, table)))
+    return list(
+        dict.fromkeys(
+            name for each in processes.values() for name in getattr(each.statistics, table)
+        )
+    )

@@ -40,10 +40,18 @@ def schema() -> dict[str, Any]:
     )
     refs = dict(zip(classes, evidence, strict=True))
     kinds = [
-        {"properties": {"kind": {"const": kind}, "evidence": {"anyOf": [refs[each] for each in of_kind]}}}
+        {
+            "properties": {
+                "kind": {"const": kind},
+                "evidence": {"anyOf": [refs[each] for each in of_kind]},
+            }
+        }
         for kind, of_kind in EVIDENCE.items()
     ]
-    definitions["VerdictRow"] = {**_with(definitions.pop("VerdictFacts"), VerdictRow, evidence={}), "anyOf": kinds}
+    definitions["VerdictRow"] = {
+        **_with(definitions.pop("VerdictFacts"), VerdictRow, evidence={}),
+        "anyOf": kinds,
+    }
     rows = {"type": "array", "items": {"$ref": "#/$defs/VerdictRow"}}
     report = _with(definitions.pop("Facts"), Report, verdicts=rows)
     return {"$ref": "#/$defs/Report", "$defs": {"Report": report, **definitions}}

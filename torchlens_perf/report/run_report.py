@@ -1,4 +1,6 @@
-"""The report on a run directory, for the command line and for the sidecar, which writes it for rank 0."""
+"""The report on a run directory, for the command line and for the sidecar, which writes it for rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def report_and_states(
     return report_of(run, node_state.load_all(run, unusable, advanced), unusable)
 
 
-def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
+def report_of(
+    run: RunDirectory, states: list[NodeState], unusable: Sequence[str]
+) -> tuple[Report, list[NodeState]]:
     """Return the report and the usable states of already loaded ones.
 
     unusable: the reason for each unloadable file.

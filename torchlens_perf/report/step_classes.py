@@ -23,7 +23,10 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
 
     Counts and times are means over the ranks.
     """
-    mixes = {each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix for each in processes}
+    mixes = {
+        each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix
+        for each in processes
+    }
     found, waits, all_ranks = classify(list(mixes.values())), Waits(mixes), list(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
@@ -51,7 +54,10 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
             for each in classes
         ]
 
-    long, short = [_of_job(each, found.total_ns / 1e9) for each in _joined_stalls(rows(found.long))], rows(found.short)
+    long, short = (
+        [_of_job(each, found.total_ns / 1e9) for each in _joined_stalls(rows(found.long))],
+        rows(found.short),
+    )
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
         "total_s": found.total_ns / 1e9,
@@ -64,7 +70,8 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
 
 
 def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
-    """Join rows that describe one stall: the steps of the stalled rank and of the ranks that waited for it.
+    """Join rows that describe one stall: the steps of the stalled rank and of the ranks that waited
+    for it.
 
     Return the costliest row first.
     """
@@ -83,7 +90,9 @@ def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
 
 
 def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
-    """Return the row with the time that the whole job lost: if one rank stalls, all ranks wait in that step."""
+    """Return the row with the time that the whole job lost: if one rank stalls, all ranks wait in
+    that step.
+    """
     if row["waited_for"] is None or row["kinds"]:
         return row
     total_s = max(row["total_s"], row["count"] * row["more_s"])
@@ -95,7 +104,12 @@ def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
 
     Rows list only their newest steps.
     """
-    if row["waited_for"] is None or row["waited_for"] != other["waited_for"] or row["kinds"] or other["kinds"]:
+    if (
+        row["waited_for"] is None
+        or row["waited_for"] != other["waited_for"]
+        or row["kinds"]
+        or other["kinds"]
+    ):
         return False
     steps, others = set(row["steps"]), set(other["steps"])
     return 2 * len(steps & others) > min(len(steps), len(others))
@@ -119,14 +133,22 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
         "s": typical.duration_ns / 1e9,
         "own_s": own_s,
         "work_s": None if lack_s is None else own_s - sum(lack_s.values()),
-        "parts": {part: typical.parts_ns[part] / 1e9 for part in PARTS if statistics.parts[part].max_ns > 0},
+        "parts": {
+            part: typical.parts_ns[part] / 1e9
+            for part in PARTS
+            if statistics.parts[part].max_ns > 0
+        },
         "lack_of_cpu": lack_s,
     }
 
 
 def own_step(findings: Findings) -> OwnStep | None:
     """Return the largest own time of all populations; None if it is not known."""
-    own = max((each.own for each in findings.usual if each.own), key=lambda own: sum(own.parts_ns), default=None)
+    own = max(
+        (each.own for each in findings.usual if each.own),
+        key=lambda own: sum(own.parts_ns),
+        default=None,
+    )
     if own is None:
         return None
     parts = {part: part_ns / 1e9 for part, part_ns in zip(OWN_PARTS, own.parts_ns, strict=True)}
@@ -141,11 +163,15 @@ def own_step(findings: Findings) -> OwnStep | None:
 def other_threads(statistics: RankStatistics) -> dict[str, float]:
     """Return the seconds per step of phases that ran on threads other than the recorded one."""
     steps = max(1, statistics.step.count)
-    return {phase: total_ns / 1e9 / steps for phase, total_ns in statistics.other_threads_ns.items()}
+    return {
+        phase: total_ns / 1e9 / steps for phase, total_ns in statistics.other_threads_ns.items()
+    }
 
 
 def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
-    """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of all steps."""
+    """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of
+    all steps.
+    """
     return {
         part: {
             "typical_s": typical_s,

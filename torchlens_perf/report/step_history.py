@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
 
 def step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
-    """Return the report's `history`, in windows like those of `heat`; None if only warm-up steps are known."""
+    """Return the report's `history`, in windows like those of `heat`; None if only warm-up steps
+    are known.
+    """
     warm = {rank: each.first_step >= (each.warm_from or 0) for rank, each in windows.items()}
     of_ranks = {rank: windows[rank] for rank, rows in warm.items() if rows.any()}
     if not of_ranks:
         return None
     width, first, columns = grid(list(of_ranks.values()))
     means_ns = [
-        column_means(each.duration_ns[warm[rank], None], (each.first_step[warm[rank]] - first) // width, columns)
+        column_means(
+            each.duration_ns[warm[rank], None],
+            (each.first_step[warm[rank]] - first) // width,
+            columns,
+        )
         for rank, each in of_ranks.items()
     ]
     step_s = np.concatenate(means_ns, axis=1).T / 1e9

@@ -1,4 +1,6 @@
-"""Find the rank that all others waited for in long steps, by comparing the parts of each rank's step. Pure."""
+"""Find the rank that all others waited for in long steps, by comparing the parts of each rank's
+step. Pure.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Waits:
         self._typical: dict[int, TypicalStep | None] = {}
 
     def waited_for(self, steps: Sequence[int], more_ns: float) -> WaitedFor | None:
-        """Return the rank that all others waited for in all of these steps; None if the ranks differ between steps.
+        """Return the rank that all others waited for in all of these steps; None if the ranks
+        differ between steps.
 
         more_ns: additional time of these steps over the typical step.
         """
@@ -67,7 +70,9 @@ class Waits:
         return busy[0] if len(busy) == 1 else None
 
     def _bin(self, step: int, rank: int) -> Bin | None:
-        """Return the bin of a rank's steps that includes this step; None if its number was dropped."""
+        """Return the bin of a rank's steps that includes this step; None if its
+        number was dropped.
+        """
         return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
 
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
@@ -78,7 +83,9 @@ class Waits:
         return float(its.ready_ns.sum()) / its.measured >= _MIN_SHARE * more_ns
 
     def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
-        """Return each part's additional time in ns, compared with the rank's typical step; None if it is not known."""
+        """Return each part's additional time in ns, compared with the rank's typical step; None if
+        it is not known.
+        """
         its = self._bin(step, rank)
         if its is None:
             return None
@@ -87,4 +94,6 @@ class Waits:
         typical = self._typical[rank]
         if typical is None:
             return None
-        return np.asarray(its.parts_ns / its.count - np.array([typical.parts_ns[part] for part in PARTS]))
+        return np.asarray(
+            its.parts_ns / its.count - np.array([typical.parts_ns[part] for part in PARTS])
+        )

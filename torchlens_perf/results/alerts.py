@@ -1,7 +1,8 @@
 """w.on_verdict(): call the user's callbacks with the sidecar's alerts, at the ends of steps.
 
-The sidecar writes its newest alerts into a file next to the ring. At the end of a step, at most every 50 ms, the
-training thread reads that file's size and time, which is one system call (docs/internals/performance.md).
+The sidecar writes its newest alerts into a file next to the ring. At the end of a step, at most
+every 50 ms, the training thread reads that file's size and time, which is one system call
+(docs/internals/performance.md).
 """
 
 from __future__ import annotations
@@ -55,13 +56,26 @@ class Alerts:
                 self._known.add(row["id"])
                 began_ns = time.monotonic_ns()
                 try:
-                    self._call(Alert(**{**row, "ranks": tuple(row["ranks"]), "because": tuple(row["because"])}))
+                    self._call(
+                        Alert(
+                            **{
+                                **row,
+                                "ranks": tuple(row["ranks"]),
+                                "because": tuple(row["because"]),
+                            }
+                        )
+                    )
                 finally:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
     def _call(self, alert: Alert) -> None:
-        """Call one callback. Its first exception is logged; it is called again for the next alert."""
+        """Call one callback.
+
+        Its first exception is logged; it is called again for the next alert.
+        """
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__qualname__", type(callback).__name__)
-            with self._guards.setdefault(id(callback), users_code(name, "a callback of on_verdict()")):
+            with self._guards.setdefault(
+                id(callback), users_code(name, "a callback of on_verdict()")
+            ):
                 callback(alert)

@@ -63,7 +63,10 @@ def nothing(why: str) -> Results:
 
 
 def parsed(text: str) -> Results:
-    """Decode the results that page/notebook.py writes. Other text reports a failure and is shown unchanged."""
+    """Decode the results that page/notebook.py writes.
+
+    Other text reports a failure and is shown unchanged.
+    """
     try:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
@@ -72,7 +75,10 @@ def parsed(text: str) -> Results:
 
 
 def results(recorded: RunHandle) -> Results:
-    """Return the current results after at most ANSWER_TIMEOUT_S and child.TIMEOUT_S. Raise no internal errors."""
+    """Return the current results after at most ANSWER_TIMEOUT_S and child.TIMEOUT_S.
+
+    Raise no internal errors.
+    """
     run, session = recorded.run, recorded.session
     if run is None:
         return nothing(recorded.missing)
@@ -92,12 +98,18 @@ def results(recorded: RunHandle) -> Results:
 
 
 def ask(recorded: RunHandle, question: str) -> str | None:
-    """Return the sidecar's answer, or None after a timeout. A sidecar that was killed is started again."""
+    """Return the sidecar's answer, or None after a timeout.
+
+    A sidecar that was killed is started again.
+    """
     run, session = recorded.run, recorded.session
     if run is None or session is None or not recorded.has_sidecar:
         return None
     with guard("asking the sidecar"):
-        box, deadline_s = Mailbox(session.ring_path, ANSWER, question), time.monotonic() + ANSWER_TIMEOUT_S
+        box, deadline_s = (
+            Mailbox(session.ring_path, ANSWER, question),
+            time.monotonic() + ANSWER_TIMEOUT_S,
+        )
         try:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
@@ -125,7 +137,9 @@ def wait_until_written(run: RunDirectory) -> None:
 
 @contextmanager
 def own_work(session: Session | None) -> Iterator[None]:
-    """Context for work that the user requests on the training thread: its time counts as the tool's, not the step's."""
+    """Context for work that the user requests on the training thread: its time counts as the
+    tool's, not the step's.
+    """
     if session is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,6 @@
-"""Run a command of this package in a child process and return its output, so that training imports no analysis."""
+"""Run a command of this package in a child process and return its output, so that training imports
+no analysis.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ TIMEOUT_S = 60.0  # Three times the duration of a report on 4096 ranks.
 def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """Run `torchlens-perf ARGUMENTS` and return its stdout. End the process after TIMEOUT_S.
 
-    Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with its message.
+    Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with
+    its message.
     """
     command = children.command(*arguments)
     try:
@@ -29,12 +32,15 @@ def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise RunStoreError(f"torchlens-perf {arguments[0]} took longer than {timeout_s:g} s") from None
+        raise RunStoreError(
+            f"torchlens-perf {arguments[0]} took longer than {timeout_s:g} s"
+        ) from None
     except OSError as error:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise RunStoreError(
-            printable(said).removeprefix("torchlens-perf: ") or f"torchlens-perf ended with {done.returncode}"
+            printable(said).removeprefix("torchlens-perf: ")
+            or f"torchlens-perf ended with {done.returncode}"
         )
     return done.stdout

@@ -1,8 +1,8 @@
 """w.log_to(): write step figures and verdicts into the user's own logger.
 
-The sidecar keeps sums over this rank's steps in a file next to the ring. At the end of a step, at most every 50 ms, the
-training thread reads that file's size and time, and reads its content only when a row is due. This module uses no
-thread, socket or device; the user's logger may.
+The sidecar keeps sums over this rank's steps in a file next to the ring. At the end of a step, at
+most every 50 ms, the training thread reads that file's size and time, and reads its content only
+when a row is due. This module uses no thread, socket or device; the user's logger may.
 """
 
 from __future__ import annotations
@@ -40,10 +40,16 @@ class Asked(NamedTuple):
 
 def checked(value: object, every_s: float, step: Callable[[], int] | None) -> Asked:
     """Return the checked arguments of log_to(). Raise ConfigError for an invalid one."""
-    if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not 0 <= every_s < float("inf"):
+    if (
+        isinstance(every_s, bool)
+        or not isinstance(every_s, (int, float))
+        or not 0 <= every_s < float("inf")
+    ):
         raise ConfigError(f"every_s={every_s!r}: must be a number of seconds")
     if step is not None and not callable(step):
-        raise ConfigError(f"step={step!r}: must be a function without arguments, which returns the step's number")
+        raise ConfigError(
+            f"step={step!r}: must be a function without arguments, which returns the step's number"
+        )
     return Asked(logger_for(value), every_s, step, type(value).__name__)
 
 
@@ -97,9 +103,15 @@ class Figures:
         if text is not None:
             self._newest = json.loads(text)
         now_s = self._clock()
-        due = [log for log in self._logs if log.sums != self._newest and (last or now_s >= log.due_s)]
+        due = [
+            log for log in self._logs if log.sums != self._newest and (last or now_s >= log.due_s)
+        ]
         for log in due:
-            values, log.sums, log.due_s = self._values(log.sums), self._newest, now_s + log.asked.every_s
+            values, log.sums, log.due_s = (
+                self._values(log.sums),
+                self._newest,
+                now_s + log.asked.every_s,
+            )
             self._write(log, _figures(values))
 
     def heard(self, alert: Alert) -> None:
@@ -114,12 +126,23 @@ class Figures:
         self._write_text(REPORT, _COLORS.sub("", report).strip())
 
     def _values(self, before: dict[str, int]) -> dict[str, float]:
-        """Return means over the steps since `before`, in seconds, and the slow ranks. Unknown values are left out."""
+        """Return means over the steps since `before`, in seconds, and the slow ranks.
+
+        Unknown values are left out.
+        """
         sums = self._newest
         steps = sums["steps"] - before.get("steps", 0)
-        names = {"step": STEP, "data": DATA, **({"communication": COMMUNICATION} if self._several else {})}
-        values = {name: (sums[key] - before.get(key, 0)) / steps / 1e9 for key, name in names.items()}
-        slow = max(self._slow.values(), key=lambda alert: alert.cost_s_per_step or 0.0, default=None)
+        names = {
+            "step": STEP,
+            "data": DATA,
+            **({"communication": COMMUNICATION} if self._several else {}),
+        }
+        values = {
+            name: (sums[key] - before.get(key, 0)) / steps / 1e9 for key, name in names.items()
+        }
+        slow = max(
+            self._slow.values(), key=lambda alert: alert.cost_s_per_step or 0.0, default=None
+        )
         if slow is not None and slow.rank is not None:
             values[SLOW_RANK] = float(slow.rank)
             if slow.cost_s_per_step is not None:
@@ -137,7 +160,10 @@ class Figures:
             if session is not None:
                 self._last_step = session.step.training_steps
             with log.guard:
-                write(log.asked.logger, self._last_step if log.asked.step is None else log.asked.step())
+                write(
+                    log.asked.logger,
+                    self._last_step if log.asked.step is None else log.asked.step(),
+                )
         finally:
             if session is not None and not session.recorder.closed:
                 session.add_overhead(time.monotonic_ns() - began_ns, ours=False)

@@ -1,7 +1,8 @@
 """Request rank 0's report at the end of a run and show it.
 
-In terminals and logs it is text on stderr, because stdout belongs to the job. In notebooks it is shown in a cell.
-After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown when the program ends, below the traceback.
+In terminals and logs it is text on stderr, because stdout belongs to the job. In notebooks it is
+shown in a cell. After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown when
+the program ends, below the traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from torchlens_perf.run.mailbox import Mailbox
 
 SHORT_TIMEOUT_S = 1.0
-"""Longest wait for a sidecar without progress, with a disk that hangs, and in jobs on several nodes."""
+"""Longest wait for a sidecar without progress, with a disk that hangs, and in jobs
+on several nodes.
+"""
 _LONGEST_S = 10.0  # Longest wait while the sidecar makes progress.
 _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
@@ -70,9 +73,10 @@ def show(
 ) -> str | None:
     """Wait for the sidecar's report and show it, or the reason why it is missing. Return the text.
 
-    mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on stderr. raised: an
-    exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers: False if the disk of the
-    run directory did not answer when the watch began.
+    mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on
+    stderr. raised: an
+    exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers:
+    False if the disk of the run directory did not answer when the watch began.
 
     Return None if the report is shown when the program ends. Until then the mailbox stays open.
     """
@@ -81,15 +85,30 @@ def show(
         _at_exit.close()
         _at_exit = None
     if not config.sidecar:
-        text = f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
+        text = (
+            f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
+        )
     else:
         late = sidecar.LateReport(run, identity.node)
         patient = bool(identity.on_one_node) and disk_answers
         timeout_s, quiet = config._exit_timeout_s, cell is not None
-        found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
-        if found is None and raised and mailbox is not None and can_wait and not quiet and not _is_interactive():
+        found = (
+            None
+            if mailbox is None
+            else _wait(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
+        )
+        if (
+            found is None
+            and raised
+            and mailbox is not None
+            and can_wait
+            and not quiet
+            and not _is_interactive()
+        ):
             # Other ranks notice the exception only when this process ends.
-            _at_exit = AtExit(mailbox, late, patient and identity.world_size == 1 and timeout_s is None)
+            _at_exit = AtExit(
+                mailbox, late, patient and identity.world_size == 1 and timeout_s is None
+            )
             return None
         text = found or _instead(late)
     if cell is None:
@@ -103,7 +122,10 @@ def show(
 
 
 class AtExit:
-    """Show the report when the program ends. Printed earlier, it would look like the cause of the traceback."""
+    """Show the report when the program ends.
+
+    Printed earlier, it would look like the cause of the traceback.
+    """
 
     def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
         """patient: as in _wait()."""
@@ -121,12 +143,17 @@ class AtExit:
             return
         with guard("the report at the end"):
             timeout_s = None if self._patient else 0.0
-            output.say(_wait(self._mailbox, self._late, timeout_s, True, quiet=False) or _instead(self._late))
+            output.say(
+                _wait(self._mailbox, self._late, timeout_s, True, quiet=False)
+                or _instead(self._late)
+            )
         self.close()
 
 
 def _is_interactive() -> bool:
-    """Return True if Python's prompt is or will be open, so that the program ends much later than the watch."""
+    """Return True if Python's prompt is or will be open, so that the program ends much later than
+    the watch.
+    """
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -134,23 +161,31 @@ def _instead(late: LateReport) -> str:
     return f"torchlens_perf: {printable(late.line())}\n"
 
 
-def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool) -> str | None:
+def _wait(
+    mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool
+) -> str | None:
     """Wait for the report, see Config._exit_timeout_s. Return None if it has not come.
 
-    patient: keep waiting while the sidecar makes progress. Ctrl-C ends only this wait. Training has succeeded, and the
-    program's next work, such as saving the model, must still happen.
+    patient: keep waiting while the sidecar makes progress. Ctrl-C ends only this wait. Training has
+    succeeded, and the program's next work, such as saving the model, must still happen.
     """
     began_s = moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S
     least_s = longest_s if timeout_s is not None else SHORT_TIMEOUT_S
     progress, said = late.progress(), quiet
     try:
-        while (text := mailbox.wait(min(_POLL_INTERVAL_S, max(0.0, began_s + longest_s - time.monotonic())))) is None:
+        while (
+            text := mailbox.wait(
+                min(_POLL_INTERVAL_S, max(0.0, began_s + longest_s - time.monotonic()))
+            )
+        ) is None:
             now_s = time.monotonic()
             before, progress = progress, late.progress()
             if progress != before:
                 moved_s = now_s
-            if now_s >= began_s + longest_s or now_s >= max(began_s + least_s, moved_s + _STANDING_S):
+            if now_s >= began_s + longest_s or now_s >= max(
+                began_s + least_s, moved_s + _STANDING_S
+            ):
                 break
             if not said and now_s >= began_s + SHORT_TIMEOUT_S:
                 said = True

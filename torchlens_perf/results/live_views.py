@@ -34,7 +34,10 @@ class LiveViews:
         return self._alerts.callbacks
 
     def on_verdict(self, recorded: RunHandle, callback: Callback) -> None:
-        """See Watch.on_verdict(). A callback that is added early is called once the watch has begun."""
+        """See Watch.on_verdict().
+
+        A callback that is added early is called once the watch has begun.
+        """
         self.callbacks.append(callback)
         if recorded.session is not None:
             self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
@@ -58,7 +61,9 @@ class LiveViews:
         if self.callbacks and not self._hears:
             self._hears = True
             if not has_sidecar:
-                logger.warning("torchlens_perf: on_verdict() calls no callback: verdicts need the sidecar")
+                logger.warning(
+                    "torchlens_perf: on_verdict() calls no callback: verdicts need the sidecar"
+                )
                 return
             with guard("listening for verdicts"):
                 self._attached.enter_context(self._alerts.listening(session))

@@ -12,13 +12,16 @@ from torchlens_perf.errors import ConfigError
 
 _TRACKERS_OF_TRANSFORMERS = "transformers.integrations"
 KNOWN = (
-    "a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer, Fabric or one "
-    "of its loggers, or a function of (figures, step)"
+    "a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's"
+    " Trainer, Fabric or one of its loggers, or a function of (figures, step)"
 )
 
 
 class Logger(Protocol):
-    """A destination of figures and texts. Used on the training thread; exceptions of the user's logger pass."""
+    """A destination of figures and texts.
+
+    Used on the training thread; exceptions of the user's logger pass.
+    """
 
     def figures(self, values: dict[str, float], step: int) -> None:
         """Write numbers by name."""
@@ -38,7 +41,9 @@ class SummaryWriter:
             self._writer.add_scalar(name, value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._writer.add_text(name, f"    {text}".replace("\n", "\n    "), step)  # Markdown shows it as it is.
+        self._writer.add_text(
+            name, f"    {text}".replace("\n", "\n    "), step
+        )  # Markdown shows it as it is.
         self._writer.flush()
 
 
@@ -53,7 +58,11 @@ class WandbRun:
         self._run.log(values, commit=False)
 
     def text(self, name: str, text: str, step: int) -> None:
-        run = getattr(self._run, "run", None) if not hasattr(self._run, "finish_artifact") else self._run
+        run = (
+            getattr(self._run, "run", None)
+            if not hasattr(self._run, "finish_artifact")
+            else self._run
+        )
         (run or self._run).summary[name] = text
 
 
@@ -116,18 +125,22 @@ class Several:
 
 
 class HuggingFaceTrainer:
-    """The loggers that `report_to` names. Trainer.log() is not called: derived trainers average and clear their own
-    figures there, and it would print these figures."""
+    """The loggers that `report_to` names. Trainer.log() is not called: derived trainers average and
+    clear their own figures there, and it would print these figures."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._texts: dict[int, Logger] = {}  # By callback: some release their logger before the run ends.
+        self._texts: dict[
+            int, Logger
+        ] = {}  # By callback: some release their logger before the run ends.
 
     def figures(self, values: dict[str, float], step: int) -> None:
         trainer = self._trainer
         for callback in self._trackers():
             # Each logger gets a copy, because some modify it.
-            callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
+            callback.on_log(
+                trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model
+            )
 
     def text(self, name: str, text: str, step: int) -> None:
         self._trackers()
@@ -139,7 +152,9 @@ class HuggingFaceTrainer:
         for callback in self._trainer.callback_handler.callbacks:
             if type(callback).__module__.startswith(_TRACKERS_OF_TRANSFORMERS):
                 found.append(callback)
-                inner = (getattr(callback, name, None) for name in ("tb_writer", "_wandb", "_ml_flow"))
+                inner = (
+                    getattr(callback, name, None) for name in ("tb_writer", "_wandb", "_ml_flow")
+                )
                 writer = next(filter(None, map(writer_of, inner)), None)
                 if writer is not None:
                     self._texts.setdefault(id(callback), writer)
@@ -187,7 +202,10 @@ def writer_of(value: Any) -> Logger | None:
 
 
 def logger_for(value: Any) -> Logger:
-    """Return the adapter for an object that the user has passed. Raise ConfigError if it is not a logger."""
+    """Return the adapter for an object that the user has passed.
+
+    Raise ConfigError if it is not a logger.
+    """
     writer = writer_of(value)
     if writer is not None:
         return writer
@@ -209,4 +227,6 @@ def logger_for(value: Any) -> Logger:
 
 def _has_attributes(value: Any, *names: str) -> bool:
     # Decide by class where possible: reading some attributes of a logger opens its files.
-    return value is not None and all(hasattr(type(value), name) or name in dir(value) for name in names)
+    return value is not None and all(
+        hasattr(type(value), name) or name in dir(value) for name in names
+    )

@@ -32,7 +32,8 @@ class HasResults(abc.ABC):
         """Return the access to the results."""
 
     def summary(self) -> Summary:
-        """Return the verdicts, step times and what recording costs, as they are now (run/verdicts.py).
+        """Return the verdicts, step times and what recording costs, as they are now
+        (run/verdicts.py).
 
         The call takes a fraction of a second, or a few seconds if the sidecar is busy. In a watch
         it counts as the tool's time. Missing values are None; `missing` gives the reason.
@@ -42,32 +43,37 @@ class HasResults(abc.ABC):
         return summary(self._recorded())
 
     def step_table(self, backend: Backend | None = None) -> Any:
-        """Return a frame with a row per step and rank; docs/reference/run-directory.md describes the columns.
+        """Return a frame with a row per step and rank; docs/reference/run-directory.md describes
+        the columns.
 
-        backend: by default pandas or polars, whichever is already imported, then whichever is installed, then pyarrow.
-        Without steps the frame is empty, and the reason is logged. The call takes as long as summary(). Raise
-        ConfigError for a backend that is not installed.
+        backend: by default pandas or polars, whichever is already imported, then whichever is
+        installed, then pyarrow. Without steps the frame is empty, and the reason is logged. The
+        call takes as long as summary(). Raise ConfigError for a backend that is not installed.
         """
         from torchlens_perf.results.tables import table
 
         return table(self._recorded(), "steps", backend)
 
     def report_html(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return its path.
+        """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return
+        its path.
 
-        path: by default report.html in the run directory. The page of a live run shows what the sidecar has saved,
-        which is a few seconds old. The call blocks until another process has written the file,
-        usually for one or two seconds and at most 120 s. Raise RunStoreError, with advice, if
-        nothing is recorded or saved yet, or if the file cannot be written.
+        path: by default report.html in the run directory. The page of a live run shows what the
+        sidecar has saved, which is a few seconds old. The call blocks until another process has
+        written the file, usually for one or two seconds and at most 120 s. Raise RunStoreError,
+        with advice, if nothing is recorded or saved yet, or if the file cannot be written.
         """
         from torchlens_perf.results import child
 
         if self.run_dir is None:
             raise RunStoreError(
-                "there is no run to show: enter the watch first; where it is switched off, the log says why"
+                "there is no run to show: enter the watch first; where it is switched off, the log"
+                " says why"
             )
         page = Path(path).absolute() if path is not None else self.run_dir / "report.html"
-        child.output("report", str(self.run_dir.absolute()), "--html", str(page), timeout_s=_PAGE_TIMEOUT_S)
+        child.output(
+            "report", str(self.run_dir.absolute()), "--html", str(page), timeout_s=_PAGE_TIMEOUT_S
+        )
         return page
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -80,7 +86,10 @@ class HasResults(abc.ABC):
 
 
 class ShowsResults(HasResults):
-    """Results and live views of Watch. Call them on the training thread between two steps, or after the end."""
+    """Results and live views of Watch.
+
+    Call them on the training thread between two steps, or after the end.
+    """
 
     _live_views: LiveViews | None = None
 
@@ -89,32 +98,44 @@ class ShowsResults(HasResults):
         """Return the watch that records: this one, or the one that it has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
-        """Call callback(alert) for each verdict that begins, changes or ends (Alert is in run/verdicts.py).
+        """Call callback(alert) for each verdict that begins, changes or ends (Alert is in
+        run/verdicts.py).
 
-        The training thread calls it at the end of a step, on rank 0 and the other ranks of its node. Exceptions are
-        logged and training continues. Raise ConfigError for an object that is not callable.
+        The training thread calls it at the end of a step, on rank 0 and the other ranks of its
+        node. Exceptions are logged and training continues. Raise ConfigError for an object that is
+        not callable.
         """
         if not callable(callback):
-            raise ConfigError(f"callback={callback!r}: must be a function of one argument, the alert")
+            raise ConfigError(
+                f"callback={callback!r}: must be a function of one argument, the alert"
+            )
         self._views().on_verdict(self._recorded(), callback)
         return callback
 
-    def log_to(self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None) -> None:
-        """Write step figures as numbers and verdicts as texts into the user's own logger during the run.
+    def log_to(
+        self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None
+    ) -> None:
+        """Write step figures as numbers and verdicts as texts into the user's own logger during the
+        run.
 
-        logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer,
-        Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
-        them as a list. every_s: shortest interval between rows; rows are written at the end of a step, on the training
-        thread. step: returns the step number for the logger; by default, steps that this watch has counted. Names of
-        the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other ranks the call does nothing.
-        Exceptions of a logger are logged and training continues. Raise ConfigError for an object that is not a logger.
+        logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator,
+        Lightning's Trainer, Fabric or one of its loggers, or a function of (figures: dict[str,
+        float], step: int); several of
+        them as a list. every_s: shortest interval between rows; rows are written at the end of a
+        step, on the training
+        thread. step: returns the step number for the logger; by default, steps that this watch has
+        counted. Names of the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other
+        ranks the call does nothing. Exceptions of a logger are logged and training continues. Raise
+        ConfigError for an object that is not a logger.
         """
         from torchlens_perf.results.figures import checked
 
         self._views().log_to(self._recorded(), checked(logger, every_s, step))
 
     def _ipython_display_(self) -> None:
-        """Show the run in a notebook cell, which is updated at the ends of steps, at most once a second."""
+        """Show the run in a notebook cell, which is updated at the ends of steps, at most once a
+        second.
+        """
         self._views().display(self._recorded())
 
     def _views(self) -> LiveViews:
@@ -125,7 +146,10 @@ class ShowsResults(HasResults):
         return watch._live_views
 
     def _end_live(self) -> tuple[Cell | None, bool]:
-        """End the live views. Return the notebook cell for the report, and True if it has been shown live there."""
+        """End the live views.
+
+        Return the notebook cell for the report, and True if it has been shown live there.
+        """
         was_live = self._live_views is not None and self._live_views.cell.is_live
         if self._live_views is not None:
             self._live_views.end()

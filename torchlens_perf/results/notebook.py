@@ -1,8 +1,9 @@
 """Show a watch in a notebook cell: live during the run, and the report at its end.
 
-A cell is updated on the training thread at the end of a step, at most once a second. A separate thread would be one
-more in the job, and no other process can write into the notebook. The sidecar renders the content, which IPython's own
-display shows. If a watch is never displayed, this code first runs at its end.
+A cell is updated on the training thread at the end of a step, at most once a second. A separate
+thread would be one more in the job, and no other process can write into the notebook. The sidecar
+renders the content, which IPython's own display shows. If a watch is never displayed, this code
+first runs at its end.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 def shell() -> Any:
     """Return IPython's shell if this process is a notebook's kernel, else None. Import nothing."""
     ipython = sys.modules.get("IPython")
-    found = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    found = (
+        ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    )
     kernel = getattr(found, "kernel", None)
     if kernel is None:
         return None
-    # A process forked from the kernel, for example by a launcher of ranks, must not use its sockets.
-    return found if getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid() else None
+    # A process forked from the kernel, for example by a launcher of ranks, must not use its
+    # sockets.
+    return (
+        found
+        if getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
+        else None
+    )
 
 
 def bundle(found: Results) -> dict[str, str]:
@@ -60,10 +68,11 @@ class Cell:
         return self._mailbox is not None
 
     def show(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
-        """Display the results in the running cell, and keep them up to date while the watch records.
+        """Display the results in the running cell, and keep them up to date while the watch
+        records.
 
-        attach: enters a context for as long as the watch records. Raises NotImplementedError outside of a notebook,
-        upon which IPython shows the text.
+        attach: enters a context for as long as the watch records. Raises NotImplementedError
+        outside of a notebook, upon which IPython shows the text.
         """
         if shell() is None:
             raise NotImplementedError
@@ -81,7 +90,9 @@ class Cell:
             self._publish(results(recorded))
             return
         with own_work(session):
-            self._publish(self._newest or nothing("recording; the first results come with the next steps"))
+            self._publish(
+                self._newest or nothing("recording; the first results come with the next steps")
+            )
 
     @contextmanager
     def _live(self, recorded: RunHandle) -> Iterator[None]:
@@ -124,7 +135,9 @@ class Cell:
         from IPython.display import display
 
         if self._cell is not None and self._cell == _running_cell():
-            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)  # Clear the unrequested report.
+            self._handle.update(
+                {"text/plain": "", "text/html": ""}, raw=True
+            )  # Clear the unrequested report.
         self._cell = None
         self._handle = display(bundle(found), raw=True, display_id=True)
 

@@ -50,7 +50,9 @@ class Run(HasResults):
         return found
 
     def table(
-        self, name: Literal["steps", "spans", "gpus", "links", "processes"], backend: Backend | None = None
+        self,
+        name: Literal["steps", "spans", "gpus", "links", "processes"],
+        backend: Backend | None = None,
     ) -> Any:
         """Return a table of the run directory as a frame. backend: see step_table().
 

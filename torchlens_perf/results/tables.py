@@ -23,7 +23,9 @@ BACKENDS = ("pandas", "polars", "pyarrow")
 def table(recorded: RunHandle, name: str, backend: str | None) -> Any:
     """See Run.table()."""
     if name not in TABLES:
-        raise ConfigError(f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}")
+        raise ConfigError(
+            f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}"
+        )
     chosen = _backend(backend)
     with own_work(recorded.session):
         return _frame(chosen, _read(recorded, name))
@@ -44,13 +46,16 @@ def _read(recorded: RunHandle, name: str) -> bytes:
 
 
 def _backend(name: str | None) -> str:
-    """Return which of BACKENDS to use: by default the first one that is imported, or else installed.
+    """Return which of BACKENDS to use: by default the first one that is imported, or else
+    installed.
 
     Raise ConfigError for an unknown one, or one that is not installed. pyarrow is always installed.
     """
     if name is None:
         frames = BACKENDS[:2]
-        found = [each for each in frames if each in sys.modules] + [each for each in frames if _is_installed(each)]
+        found = [each for each in frames if each in sys.modules] + [
+            each for each in frames if _is_installed(each)
+        ]
         return next(iter(found), "pyarrow")
     if name not in BACKENDS:
         raise ConfigError(f"backend={name!r}: must be 'pandas', 'polars' or 'pyarrow'")
@@ -75,4 +80,6 @@ def _frame(backend: str, stream: bytes) -> Any:
             found = reader.read_all()
     else:
         found = pyarrow.table({})
-    return found if backend == "pyarrow" else found.to_pandas(use_threads=False)  # no thread in the training process
+    return (
+        found if backend == "pyarrow" else found.to_pandas(use_threads=False)
+    )  # no thread in the training process

@@ -48,7 +48,12 @@ MAX_TRACE_BYTES = 1 << 30
 """Largest uncompressed trace. Perfetto can open one of this size. Compressed it takes about 60 MB.
 """
 MAX_SNAPSHOT_BYTES = 1 << 28
-TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = "trace.json.gz", "memory.pickle", "flight_recorder.json", "stacks.txt"
+TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = (
+    "trace.json.gz",
+    "memory.pickle",
+    "flight_recorder.json",
+    "stacks.txt",
+)
 UNREADABLE = "unreadable"
 """The id in a rank's outcome when it could not read the request."""
 # The rank writes this file. The sidecar compresses it to TRACE.
@@ -192,16 +197,20 @@ def _field_validity(value: Request | Outcome) -> dict[str, bool]:
             "forced": isinstance(value.forced, bool),
             "folder": isinstance(value.folder, str),
         }
-    texts = isinstance(value.left_out, dict) and all(isinstance(each, str) for each in value.left_out.values())
+    texts = isinstance(value.left_out, dict) and all(
+        isinstance(each, str) for each in value.left_out.values()
+    )
     names = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS}
     return {
         "rank": _is_count(value.rank),
         "first_step": value.first_step is None or _is_count(value.first_step),
         "steps": _is_count(value.steps),
         "ended": isinstance(value.ended, str),
-        "files": isinstance(value.files, dict)
-        and names >= set(value.files)
-        and all(map(_is_count, value.files.values())),
+        "files": (
+            isinstance(value.files, dict)
+            and names >= set(value.files)
+            and all(map(_is_count, value.files.values()))
+        ),
         "left_out": texts,
         "paused_s": _is_number(value.paused_s),
         "torch": isinstance(value.torch, str),
@@ -275,7 +284,10 @@ def refusal(captures: Path, request: Request) -> str:
     if request.forced:
         return ""
     if len(request.ranks) > MAX_RANKS:
-        return f"{len(request.ranks)} ranks are more than {MAX_RANKS}, each may write a gigabyte: --force asks all"
+        return (
+            f"{len(request.ranks)} ranks are more than {MAX_RANKS}, each may write a gigabyte:"
+            " --force asks all"
+        )
     kept_bytes = 0
     for folder, _, names in os.walk(captures):
         # Files of the request's other ranks do not count.
@@ -283,7 +295,10 @@ def refusal(captures: Path, request: Request) -> str:
             with contextlib.suppress(FileNotFoundError):
                 kept_bytes += os.lstat(os.path.join(folder, name)).st_size
     if kept_bytes > MAX_KEPT_BYTES:
-        return f"there are {kept_bytes >> 20} MiB of captures, {MAX_KEPT_BYTES >> 20} may be: remove some, or --force"
+        return (
+            f"there are {kept_bytes >> 20} MiB of captures, {MAX_KEPT_BYTES >> 20} may be: remove"
+            " some, or --force"
+        )
     return ""
 
 

@@ -36,10 +36,22 @@ _ROOT = os.path.dirname(_PACKAGE)
 _SIDECAR_LIBRARIES = ("numpy", "pyarrow", "msgspec", "rich")
 _INTERPRETER_NAME = re.compile(r"python(?:\d(?:\.(\d+))?)?[tdmu]{0,2}(?:-dbg)?")
 # A child has no rank, and profilers that are loaded by these variables are not meant for it.
-_NOT_A_RANK = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+_NOT_A_RANK = (
+    "TORCHLENS_PERF",
+    "RANK",
+    "LOCAL_RANK",
+    "NVTX_INJECTION64_PATH",
+    "CUDA_INJECTION64_PATH",
+)
 # These options examine the user's program. PYTHONWARNINGS=error would end a sidecar at a library's
 # DeprecationWarning.
-_OF_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONTRACEMALLOC", "PYTHONVERBOSE")
+_OF_THE_PROGRAM = (
+    "PYTHONWARNINGS",
+    "PYTHONDEVMODE",
+    "PYTHONINSPECT",
+    "PYTHONTRACEMALLOC",
+    "PYTHONVERBOSE",
+)
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
 # opentelemetry-instrument instruments every Python process by this folder. Spans of our own
 # requests are useless.
@@ -66,7 +78,9 @@ def check() -> None:
     """Raise RunStoreError, with the reason, if a sidecar could not run."""
     interpreter()
     if not os.path.isfile(os.path.join(_PACKAGE, "__main__.py")):
-        raise RunStoreError(f"no other process can be started: torchlens_perf is not in a folder, but in {_ROOT}")
+        raise RunStoreError(
+            f"no other process can be started: torchlens_perf is not in a folder, but in {_ROOT}"
+        )
     missing = [name for name in _SIDECAR_LIBRARIES if not _is_found(name, search_path())]
     if missing:
         raise RunStoreError(
@@ -94,14 +108,20 @@ def script(path: str, *arguments: str) -> list[str]:
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a child's environment: marked, no rank, no GPU. base: os.environ by default."""
     dropped = (*_NOT_A_RANK, *_OF_THE_PROGRAM)
-    found = {name: value for name, value in (os.environ if base is None else base).items() if name not in dropped}
+    found = {
+        name: value
+        for name, value in (os.environ if base is None else base).items()
+        if name not in dropped
+    }
     if "PYTHONPATH" in found:
         found["PYTHONPATH"] = _python_path(found["PYTHONPATH"])
     found.update(dict.fromkeys(_THREADS, "1"))
     return {**found, CHILD: "1", "CUDA_VISIBLE_DEVICES": "", SEARCH_PATH: "\n".join(search_path())}
 
 
-def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+def start(
+    command: list[str], env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own, in /, without standard streams.
 
     `options` of Popen may override that.
@@ -112,7 +132,9 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
 
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     env = environment() if env is None else env
-    return subprocess.Popen(command, env=env, start_new_session=True, cwd="/", **{**streams, **options})
+    return subprocess.Popen(
+        command, env=env, start_new_session=True, cwd="/", **{**streams, **options}
+    )
 
 
 def start_detached(command: list[str], **options: Any) -> None:
@@ -142,8 +164,14 @@ def search_path() -> list[str]:
     A file rich.py in the folder of the user's script must not replace a library. The script's
     folder is only in the list if a library is found nowhere else.
     """
-    entries = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry) and "\n" not in entry]
-    entries = [entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)]
+    entries = [
+        entry
+        for entry in sys.path
+        if isinstance(entry, str) and os.path.isabs(entry) and "\n" not in entry
+    ]
+    entries = [
+        entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
+    ]
     rest = [entry for entry in entries if entry != _scripts_folder()]
     if not all(_is_found(name, rest) for name in _SIDECAR_LIBRARIES):
         rest = entries
@@ -158,12 +186,18 @@ def _python_path(text: str) -> str:
     entries = []
     for entry in text.split(os.pathsep):
         end = os.sep + os.path.normpath(entry)
-        known = (each for each in sys.path if isinstance(each, str) and os.path.isabs(each) and each.endswith(end))
+        known = (
+            each
+            for each in sys.path
+            if isinstance(each, str) and os.path.isabs(each) and each.endswith(end)
+        )
         if os.path.isabs(entry) or not entry:
             entries.append(entry)
         else:
             entries += [next(known, "")]
-    entries = [entry for entry in entries if entry and not entry.rstrip(os.sep).endswith(_INSTRUMENTS)]
+    entries = [
+        entry for entry in entries if entry and not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
+    ]
     return os.pathsep.join(entries)
 
 
@@ -190,7 +224,9 @@ def _is_interpreter(path: str) -> bool:
         if named is not None:
             if named[1] and int(named[1]) != sys.version_info.minor:
                 return False
-            installed = installed or os.path.realpath(os.path.dirname(each)) in _interpreter_folders()
+            installed = (
+                installed or os.path.realpath(os.path.dirname(each)) in _interpreter_folders()
+            )
     return installed
 
 
@@ -210,7 +246,11 @@ def _options() -> list[str]:
     -W and -O do not.
     """
     flags = sys.flags
-    options = ["-I"] if flags.isolated else ["-E"] * flags.ignore_environment + ["-s"] * flags.no_user_site
+    options = (
+        ["-I"]
+        if flags.isolated
+        else ["-E"] * flags.ignore_environment + ["-s"] * flags.no_user_site
+    )
     if not flags.isolated and getattr(flags, "safe_path", False):
         options.append("-P")
     options += ["-S"] * flags.no_site + ["-B"] * bool(flags.dont_write_bytecode)
@@ -228,7 +268,10 @@ def _is_found(name: str, folders: Iterable[str]) -> bool:
     if PathFinder.find_spec(name, list(folders)) is not None:
         return True
     others = [finder for finder in sys.meta_path if finder is not PathFinder]
-    return any(hasattr(finder, "find_spec") and finder.find_spec(name, None) is not None for finder in others)
+    return any(
+        hasattr(finder, "find_spec") and finder.find_spec(name, None) is not None
+        for finder in others
+    )
 
 
 def _scripts_folder() -> str:

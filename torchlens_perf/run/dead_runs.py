@@ -92,6 +92,8 @@ def begin(but: str = "") -> bool:
     """
     if all(run.run_id == but for run in find()):
         return False
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("OTEL_")
+    }
     children.start_detached(children.command("drain", but), env=children.environment(environment))
     return True

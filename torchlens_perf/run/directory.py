@@ -99,16 +99,20 @@ class RunDirectory:
         """Return why there is no report: no folder, no run directory, or a run without data."""
         if not os.path.isdir(self.path):
             return (
-                f"{self.path} is not a directory" if os.path.exists(self.path) else f"there is no directory {self.path}"
+                f"{self.path} is not a directory"
+                if os.path.exists(self.path)
+                else f"there is no directory {self.path}"
             )
         if os.path.isdir(self.nodes):
             return (
-                f"{self.path} has no data yet: try again in some seconds, or, if the job has ended, run "
-                f"`torchlens-perf sidecar {self.path}`"
+                f"{self.path} has no data yet: try again in some seconds, or, if the job has ended,"
+                f" run `torchlens-perf sidecar {self.path}`"
             )
         runs = sorted(nodes.parent.name for nodes in self.path.glob("*/nodes"))
         if runs:
-            return f"{self.path} is a folder of runs: name one of them, as in {self.path / runs[-1]}"
+            return (
+                f"{self.path} is a folder of runs: name one of them, as in {self.path / runs[-1]}"
+            )
         return f"{self.path} is not a run directory: it has no folder nodes"
 
     def node_state(self, node: str) -> Path:
@@ -146,7 +150,9 @@ class RunDirectory:
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
             _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
-        with open(self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append) as file:
+        with open(
+            self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append
+        ) as file:
             try:
                 # One write(2) of a short line is atomic, so lines of other ranks cannot interleave.
                 file.write(os.fsencode(ring) + b"\n")
@@ -162,7 +168,9 @@ class RunDirectory:
     def kept_rings(self, node: str) -> list[Path]:
         """Return the node's ring files in the run directory."""
         try:
-            text = ownership.read_bytes(self.node_rings(node), _MAX_RINGS_BYTES).decode(errors="surrogateescape")
+            text = ownership.read_bytes(self.node_rings(node), _MAX_RINGS_BYTES).decode(
+                errors="surrogateescape"
+            )
         except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
             return []
         lines = text.splitlines(keepends=True)
@@ -173,11 +181,16 @@ class RunDirectory:
         return [Path(os.readlink(link)) for link in sorted(self._local_files(f"*{_REGISTERED}"))]
 
     def local_changes_ns(self) -> list[int]:
-        """Return the time of the last change of each folder of local_rings(); 0 if it is missing."""
+        """Return the time of the last change of each folder of local_rings(); 0 if it is
+        missing.
+        """
         return [_changed_ns(_local_folder(parent, self.run_id)) for parent in _local_parents()]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
-        """Return this node's mailbox files of a kind, see mailbox.py. Their readers may have ended."""
+        """Return this node's mailbox files of a kind, see mailbox.py.
+
+        Their readers may have ended.
+        """
         return list(self._local_files(f"*{kind}"))
 
     def remove_ring(self, ring: Path) -> None:
@@ -200,7 +213,9 @@ class RunDirectory:
         """Remove leftover files of this node except the lock, when the sidecar ends."""
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
-            left |= path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
+            left |= (
+                path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
+            )
             if left or path.name == _LOG:
                 path.unlink(missing_ok=True)
 
@@ -227,7 +242,9 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
     this node is writable.
     """
     proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
-    run_id = proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal, member)
+    run_id = (
+        proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal, member)
+    )
     if not _RUN_ID.fullmatch(run_id):
         raise RunStoreError(f"{run_id!a}, which another rank is said to have chosen, is no run id")
     return run_id
@@ -238,7 +255,9 @@ def is_first(digest: str, origin: int) -> bool:
 
     Raise as claim_run_id().
     """
-    return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(os.getpid())
+    return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(
+        os.getpid()
+    )
 
 
 def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | None = None) -> str:
@@ -355,7 +374,9 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
             except OSError as error:
                 problem = error
     reason = f": {problem.strerror or problem}" if problem is not None else ""
-    raise RunStoreError(f"neither {_SHARED_MEMORY} nor {tempfile.gettempdir()} can be written{reason}") from problem
+    raise RunStoreError(
+        f"neither {_SHARED_MEMORY} nor {tempfile.gettempdir()} can be written{reason}"
+    ) from problem
 
 
 def find_sidecar_lock(run_id: str) -> Path | None:
@@ -397,7 +418,9 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def leave_node() -> None:
-    """Remove the folders that this user's runs share on this node, unless another run is in them."""
+    """Remove the folders that this user's runs share on this node, unless another run is in
+    them.
+    """
     for parent in _local_parents():
         if _is_private(parent):
             with contextlib.suppress(OSError):
@@ -422,7 +445,11 @@ def _is_private(path: Path) -> bool:
         found = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o022
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not stat.S_IMODE(found.st_mode) & 0o022
+    )
 
 
 def create_ring(
@@ -442,7 +469,9 @@ def create_ring(
         problems.clear()
         for place, anonymous in _ring_places(run, size, problems, keep=keep):
             try:
-                made = RingFile(place / f"{identity.key}.ring", capacity, first_step, anonymous=anonymous)
+                made = RingFile(
+                    place / f"{identity.key}.ring", capacity, first_step, anonymous=anonymous
+                )
                 made.run_dir = str(run.path)
                 return made
             except FileNotFoundError as error:
@@ -457,7 +486,9 @@ def create_ring(
     raise RunStoreError(f"no place for a ring file of {size} bytes: {where}")
 
 
-def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: bool) -> Iterator[tuple[Path, bool]]:
+def _ring_places(
+    run: RunDirectory, size: int, problems: list[str], *, keep: bool
+) -> Iterator[tuple[Path, bool]]:
     """Yield folders for a ring, best first.
 
     The second value is True if the ring is in anonymous memory and the folder only has a link.
@@ -477,18 +508,22 @@ def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: boo
 
 
 def where_kept(run: RunDirectory) -> str:
-    """Return the end of a sentence: where unwritten records are stored, and how to show them later."""
+    """Return the end of a sentence: where unwritten records are stored, and how to
+    show them later.
+    """
     folders = sorted({str(ring.parent) for ring in run.local_rings()})
     if not folders:
         return ""
     return (
-        f". The records stay in {', '.join(folders)} until this node restarts. Once the run directory can be written: "
-        f"torchlens-perf sidecar {run.path}"
+        f". The records stay in {', '.join(folders)} until this node restarts. Once the run"
+        f" directory can be written: torchlens-perf sidecar {run.path}"
     )
 
 
 def runs_on_this_node() -> Iterator[tuple[Path, float]]:
-    """Return this user's local folders of runs on this node, each with the time of its last change."""
+    """Return this user's local folders of runs on this node, each with the time of
+    its last change.
+    """
     for parent in _local_parents():
         found: list[Path] = []
         with contextlib.suppress(OSError):

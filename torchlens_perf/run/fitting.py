@@ -48,13 +48,17 @@ def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
             # Not even the identity of the rank fits.
             return _encoded({})
         # Lists are shortened from the end, so that the remaining indexes stay valid.
-        for part in sorted(chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True):
+        for part in sorted(
+            chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True
+        ):
             left_out[part.name] += 1
             if part.by_itself:
                 del part.container[part.place]
             else:
                 part.container[part.place] = type(part.container[part.place])()
-    summary = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in sorted(left_out.items()))
+    summary = ", ".join(
+        f"{name} ({count})" if count > 1 else name for name, count in sorted(left_out.items())
+    )
     note = f"too long for the ring file, and left out: {summary}"[: _NOTE_BYTES - 20]
     value["notes"] = [*value.get("notes", ()), note]
     return _encoded(value)
@@ -77,7 +81,9 @@ def _parts(value: dict[str, Any]) -> Iterator[_Part]:
                 if isinstance(inner, str) and len(inner) > _LONG_TEXT:
                     yield _Part(f"{name}.{key}", field, key, False)
                 elif key == "attributes" and isinstance(inner, dict):
-                    yield from (_Part(f"{name}.{key}", inner, attribute, True) for attribute in inner)
+                    yield from (
+                        _Part(f"{name}.{key}", inner, attribute, True) for attribute in inner
+                    )
 
 
 def _size(part: _Part) -> int:

@@ -195,7 +195,9 @@ def _distributed() -> tuple[int, int] | None:
 
 def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     """Return attributes of scheduler, launcher, container and cloud, under their exported names."""
-    found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
+    found = {
+        name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)
+    }
     found.update(location.attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
@@ -217,7 +219,9 @@ def known_run_id(environ: Mapping[str, str], place: Place) -> str:
     return _as_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _as_folder_name(job)
 
 
-def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], suffix: str) -> str:
+def _run_id(
+    environ: Mapping[str, str], place: Place, claim: Callable[..., str], suffix: str
+) -> str:
     """Return the run id: the user's, the job's, or one that the ranks of a node agree on.
 
     If the environment has no name that is unique to this job, each node claims an id of its own.

@@ -29,7 +29,11 @@ def _requirements(extra: str) -> list[str]:
         distribution = importlib.metadata.distribution(NAME)
     except importlib.metadata.PackageNotFoundError:
         clone = Path(__file__).parents[2]
-        return [shlex.quote(f"{clone}{wanted}" if (clone / "pyproject.toml").exists() else f"{NAME}{wanted}")]
+        return [
+            shlex.quote(
+                f"{clone}{wanted}" if (clone / "pyproject.toml").exists() else f"{NAME}{wanted}"
+            )
+        ]
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     url = origin.get("url", "")
     if "vcs_info" in origin:
@@ -42,5 +46,9 @@ def _requirements(extra: str) -> list[str]:
         return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
     # The clone or wheel is gone, as is usual in images. Any index has the requirements of the
     # extra.
-    needed = [each for each in distribution.requires or () if re.search(rf"extra == ['\"]{extra}['\"]", each)]
+    needed = [
+        each
+        for each in distribution.requires or ()
+        if re.search(rf"extra == ['\"]{extra}['\"]", each)
+    ]
     return [shlex.quote(each.split(";")[0].strip()) for each in needed] or [NAME]

@@ -33,7 +33,9 @@ _CONTAINER = {
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
-def attributes(environ: Mapping[str, str], sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> dict[str, str]:
+def attributes(
+    environ: Mapping[str, str], sys: Path = Path("/sys"), proc: Path = Path("/proc")
+) -> dict[str, str]:
     """Return the attributes found in the environment, the firmware and the kernel."""
     found = {**_cloud(sys / "class/dmi/id"), **_container(proc), **_switch(environ)}
     for pair in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
@@ -62,7 +64,11 @@ def _switch(environ: Mapping[str, str]) -> dict[str, str]:
     """
     address = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    switches = [part for part, kind in zip(address, pattern, strict=False) if kind in ("switch", "block") and part]
+    switches = [
+        part
+        for part, kind in zip(address, pattern, strict=False)
+        if kind in ("switch", "block") and part
+    ]
     return {"network.switch": switches[-1]} if switches else {}
 
 

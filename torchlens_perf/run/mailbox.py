@@ -51,7 +51,9 @@ class Mailbox:
         self.path = ring.with_suffix(kind)
         self._pid = os.getpid()
         self._seen = (0, 0)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         if question:
             try:
                 os.write(self._descriptor, question.encode(errors="surrogateescape"))

@@ -46,7 +46,9 @@ def make(folders: list[str], access: str = PRIVATE) -> list[str]:
                         raise
         # Process ids are not unique across containers, so the name is random.
         probe = os.path.join(folders[-1], f".writable-{os.urandom(8).hex()}")
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             # Some network disks map root's files to another user.
             trusted = {0, os.geteuid(), os.fstat(descriptor).st_uid}

@@ -7,7 +7,11 @@ from typing import Any
 
 # Names of MEMORY records. Bytes: value0 is the current value, value1 the peak since the user last
 # reset peaks. Counts: value0 is the count so far.
-_BYTES = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "inactive": "inactive_split_bytes"}
+_BYTES = {
+    "allocated": "allocated_bytes",
+    "reserved": "reserved_bytes",
+    "inactive": "inactive_split_bytes",
+}
 _COUNTS = {
     "alloc_retries": "num_alloc_retries",
     "ooms": "num_ooms",

@@ -123,7 +123,11 @@ def live_table(
     live = [block for block in blocks if block["state"] != "inactive"]
     inactive = [block["size"] for block in blocks if block["state"] == "inactive"]
     new, events, history_s = _history(snapshot, device)
-    looked_at = live if len(live) <= max_blocks else heapq.nlargest(max_blocks, live, key=lambda block: block["size"])
+    looked_at = (
+        live
+        if len(live) <= max_blocks
+        else heapq.nlargest(max_blocks, live, key=lambda block: block["size"])
+    )
     rows = _rows(looked_at, places, new if events else None)
     shown = rows[:max_rows]
     live_bytes = sum(block["size"] for block in live)
@@ -132,7 +136,9 @@ def live_table(
         other_bytes=live_bytes - sum(row["bytes"] for row in shown),
         other_blocks=len(live) - sum(row["blocks"] for row in shown),
         without_stack_bytes=sum(row["bytes"] for row in rows if not row["stack"]),
-        allocated_bytes=sum(block["size"] for block in live if block["state"] == "active_allocated"),
+        allocated_bytes=sum(
+            block["size"] for block in live if block["state"] == "active_allocated"
+        ),
         pending_bytes=sum(block["size"] for block in live if block["state"] != "active_allocated"),
         reserved_bytes=sum(segment["total_size"] for segment in segments),
         inactive_bytes=sum(inactive),
@@ -144,7 +150,9 @@ def live_table(
     )
 
 
-def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | None) -> list[LiveRow]:
+def _rows(
+    blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | None
+) -> list[LiveRow]:
     # Stacks share frame objects. Comparing frames by identity takes a tenth of the time of
     # comparing their contents.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
@@ -173,7 +181,11 @@ def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | N
 def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
     """Return the history's allocated addresses, number of events, and length in seconds."""
     traces = snapshot.get("device_traces", ())
-    trace = [each for each in traces[device] if each["action"] in _EVENTS] if device < len(traces) else []
+    trace = (
+        [each for each in traces[device] if each["action"] in _EVENTS]
+        if device < len(traces)
+        else []
+    )
     new = {each["addr"] for each in trace if each["action"] == "alloc"}
     if not trace:
         return new, 0, None
@@ -203,7 +215,9 @@ class Places:
         classes = [name for name, *_ in reversed(looked_at) if name]
         if len(classes) > _MAX_CLASSES:
             classes = [classes[0], "...", *classes[1 - _MAX_CLASSES :]]
-        shown = [text for _, text, show, _ in looked_at if show] or [text for _, text, *_ in looked_at]
+        shown = [text for _, text, show, _ in looked_at if show] or [
+            text for _, text, *_ in looked_at
+        ]
         return " > ".join(classes), tuple(shown[:_MAX_FRAMES])
 
     def _frame(self, frame: Mapping[str, Any]) -> tuple[str, str, bool, Mapping[str, Any]]:

@@ -102,7 +102,9 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
         if len(content) > size:
             content += file.read(at_most + 1 - len(content))
         if max(size, len(content)) > at_most:
-            raise TooLargeError(errno.EFBIG, f"it has {size} bytes; at most {at_most} are read", os.fspath(path))
+            raise TooLargeError(
+                errno.EFBIG, f"it has {size} bytes; at most {at_most} are read", os.fspath(path)
+            )
         return content
 
 
@@ -117,7 +119,15 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
     folder = os.path.dirname(path)
     # These calls come first, so that an error leaves no new file.
     owners, mode = _file_owners(folder), _file_mode(folder)
-    flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags |= (
+        os.O_WRONLY
+        | os.O_APPEND
+        | os.O_CREAT
+        | os.O_NOFOLLOW
+        | os.O_NONBLOCK
+        | os.O_NOCTTY
+        | os.O_CLOEXEC
+    )
     descriptor = os.open(path, flags, 0o600)
     found = os.fstat(descriptor)
     try:
@@ -155,10 +165,14 @@ def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> i
     return descriptor
 
 
-def write(path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = "") -> None:
+def write(
+    path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = ""
+) -> None:
     """Write a new file with create(). Raise OSError."""
     with open(create(path, like), "wb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+        file.write(
+            content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+        )
 
 
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:

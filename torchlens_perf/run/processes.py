@@ -33,7 +33,9 @@ def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
 
     thread: native id of one of its threads, whose state is returned instead.
     """
-    fields = stat_fields(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
+    fields = stat_fields(
+        f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    )
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
@@ -109,7 +111,9 @@ def command_line(pid: int) -> list[str]:
     """Return a process's arguments; empty if it does not exist or belongs to another user."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
-            return [argument.decode(errors="replace") for argument in (file.read() or b"").split(b"\0")]
+            return [
+                argument.decode(errors="replace") for argument in (file.read() or b"").split(b"\0")
+            ]
     except OSError:
         return []
 

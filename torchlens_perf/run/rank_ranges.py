@@ -25,7 +25,9 @@ def ranges(ranks: Sequence[int]) -> str:
             # Two ranks are not yet a pattern, so the second may begin a range.
             count = 1
         first, last = left[0], left[count - 1]
-        parts.append(str(first) if count == 1 else f"{first}-{last}" + (f"/{stride}" if stride > 1 else ""))
+        parts.append(
+            str(first) if count == 1 else f"{first}-{last}" + (f"/{stride}" if stride > 1 else "")
+        )
         left = left[count:]
     return ",".join(parts)
 
@@ -36,7 +38,10 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the ranks in a text of ranges(), at most MAX_RANKS. Raise ValueError for other text."""
+    """Return the ranks in a text of ranges(), at most MAX_RANKS.
+
+    Raise ValueError for other text.
+    """
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         span, _, stride = part.partition("/")

@@ -80,7 +80,12 @@ class StepTable:
         return len(self.step)
 
     def where(self, chosen: npt.NDArray[np.bool_] | slice) -> StepTable:
-        return StepTable(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(StepTable)})
+        return StepTable(
+            **{
+                field.name: getattr(self, field.name)[chosen]
+                for field in dataclasses.fields(StepTable)
+            }
+        )
 
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:

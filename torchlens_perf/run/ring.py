@@ -93,7 +93,9 @@ class RingFile:
     operation and call it again.
     """
 
-    def __init__(self, path: Path, capacity: int, first_step: int = 0, *, anonymous: bool = False) -> None:
+    def __init__(
+        self, path: Path, capacity: int, first_step: int = 0, *, anonymous: bool = False
+    ) -> None:
         """Create the file, mode 0600, with room for `capacity` records (a power of two).
 
         first_step: index of the step of the first records. anonymous: use memory without a file,
@@ -184,7 +186,9 @@ class RingFile:
         return list(self._names)
 
     def inside(self) -> list[str]:
-        """Return the names of the training thread's open spans, outermost first, without the step."""
+        """Return the names of the training thread's open spans, outermost first, without the
+        step.
+        """
         names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
         return [name_of(names, name_id) for name_id in ids]
@@ -355,7 +359,10 @@ class Reader:
         if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
             raise RingError(f"{self.path} is not a ring file of version {VERSION}")
         if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
-            raise RingError(f"{self.path} has a header for {capacity} records, which does not match its {size} bytes")
+            raise RingError(
+                f"{self.path} has a header for {capacity} records, which does not match its {size}"
+                " bytes"
+            )
         return int(capacity)
 
     def hold(self) -> None:
@@ -381,7 +388,12 @@ class Reader:
         """Return the writer's metadata; empty if they are being replaced or are damaged."""
         revision, used = self.counter(METADATA_REVISION), self.counter(METADATA_USED)
         text = os.pread(self._descriptor, min(used & 0xFFFFFFFF, METADATA_BYTES), METADATA_OFFSET)
-        if revision % 2 or revision != self.counter(METADATA_REVISION) or not text or zlib.crc32(text) != used >> 32:
+        if (
+            revision % 2
+            or revision != self.counter(METADATA_REVISION)
+            or not text
+            or zlib.crc32(text) != used >> 32
+        ):
             return {}
         try:
             loaded = json.loads(text)
@@ -393,7 +405,12 @@ class Reader:
         """Return all names interned so far. A record's name_id is the index in this list."""
         used = min(self.counter(NAMES_USED), NAMES_BYTES)
         if used > self._names_read:
-            text, at = os.pread(self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read), 0
+            text, at = (
+                os.pread(
+                    self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read
+                ),
+                0,
+            )
             while at + 2 <= len(text):
                 (length,) = struct.unpack_from("<H", text, at)
                 self._names.append(text[at + 2 : at + 2 + length].decode("utf-8", "replace"))
@@ -425,7 +442,9 @@ class Reader:
         for i in range(min(groups, MAX_GROUPS)):
             name_id, issued, ended = rows[GROUP_WORDS * i : GROUP_WORDS * (i + 1)]
             if name_id & 0xFFFFFFFF < len(names):
-                found.append(GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, name_id >> 32))
+                found.append(
+                    GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, name_id >> 32)
+                )
         return found
 
     def read(self, *, final: bool = False) -> Batch:
@@ -444,7 +463,9 @@ class Reader:
         records = self._copied(first, len(sequences))
         # The stamp of a slot that was rewritten during the copy differs, either in the copy or in
         # the file.
-        whole = (records["stamp"] == stamps) & (self._copied(first, len(sequences))["stamp"] == stamps)
+        whole = (records["stamp"] == stamps) & (
+            self._copied(first, len(sequences))["stamp"] == stamps
+        )
         if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
             raise RingError(f"{self.path} was truncated")
         if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
@@ -468,7 +489,10 @@ class Reader:
         copied, begin = bytearray(count * RECORD_BYTES), first & (self.capacity - 1)
         # The records may wrap to the start of the ring.
         until_end = min(count, self.capacity - begin) * RECORD_BYTES
-        for at, part in ((begin, memoryview(copied)[:until_end]), (0, memoryview(copied)[until_end:])):
+        for at, part in (
+            (begin, memoryview(copied)[:until_end]),
+            (0, memoryview(copied)[until_end:]),
+        ):
             if part:
                 os.preadv(self._descriptor, [part], RECORDS_OFFSET + at * RECORD_BYTES)
         return np.frombuffer(copied, record_dtype())

@@ -61,7 +61,9 @@ class SidecarLock:
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
                     os.mkdir(folder, 0o700)
             try:
-                return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                return os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
             except FileNotFoundError:
                 if not tries_left:
                     raise

@@ -96,13 +96,20 @@ class Sketch:
         counts[self._first : self._first + len(self._used)] = self._used
         return counts
 
-    def add(self, values_ns: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64] | None = None) -> None:
+    def add(
+        self, values_ns: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64] | None = None
+    ) -> None:
         """Add durations; negative ones count as zero. bounds: see add_to_each()."""
         if len(values_ns):
             add_to_each([self], values_ns, [0], bounds)
 
     def _add_summed(
-        self, smallest: int, largest: int, sum_ns: int, sum_squares: int, buckets: npt.NDArray[np.int64]
+        self,
+        smallest: int,
+        largest: int,
+        sum_ns: int,
+        sum_squares: int,
+        buckets: npt.NDArray[np.int64],
     ) -> None:
         """Add values by their smallest, largest, sums and bucket indexes."""
         empty = not len(self._used)
@@ -166,7 +173,14 @@ class Sketch:
 
         They are sum, squares, smallest, largest, first used bucket and the counts from there.
         """
-        return [self.sum_ns, self.sum_squares, self.min_ns, self.max_ns, self._first, *self._used.tolist()]
+        return [
+            self.sum_ns,
+            self.sum_squares,
+            self.min_ns,
+            self.max_ns,
+            self._first,
+            *self._used.tolist(),
+        ]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Sketch:
@@ -207,12 +221,17 @@ def add_to_each(
     values_ns = np.maximum(values_ns, 0)
     # Values are split to keep the sums exact: 64-bit squares of durations above 3 s would overflow.
     high, low = values_ns >> 20, values_ns & 0xFFFFF
-    smallest, largest = (each.reduceat(values_ns, starts).tolist() for each in (np.minimum, np.maximum))
+    smallest, largest = (
+        each.reduceat(values_ns, starts).tolist() for each in (np.minimum, np.maximum)
+    )
     sums, high_squares, products, low_squares = (
-        np.add.reduceat(each, starts).tolist() for each in (values_ns, high * high, high * low, low * low)
+        np.add.reduceat(each, starts).tolist()
+        for each in (values_ns, high * high, high * low, low * low)
     )
     buckets = np.searchsorted(bucket_bounds() if bounds is None else bounds, values_ns, side="left")
-    for i, (sketch, start, end) in enumerate(zip(sketches, starts, [*starts[1:], len(values_ns)], strict=True)):
+    for i, (sketch, start, end) in enumerate(
+        zip(sketches, starts, [*starts[1:], len(values_ns)], strict=True)
+    ):
         squares = (high_squares[i] << 40) + (products[i] << 21) + low_squares[i]
         sketch._add_summed(smallest[i], largest[i], sums[i], squares, buckets[start:end])
 
@@ -260,7 +279,14 @@ def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
     used = counts.nonzero()[0]
     low = squares & _MASK
     words = np.zeros(-(-(_HEAD + len(used)) // WORDS) * WORDS, np.int64)
-    words[:_HEAD] = _MARK + _HEAD + len(used), count, sum_ns, low - (low >> 63 << 64), squares >> 64, *others
+    words[:_HEAD] = (
+        _MARK + _HEAD + len(used),
+        count,
+        sum_ns,
+        low - (low >> 63 << 64),
+        squares >> 64,
+        *others,
+    )
     words[_HEAD : _HEAD + len(used)] = used << _COUNT_BITS | counts[used]
     return words.reshape(-1, WORDS).tolist()
 
@@ -272,7 +298,11 @@ def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowS
     written them.
     """
     windows: list[tuple[int, WindowSketch]] = []
-    table = np.stack([records[column].astype(np.uint64) for column in _COLUMNS], axis=1) if len(records) else None
+    table = (
+        np.stack([records[column].astype(np.uint64) for column in _COLUMNS], axis=1)
+        if len(records)
+        else None
+    )
     at, stray = 0, 0
     while table is not None and at < len(records):
         length = -(-(int(table[at, 0]) - _MARK) // WORDS)

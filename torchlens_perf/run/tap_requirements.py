@@ -44,7 +44,10 @@ def user_cache() -> Path | None:
     The home folder is not looked up in the password database. That may be a network request in the
     training process.
     """
-    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.environ.get("HOME", ""), ".cache")):
+    for folder in (
+        os.environ.get("XDG_CACHE_HOME", ""),
+        os.path.join(os.environ.get("HOME", ""), ".cache"),
+    ):
         if os.path.isabs(folder):
             return Path(folder) / "torchlens_perf"
     return None
@@ -85,7 +88,9 @@ def compiler_command() -> list[str]:
         raise BuildError("no C++ compiler: install g++, or name one in CXX")
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
-        raise BuildError(f"Python's headers are missing in {include}: install them (python3-dev, python3-devel)")
+        raise BuildError(
+            f"Python's headers are missing in {include}: install them (python3-dev, python3-devel)"
+        )
     return [os.path.abspath(program), *command[1:]]
 
 
@@ -124,7 +129,11 @@ def _make_folders(place: Path) -> str | None:
 def _why_unusable(place: Path) -> str | None:
     """Return why a folder cannot be used or made; None if it can."""
     try:
-        nearest = next(folder for folder in (place, place.parent, place.parent.parent) if os.path.lexists(folder))
+        nearest = next(
+            folder
+            for folder in (place, place.parent, place.parent.parent)
+            if os.path.lexists(folder)
+        )
         refused = ownership.others_can_change(nearest)
     except StopIteration:
         return f"{place.parent.parent} is not there"

@@ -161,7 +161,9 @@ class Summary:
         if self.missing:
             return f"torchlens_perf: {self.missing}"
         steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}
-        times = ", ".join(f"{name} {1e3 * value:.4g} ms" for name, value in steps_s.items() if value is not None)
+        times = ", ".join(
+            f"{name} {1e3 * value:.4g} ms" for name, value in steps_s.items() if value is not None
+        )
         lines = [each.sentence for each in self.verdicts]
         steps = f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{times}"
         return "\n".join([*lines, f"{steps}; overhead {overhead_words(self.overhead_share)}"])

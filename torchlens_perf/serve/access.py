@@ -1,4 +1,5 @@
-"""Access control: requests need the token, one of this server's host names and, to change anything, its own origin.
+"""Access control: requests need the token, one of this server's host names and, to change anything,
+its own origin.
 
 The token is in the fragment of the printed address, which browsers send to no server. The script of
 the opening page (static/open.js) keeps the token for its origin (host and port) and sends it in a
@@ -35,7 +36,9 @@ TOKEN_HEADER = "torchlens-perf-token"
 LET_IN = "torchlens_perf.let_in"
 """Key in the state of a request that had the token."""
 HEADERS = {
-    "content-security-policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -45,10 +48,12 @@ HEADERS = {
 }
 PAGE_HEADERS = {"content-security-policy": f"{LIVE_POLICY}; frame-ancestors 'none'"}
 _NEEDS_TOKEN = (
-    "This page needs a token. Open the address that `torchlens-perf serve` printed: it ends in the token. "
-    "Each start of the server has another one."
+    "This page needs a token. Open the address that `torchlens-perf serve` printed: it ends in the"
+    " token. Each start of the server has another one."
 )
-_OTHER_NAME = "This server has another name. Open the address that it printed, or use an IP address.\n"
+_OTHER_NAME = (
+    "This server has another name. Open the address that it printed, or use an IP address.\n"
+)
 _OTHER_ORIGIN = "Only a page of this server may send that.\n"
 _READS = ("GET", "HEAD")
 
@@ -58,7 +63,9 @@ def new_token() -> str:
 
 
 class Guard:
-    """ASGI middleware that refuses requests without permission, and adds missing HEADERS to all responses."""
+    """ASGI middleware that refuses requests without permission, and adds missing HEADERS to all
+    responses.
+    """
 
     def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
         """names: this server's host names. IP addresses are always accepted."""
@@ -90,7 +97,10 @@ class Guard:
             if reads and "/api/" not in scope["path"]:
                 return _opening_page(scope)
             return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
-        if not reads and headers.get("origin", "").lower() not in (f"http://{host}", f"https://{host}"):
+        if not reads and headers.get("origin", "").lower() not in (
+            f"http://{host}",
+            f"https://{host}",
+        ):
             return PlainTextResponse(_OTHER_ORIGIN, 403)
         scope.setdefault("state", {})[LET_IN] = True
         return None
@@ -105,7 +115,8 @@ class Guard:
             ipaddress.ip_address(name)
         except ValueError:
             return name in self._names
-        # A literal address cannot be a foreign name that a malicious name server resolves to this machine.
+        # A literal address cannot be a foreign name that a malicious name server resolves to this
+        # machine.
         return True
 
     def _is_token(self, text: str) -> bool:

@@ -24,7 +24,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 
 from torchlens_perf.errors import printable
@@ -40,7 +46,8 @@ from torchlens_perf.serve.static_files import NAMES, STYLE, digest, packed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-# Numbers of readers for calls of milliseconds, for whole runs, and for the list: slow calls must not delay quick ones.
+# Numbers of readers for calls of milliseconds, for whole runs, and for the list: slow calls must
+# not delay quick ones.
 _QUICK, _SLOW, _LISTING = 2, 2, 1
 # After this time, a viewer who opens a run receives a page that asks for patience.
 _FIRST_PAGE_TIMEOUT_S = 3.0
@@ -94,14 +101,21 @@ class Server:
     # -- pages
 
     async def _runs(self, request: Request) -> Response:
-        page, search, sort = (request.query_params.get(key, "") for key in ("page", "search", "sort"))
-        listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search, sort)
+        page, search, sort = (
+            request.query_params.get(key, "") for key in ("page", "search", "sort")
+        )
+        listed = await self._list.page(
+            int(page) if page.isdecimal() and len(page) < 9 else 0, search, sort
+        )
         return HTMLResponse(list_page(self._folder, listed, search, sort), headers=PAGE_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         now = await self._follower(request).page(_FIRST_PAGE_TIMEOUT_S)
         if now is None:
-            words = "This run is being read. It is large or its disk is slow. It is shown as soon as it is read."
+            words = (
+                "This run is being read. It is large or its disk is slow. It is shown as soon as it"
+                " is read."
+            )
             page = message_page("Reading", words, ROOT, reloads=True)
             return HTMLResponse(page, headers=PAGE_HEADERS)
         return _packed(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
@@ -116,7 +130,9 @@ class Server:
         name = request.path_params["file"]
         if name not in NAMES:
             return PlainTextResponse("there is no such file\n", 404)
-        headers = {"cache-control": _FOR_EVER} if request.query_params.get("v") == digest(name) else {}
+        headers = (
+            {"cache-control": _FOR_EVER} if request.query_params.get("v") == digest(name) else {}
+        )
         kind = "text/css" if name == STYLE else "text/javascript"
         return _packed(request, packed(name), kind, headers)
 
@@ -136,7 +152,9 @@ class Server:
         run, step = self._run(request), request.path_params["step"]
         if not _STEP.fullmatch(step):
             raise ReadError(404, f"there is no step {printable(step)[:100]}")
-        found = await self._slow.call(step_as_json, run, int(step), within_s=_STEP_WITHIN_S, late="it was not read")
+        found = await self._slow.call(
+            step_as_json, run, int(step), within_s=_STEP_WITHIN_S, late="it was not read"
+        )
         return _packed(request, found, "application/json")
 
     def _follower(self, request: Request) -> Follower:
@@ -166,7 +184,9 @@ class Server:
         asked = request.query_params
         ranks, steps = asked.get("ranks", "").replace(" ", ""), asked.get("steps", "")
         if not ranks or not steps.isdecimal() or len(steps) > 9:
-            return JSONResponse({"problem": "a capture needs ranks, such as 5 or 0-3, and a number of steps"}, 400)
+            return JSONResponse(
+                {"problem": "a capture needs ranks, such as 5 or 0-3, and a number of steps"}, 400
+            )
         made = await self._quick.call(
             ask, self._run(request), ranks, int(steps), "python" in asked, "force" in asked,
             within_s=_CAPTURE_WITHIN_S,
@@ -206,14 +226,18 @@ class Server:
         return StreamingResponse(blocks(), media_type="application/octet-stream", headers=headers)
 
 
-def _packed(request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None) -> Response:
+def _packed(
+    request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None
+) -> Response:
     """Return a response with gzip-compressed content.
 
     It is decompressed for clients that do not accept gzip.
     """
     given = {**(headers or {}), "vary": "accept-encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(packed, media_type=media_type, headers={**given, "content-encoding": "gzip"})
+        return Response(
+            packed, media_type=media_type, headers={**given, "content-encoding": "gzip"}
+        )
     return Response(gzip.decompress(packed), media_type=media_type, headers=given)
 
 
@@ -229,7 +253,11 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     """Return a 404 response: a page for browsers, a line of text for other clients."""
-    words = printable(str(error)) if isinstance(error, ReadError) else "There is no page at this address."
+    words = (
+        printable(str(error))
+        if isinstance(error, ReadError)
+        else "There is no page at this address."
+    )
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{words}\n", 404)
     root = "../" * (request.scope["raw_path"].count(b"/") - 1)

@@ -22,7 +22,15 @@ from torchlens_perf.report.captures import captures
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run import ownership
-from torchlens_perf.run.captures import BY_USER, FLIGHT_RECORDER, MAX_STEPS, SNAPSHOT, STACKS, TRACE, Request
+from torchlens_perf.run.captures import (
+    BY_USER,
+    FLIGHT_RECORDER,
+    MAX_STEPS,
+    SNAPSHOT,
+    STACKS,
+    TRACE,
+    Request,
+)
 from torchlens_perf.run.rank_ranges import parse_ranges, ranges
 from torchlens_perf.serve.run_names import NoSuchError, address, run_directory
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
@@ -45,7 +53,12 @@ class NotReadYetError(ConfigError):
 
 
 def ask_capture(
-    run: RunDirectory, texts: Sequence[str], steps: int, *, python: bool = False, force: bool = False
+    run: RunDirectory,
+    texts: Sequence[str],
+    steps: int,
+    *,
+    python: bool = False,
+    force: bool = False,
 ) -> Request:
     """Write a request into the run directory, where the sidecars find it.
 
@@ -57,7 +70,9 @@ def ask_capture(
     try:
         asked = tuple(sorted({rank for text in texts for rank in parse_ranges(text)}))
     except ValueError:
-        raise ConfigError(f"--rank {' '.join(texts)}: must be ranks, such as 5, 0-3 or 0,5") from None
+        raise ConfigError(
+            f"--rank {' '.join(texts)}: must be ranks, such as 5, 0-3 or 0,5"
+        ) from None
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps {steps}: must be from 1 to {MAX_STEPS}")
     if not run.nodes.is_dir():
@@ -89,7 +104,9 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     """
     states = list(run.nodes.glob("*.json"))
     report = run_report(run) if states else None
-    not_yet = f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
+    not_yet = (
+        f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
+    )
     if report is None:
         raise NotReadYetError(not_yet)
     if not report["run"]["live"]:
@@ -98,8 +115,8 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     silent_s = now_s - max(path.stat().st_mtime for path in states)
     if silent_s > SILENT_S:
         raise ConfigError(
-            f"{run.run_id} is silent for {ago(silent_s)}, and no sidecar would see the request: a capture needs a "
-            "live run"
+            f"{run.run_id} is silent for {ago(silent_s)}, and no sidecar would see the request: a"
+            " capture needs a live run"
         )
     if report["run"]["last_step_at"] is None:
         raise NotReadYetError(not_yet)
@@ -107,8 +124,8 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     missing = [rank for rank in asked if rank not in running]
     if missing:
         raise ConfigError(
-            f"no rank {ranges(missing)} runs here (there are {ranges(sorted(running))}; nodes without a shared disk "
-            "have run directories of their own)"
+            f"no rank {ranges(missing)} runs here (there are {ranges(sorted(running))}; nodes"
+            " without a shared disk have run directories of their own)"
         )
     requests, _ = capture_files.read_requests(run.captures)
     if any(capture_files.is_open(run.captures, each, now_s) for each in requests):
@@ -124,21 +141,33 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
 def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[str, Any]:
     """Request a capture for a viewer. Raise the errors of ask_capture()."""
     made = ask_capture(run_directory(path), [texts], steps, python=python, force=force)
-    return {"id": made.id, "ranks": list(made.ranks), "from_step": made.from_step, "steps": made.steps}
+    return {
+        "id": made.id,
+        "ranks": list(made.ranks),
+        "from_step": made.from_step,
+        "steps": made.steps,
+    }
 
 
 # -- results
 
 
 def progress(path: str, capture: str) -> dict[str, Any]:
-    """Return the results of a request so far: `outcomes` by rank, the ranks still `waiting`, and `is_over`."""
+    """Return the results of a request so far: `outcomes` by rank, the ranks still `waiting`, and
+    `is_over`.
+    """
     run = run_directory(path)
-    request = next((each for each in capture_files.read_requests(run.captures)[0] if each.id == capture), None)
+    request = next(
+        (each for each in capture_files.read_requests(run.captures)[0] if each.id == capture), None
+    )
     if request is None:
         raise NoSuchError("there is no such capture")
     rows = [row for row in captures(run) if row["id"] == capture]
     waiting = sorted({*request.ranks} - {row["rank"] for row in rows})
-    outcomes = [{"rank": row["rank"], "words": captured_words(row), "files": captured_files(row)} for row in rows]
+    outcomes = [
+        {"rank": row["rank"], "words": captured_words(row), "files": captured_files(row)}
+        for row in rows
+    ]
     is_over = not waiting or not capture_files.is_open(run.captures, request, time.time())
     return {"outcomes": outcomes, "waiting": waiting, "is_over": is_over}
 
@@ -169,7 +198,8 @@ def captured_files(row: Capture) -> list[dict[str, Any]]:
 def block(
     path: str, capture: str, rank: str, file: str, at: int, known: tuple[int, ...]
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Return BLOCK_BYTES of a file from `at` on, and the file's identity: its device, inode and size.
+    """Return BLOCK_BYTES of a file from `at` on, and the file's identity: its device, inode and
+    size.
 
     known: the identity from the first block, () for the first block. Links in the run are not
     followed. Raise NoSuchError if the file is missing or its identity has changed, or OSError.

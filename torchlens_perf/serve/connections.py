@@ -1,4 +1,6 @@
-"""Connection limits against clients without the token: a time limit for request heads, and a maximal number."""
+"""Connection limits against clients without the token: a time limit for request heads, and a
+maximal number.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from torchlens_perf.serve.access import LET_IN
 
 HEAD_S = 10.0
-"""Time limit from the start of a connection, or of a request on it, to the end of the request's head."""
+"""Time limit from the start of a connection, or of a request on it, to the end of
+the request's head.
+"""
 MAX_STRANGERS = 128
 """Maximal number of connections that have sent no request with the token.
 

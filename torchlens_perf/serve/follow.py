@@ -43,7 +43,9 @@ def look(path: str) -> tuple[str, float]:
 class Follower:
     """Follow one run. Used only on the event loop's thread. Readers access the disk."""
 
-    def __init__(self, path: str, quick: Readers, slow: Readers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: str, quick: Readers, slow: Readers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """quick: readers for looks. slow: readers for whole runs."""
         self.rendered: Rendered | None = None
         """The newest page."""
@@ -66,7 +68,9 @@ class Follower:
         """
         looking = self._look_if_due()
         if looking is not None:
-            await asyncio.wait({looking}, timeout=patience_s if self.rendered is None else _TIMEOUT_S)
+            await asyncio.wait(
+                {looking}, timeout=patience_s if self.rendered is None else _TIMEOUT_S
+            )
         if self.problem is not None and (self.rendered is None or self.problem.status == _GONE):
             raise self.problem
         return self.rendered
@@ -84,7 +88,10 @@ class Follower:
         if self.problem is not None:
             problem = str(self.problem)
         elif self.rendered is not None and is_live and silent_s > SILENT_S:
-            problem = f"no new data for {ago(silent_s)}. No rank has ended, and no sidecar writes its state"
+            problem = (
+                f"no new data for {ago(silent_s)}. No rank has ended, and no sidecar writes its"
+                " state"
+            )
         version = self.rendered.version if self.rendered is not None else ""
         return {"version": version, "is_live": is_live, "problem": problem}
 

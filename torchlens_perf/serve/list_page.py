@@ -28,7 +28,9 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
     now_s = time.time()
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
     which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
-    newest: Child = [" \u00b7 ", tag("a", "sort by last change", href=_query(search, ""))] if sort else None
+    newest: Child = (
+        [" \u00b7 ", tag("a", "sort by last change", href=_query(search, ""))] if sort else None
+    )
     rows = [tag("tr", _tick(line), _cells(line, now_s)) for line in listed.lines]
     ticks = tag("th", class_="run-tick", scope="col", aria_label="Compare")
     head_row = tag("tr", ticks, [_heading(key, title, search, sort) for key, title in _COLUMNS])
@@ -41,7 +43,10 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
     )
     empty = f"No run matches \u201c{search[:100]}\u201d."
     if not search:
-        empty = f"There is no run in {printable(folder)} yet. A run appears when its first rank starts recording."
+        empty = (
+            f"There is no run in {printable(folder)} yet. A run appears when its first rank starts"
+            " recording."
+        )
     body = tag(
         "body",
         tag(
@@ -52,13 +57,21 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
         ),
         tag(
             "main",
-            tag("p", f"This list may be old: {listed.problem}", class_="problem", role="status")
-            if listed.problem
-            else None,
-            tag("p", f"{listed.unread} runs are being read.", class_="note", role="status") if listed.unread else None,
-            tag("div", runs, class_="scrolls", tabindex="0", role="region", aria_label="Runs")
-            if rows
-            else tag("p", empty),
+            (
+                tag("p", f"This list may be old: {listed.problem}", class_="problem", role="status")
+                if listed.problem
+                else None
+            ),
+            (
+                tag("p", f"{listed.unread} runs are being read.", class_="note", role="status")
+                if listed.unread
+                else None
+            ),
+            (
+                tag("div", runs, class_="scrolls", tabindex="0", role="region", aria_label="Runs")
+                if rows
+                else tag("p", empty)
+            ),
             _pages(listed, search, sort),
             data_reading=str(listed.unread) if listed.unread else None,
         ),
@@ -74,7 +87,9 @@ def message_page(title: str, words: str, root: str, *, reloads: bool = False) ->
     root: the list's address relative to this page.
     """
     link = tag("p", tag("a", "All runs", href=root or "./"))
-    body = tag("body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link))
+    body = tag(
+        "body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link)
+    )
     again = tag("meta", http_equiv="refresh", content="2") if reloads else None
     return whole_page(title, body, root, again)
 
@@ -82,12 +97,16 @@ def message_page(title: str, words: str, root: str, *, reloads: bool = False) ->
 def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
     """Return a page as HTML. more: additional elements of its head."""
     styles = [more, by_address([static_address(STYLE, root)])]
-    whole = tag("html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
+    whole = tag(
+        "html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en"
+    )
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
 def _tick(line: RunLine) -> Element:
-    """Return the cell with the checkbox that selects a run for a comparison of step times (list.js)."""
+    """Return the cell with the checkbox that selects a run for a comparison of step times
+    (list.js).
+    """
     box = tag(
         "input",
         type="checkbox",
@@ -101,10 +120,20 @@ def _tick(line: RunLine) -> Element:
 def _cells(line: RunLine, now_s: float) -> list[Element]:
     """Return the cells of a row, one for each of _COLUMNS."""
     run = tag("small", line.name) if line.program else line.name
-    ranks = f"{line.seen} of {line.ranks}" if line.ranks and line.seen < line.ranks else _number(line.ranks)
+    ranks = (
+        f"{line.seen} of {line.ranks}"
+        if line.ranks and line.seen < line.ranks
+        else _number(line.ranks)
+    )
     texts: list[Child] = [
         tag("span", line.status, class_=f"chip {line.severity}"),
-        tag("a", f"{line.program} ".lstrip(), run, href=f"runs/{address(line.name)}/", title=line.name),
+        tag(
+            "a",
+            f"{line.program} ".lstrip(),
+            run,
+            href=f"runs/{address(line.name)}/",
+            title=line.name,
+        ),
         tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
         tag("span", line.sentence, title=line.sentence),
         duration(line.step_s) if line.step_s else None,
@@ -114,7 +143,9 @@ def _cells(line: RunLine, now_s: float) -> list[Element]:
         _state(line, now_s),
         line.started.replace("T", " ")[:16],
     ]
-    return [tag("td", text, class_=f"run-{key}") for (key, _), text in zip(_COLUMNS, texts, strict=True)]
+    return [
+        tag("td", text, class_=f"run-{key}") for (key, _), text in zip(_COLUMNS, texts, strict=True)
+    ]
 
 
 def _number(value: int | None) -> str:
@@ -124,7 +155,11 @@ def _number(value: int | None) -> str:
 def _state(line: RunLine, now_s: float) -> Child:
     silent_s = now_s - line.changed_ns / 1e9
     if line.is_live and silent_s > SILENT_S:
-        return tag("span", f"silent for {ago(silent_s)}", title="No rank has ended, and no sidecar writes its state.")
+        return tag(
+            "span",
+            f"silent for {ago(silent_s)}",
+            title="No rank has ended, and no sidecar writes its state.",
+        )
     return tag("b", line.state, class_="live") if line.is_live else line.state
 
 
@@ -135,7 +170,9 @@ def _heading(key: str, title: str, search: str, sort: str) -> Element:
     order = None
     if sort.removeprefix("-") == key:
         order = "descending" if (key in LARGEST_FIRST) != sort.startswith("-") else "ascending"
-    return tag("th", tag("a", title, href=address_), class_=f"run-{key}", scope="col", aria_sort=order)
+    return tag(
+        "th", tag("a", title, href=address_), class_=f"run-{key}", scope="col", aria_sort=order
+    )
 
 
 def _query(search: str, sort: str, page: int = 0) -> str:
@@ -154,11 +191,15 @@ def _pages(listed: Listed, search: str, sort: str) -> Element | None:
 
     at = f"page {listed.page + 1} of {listed.pages} "
     links = [link(0, "First"), link(listed.page - 1, "Previous"), at, link(listed.page + 1, "Next")]
-    return tag("nav", tag("p", links, link(listed.pages - 1, "Last")), aria_label="Pages", class_="pages")
+    return tag(
+        "nav", tag("p", links, link(listed.pages - 1, "Last")), aria_label="Pages", class_="pages"
+    )
 
 
 def _filter(search: str, sort: str) -> Element:
     field = tag("input", name="search", value=search or None, type="search", maxlength="100")
     kept = tag("input", name="sort", value=sort, type="hidden") if sort else None
     words = "Program, run, status or state"
-    return tag("form", tag("label", "Filter runs ", field, title=words), kept, method="get", role="search")
+    return tag(
+        "form", tag("label", "Filter runs ", field, title=words), kept, method="get", role="search"
+    )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _GZIP_LEVEL = 1
 _MAX_CAPTURES = 32
 _ABOUT = (
-    "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight recorder and, on a GPU, "
-    "a memory snapshot. Training pauses while the files are written."
+    "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight"
+    " recorder and, on a GPU, a memory snapshot. Training pauses while the files are written."
 )
 
 
@@ -85,14 +85,20 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
     if not is_live and not rows:
         return None
     shown = rows[-_MAX_CAPTURES:][::-1]
-    caption = "Profiles" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    caption = "Profiles" + (
+        f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else ""
+    )
     columns = [
         Column("profile", [row["id"] for row in shown], Quantity.TEXT),
         Column("rank", [row["rank"] for row in shown], Quantity.NUMBER),
         Column("result", [captured_words(row) for row in shown], Quantity.TEXT),
         Column("files", [""] * len(shown), Quantity.TEXT),
     ]
-    results = table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]}) if rows else None
+    results = (
+        table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]})
+        if rows
+        else None
+    )
     return tag(
         "details",
         tag("summary", "Profile a few steps" + (f" ({len(rows)} so far)" if rows else "")),
@@ -105,21 +111,32 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
 
 def _links(row: Capture) -> list[Element | str]:
     links = [
-        tag("a", f"{file['name']} ({amount(file['bytes'], 'B')})", href=file["address"]) for file in captured_files(row)
+        tag("a", f"{file['name']} ({amount(file['bytes'], 'B')})", href=file["address"])
+        for file in captured_files(row)
     ]
     return [part for link in links for part in (link, " ")]
 
 
 def _form() -> Element:
-    forced = f"allow more than {MAX_RANKS} ranks, or more than {MAX_KEPT_BYTES >> 30} GiB of profiles"
+    forced = (
+        f"allow more than {MAX_RANKS} ranks, or more than {MAX_KEPT_BYTES >> 30} GiB of profiles"
+    )
     ranks = tag(
         "input", name="ranks", required="", pattern=r"[0-9,\-\/ ]+", placeholder="5, 0-3 or 0,5", size="14",
         autocomplete="off",
     )  # fmt: skip
     fields = [
         tag("label", "Ranks ", ranks),
-        tag("label", "Steps ", tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3")),
-        tag("label", tag("input", name="python", type="checkbox", value="1"), " with Python frames and modules"),
+        tag(
+            "label",
+            "Steps ",
+            tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3"),
+        ),
+        tag(
+            "label",
+            tag("input", name="python", type="checkbox", value="1"),
+            " with Python frames and modules",
+        ),
         tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
         tag("button", "Profile", type="submit"),
     ]

@@ -43,7 +43,11 @@ class Readers:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def call(
-        self, function: Callable[..., _T], *arguments: object, within_s: float, late: str = "its disk did not answer"
+        self,
+        function: Callable[..., _T],
+        *arguments: object,
+        within_s: float,
+        late: str = "its disk did not answer",
     ) -> _T:
         """Return function(*arguments), called in a reader.
 
@@ -58,20 +62,25 @@ class Readers:
         task = asyncio.ensure_future(self._called_in_reader(begun, ready, function, arguments))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        # wait_for() would wait until the killed reader has exited, but a reader blocked in the kernel survives a kill.
+        # wait_for() would wait until the killed reader has exited, but a reader blocked in the
+        # kernel survives a kill.
         for reached, limit_s, problem in (
             (begun, within_s, "all readers are busy; ask again in a moment"),
             (ready, _START_S, "no process could be started to read it"),
             (task, within_s, f"{late} within {within_s:g} s"),
         ):
-            await asyncio.wait({task, reached}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {task, reached}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not task.done() and not reached.done():
                 task.cancel()
                 raise ReadError(503, problem)
         try:
             return task.result()
         except BrokenWorkerProcess:
-            raise ReadError(503, "its reader process was killed, possibly for lack of memory") from None
+            raise ReadError(
+                503, "its reader process was killed, possibly for lack of memory"
+            ) from None
 
     async def _called_in_reader(
         self,
@@ -83,14 +92,19 @@ class Readers:
         async with self._free:
             begun.set_result(None)
             # anyio reuses an idle process of an earlier call.
-            await to_process.run_sync(_start, function.__module__, cancellable=True, limiter=CapacityLimiter(1))
+            await to_process.run_sync(
+                _start, function.__module__, cancellable=True, limiter=CapacityLimiter(1)
+            )
             ready.set_result(None)
-            return await to_process.run_sync(_called, function, arguments, cancellable=True, limiter=CapacityLimiter(1))
+            return await to_process.run_sync(
+                _called, function, arguments, cancellable=True, limiter=CapacityLimiter(1)
+            )
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Mark the exception as retrieved, or asyncio would log it. The caller has raised it, or no longer waits.
+            # Mark the exception as retrieved, or asyncio would log it. The caller has raised it, or
+            # no longer waits.
             task.exception()
 
     def close(self) -> None:
@@ -100,7 +114,9 @@ class Readers:
 
 
 def _start(module: str) -> None:
-    """Prepare the reader process: limit its memory, import the module of the call, and lower the priority."""
+    """Prepare the reader process: limit its memory, import the module of the call, and lower the
+    priority.
+    """
     # Ctrl-C is handled by the server, which ends its readers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_memory()
@@ -111,7 +127,9 @@ def _start(module: str) -> None:
 
 
 def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
-    """Call the function in the reader, and convert exceptions to ReadError: others may fail to unpickle."""
+    """Call the function in the reader, and convert exceptions to ReadError: others may fail to
+    unpickle.
+    """
     try:
         return function(*arguments)
     except NoSuchError as error:
@@ -122,7 +140,10 @@ def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
         status, words = 503, str(error)
     except MemoryError:
         gib = limit_memory() / (1 << 30)
-        status, words = 503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader"
+        status, words = (
+            503,
+            f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader",
+        )
     # An unexpected error affects only this run.
     except Exception as error:
         status, words = 500, f"this cannot be read: {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
@@ -38,7 +38,9 @@ class Found(NamedTuple):
 
     name: str
     changed_ns: int
-    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be read."""
+    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder
+    cannot be read.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,9 @@ class Listed:
     """Number of runs that match the filter."""
     total: int
     unread: int
-    """Number of unread runs on this page or, if the list is sorted by a column, among all matching runs."""
+    """Number of unread runs on this page or, if the list is sorted by a column, among
+    all matching runs.
+    """
     looked_unix_s: float
     problem: str
     """The reason why the last look at the folder failed.
@@ -146,7 +150,16 @@ class RunList:
                 break
             await asyncio.wait({self._reading}, timeout=left_s)
         lines = [self._line(each) for each in shown]
-        return Listed(lines, page, pages, len(found), len(self._found), len(unread), self._looked_unix_s, self._problem)
+        return Listed(
+            lines,
+            page,
+            pages,
+            len(found),
+            len(self._found),
+            len(unread),
+            self._looked_unix_s,
+            self._problem,
+        )
 
     def _line(self, found: Found) -> RunLine:
         """Return the newest line of a run, which may have changed since then."""
@@ -154,13 +167,18 @@ class RunList:
 
     def _matches(self, found: Found, words: str) -> bool:
         line = self._line(found)
-        return any(words in text.casefold() for text in (line.name, line.program, line.status, line.state))
+        return any(
+            words in text.casefold() for text in (line.name, line.program, line.status, line.state)
+        )
 
     def _sorted(self, found: Sequence[Found], sort: str) -> list[Found]:
         key = sort.removeprefix("-")
-        values = {name: SORTS[key](line) for name, line in self._lines.items()}
+        values: dict[str, Any] = {name: SORTS[key](line) for name, line in self._lines.items()}
         known = [each for each in found if values.get(each.name) is not None]
-        known.sort(key=lambda each: values[each.name], reverse=(key in LARGEST_FIRST) != sort.startswith("-"))  # type: ignore[arg-type,return-value]
+        known.sort(
+            key=lambda each: values[each.name],
+            reverse=(key in LARGEST_FIRST) != sort.startswith("-"),
+        )
         return known + [each for each in found if values.get(each.name) is None]
 
     async def _look(self) -> None:
@@ -168,7 +186,9 @@ class RunList:
         try:
             self._found = await self._readers.call(find_runs, self._folder, within_s=_FIND_WITHIN_S)
             self._looked_unix_s, self._problem = time.time(), ""
-            self._lines = {each.name: line for each in self._found if (line := self._lines.get(each.name))}
+            self._lines = {
+                each.name: line for each in self._found if (line := self._lines.get(each.name))
+            }
         except ReadError as error:
             self._problem = str(error)
         finally:
@@ -184,7 +204,9 @@ class RunList:
         try:
             while runs:
                 try:
-                    lines = await self._readers.call(lines_of, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S)
+                    lines = await self._readers.call(
+                        lines_of, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S
+                    )
                 except ReadError as error:
                     lines = [_unreadable(runs[0], error)]
                 self._lines |= {line.name: line for line in lines}
@@ -196,8 +218,11 @@ class RunList:
 # -- in a reader
 
 
-def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None) -> list[Found]:
-    """Return the runs directly in the folder, most recently changed first, or the folder itself if it is a run.
+def find_runs(
+    folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None
+) -> list[Found]:
+    """Return the runs directly in the folder, most recently changed first, or the folder itself if
+    it is a run.
 
     Links are not followed. Raise RunStoreError if the folder cannot be read.
     """
@@ -235,7 +260,8 @@ def changed_ns(path: str) -> int:
 
 
 def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLine]:
-    """Return the lines of the first of these runs: at least one, and as many as can be read in budget_s.
+    """Return the lines of the first of these runs: at least one, and as many as can be read in
+    budget_s.
 
     folder: the folder of find_runs().
     """
@@ -249,7 +275,9 @@ def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLi
 
 
 def _unreadable(found: Found, error: Exception) -> RunLine:
-    words = str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
+    words = (
+        str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
+    )
     return RunLine(*found, "UNREADABLE", BAD, printable(words)[:_MAX_PROBLEM])
 
 

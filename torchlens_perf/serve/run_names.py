@@ -38,7 +38,9 @@ def address(name: str) -> str:
 
 
 def name_in(raw_path: bytes) -> str:
-    """Return the run's name from the raw path of a request, /runs/NAME/...; "" if it cannot be a folder's name."""
+    """Return the run's name from the raw path of a request, /runs/NAME/...; "" if it cannot be a
+    folder's name.
+    """
     parts = raw_path.split(b"/")
     name = os.fsdecode(unquote_to_bytes(parts[2])) if len(parts) > 2 else ""
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name

@@ -32,22 +32,37 @@ def serve(server: Server, listening: socket.socket, host: str) -> None:
     host: the value of --host.
     """
     port, token = listening.getsockname()[1], new_token()
-    names = {"localhost", host} if is_loopback(host) else {"localhost", host, socket.gethostname(), socket.getfqdn()}
+    names = (
+        {"localhost", host}
+        if is_loopback(host)
+        else {"localhost", host, socket.gethostname(), socket.getfqdn()}
+    )
     guard = Guard(server.app(), token, names)
     config = uvicorn.Config(
         guard, log_config=None, lifespan="off", access_log=False, proxy_headers=False, server_header=False,
         date_header=False, timeout_graceful_shutdown=_GRACEFUL_EXIT_S, http=Connection, ws="none",
     )  # fmt: skip
     logging.getLogger("uvicorn.error").addFilter(_is_own_error)
-    shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
-    # Readers are Python processes, which would import modules from the current folder. It may belong to another user.
+    shown = (
+        socket.gethostname()
+        if host in ("0.0.0.0", "::", "")
+        else f"[{host}]"
+        if ":" in host
+        else host
+    )
+    # Readers are Python processes, which would import modules from the current folder. It may
+    # belong to another user.
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     os.chdir("/")
-    _StoppableServer(config, server, f"http://{shown}:{port}/#token={token}").run(sockets=[listening])
+    _StoppableServer(config, server, f"http://{shown}:{port}/#token={token}").run(
+        sockets=[listening]
+    )
 
 
 class _StoppableServer(uvicorn.Server):
-    """A uvicorn server that ends at the first SIGINT or SIGTERM with exit code 0, since this is its normal end."""
+    """A uvicorn server that ends at the first SIGINT or SIGTERM with exit code 0, since this is its
+    normal end.
+    """
 
     def __init__(self, config: uvicorn.Config, server: Server, address: str) -> None:
         """address: the text to print as soon as the signal handlers are installed."""
@@ -105,14 +120,16 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = str(error).partition(" (while attempting")[0]
-        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}. --port 0 takes a free one") from None
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {reason}. --port 0 takes a free one"
+        ) from None
 
 
 def warn(host: str) -> None:
     """Warn that other machines can reach the server."""
     print(
-        f"torchlens-perf: {host} can be reached from other machines, and traffic is not encrypted: anyone who sees "
-        "the address or a request on the network can read all runs here and request captures. An SSH tunnel needs no "
-        "--host: ssh -L 8000:127.0.0.1:PORT",
+        f"torchlens-perf: {host} can be reached from other machines, and traffic is not encrypted:"
+        " anyone who sees the address or a request on the network can read all runs here and"
+        " request captures. An SSH tunnel needs no --host: ssh -L 8000:127.0.0.1:PORT",
         file=sys.stderr,
     )

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_TOO_MANY_GROUPS = "this node has too many process groups: slow links among the least used ones raise no alerts"
+_TOO_MANY_GROUPS = (
+    "this node has too many process groups: slow links among the least used ones raise no alerts"
+)
 # Links are judged rarely, because each judgement covers the whole run.
 _PERIOD_S = 10.0
 _MIN_IDLE_RATIO = 100.0
@@ -61,7 +63,10 @@ class LinkWatch:
         return self._verdict
 
     def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> JudgedVerdict | None:
-        attempt, rows = cluster.membership.number(epoch.generation), link_statistics(state.join.operations())
+        attempt, rows = (
+            cluster.membership.number(epoch.generation),
+            link_statistics(state.join.operations()),
+        )
         reported = [rows]
         if not cluster.judges_alone:
             own, left_out = link_report.encode(attempt, rows)
@@ -74,7 +79,9 @@ class LinkWatch:
             except ValueError as error:
                 logger.warning("%s", error)
         hosts = {rank: place.host for rank, place in epoch.places.items()}
-        ranks = [each.statistics for each in state.processes.values() if each.identity.attempt == attempt]
+        ranks = [
+            each.statistics for each in state.processes.values() if each.identity.attempt == attempt
+        ]
         return slow_link_verdict(slow_links(merged_links(reported), hosts), ranks)
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run import captures, ownership
-from torchlens_perf.run.captures import LONGEST_S, RAW_TRACE, REQUEST_LASTS_S, STACKS, TRACE, Outcome, Request
+from torchlens_perf.run.captures import (
+    LONGEST_S,
+    RAW_TRACE,
+    REQUEST_LASTS_S,
+    STACKS,
+    TRACE,
+    Outcome,
+    Request,
+)
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.sidecar.host.stacks import python_stacks
@@ -119,7 +127,9 @@ class CaptureRelay:
         self._after_verdict.add(attempt)
         # An earlier sidecar may have requested it before a restart.
         earlier, _ = captures.read_requests(self._run.captures)
-        if any(each.asked_by == captures.BY_VERDICT and each.attempt == attempt for each in earlier):
+        if any(
+            each.asked_by == captures.BY_VERDICT and each.attempt == attempt for each in earlier
+        ):
             return
         step = max(live.step for live in ranks.values())
         captures.ask(
@@ -187,8 +197,13 @@ class CaptureRelay:
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
                 capture.finishing = self._finish(capture, _failed(capture, why))
             elif live is not None and now_s - capture.since_s > _ANSWER_TIMEOUT_S:
-                why = f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step {live.step}"
-                capture.finishing = self._finish(capture, _failed(capture, f"{why}; {STACKS} shows where it was"))
+                why = (
+                    f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step"
+                    f" {live.step}"
+                )
+                capture.finishing = self._finish(
+                    capture, _failed(capture, f"{why}; {STACKS} shows where it was")
+                )
             elif live is not None and self._dump_is_due(capture, live.step, now_s):
                 self._dump(capture, live.step, now_s)
         if capture.finishing is not None and next(capture.finishing, _DONE) is _DONE:
@@ -219,7 +234,10 @@ class CaptureRelay:
     def _dump_is_due(self, capture: _PendingCapture, step: int, now_s: float) -> bool:
         if step >= capture.request.from_step:
             return len(capture.dumps) < MAX_DUMPS and step != capture.dumped_step
-        return len(capture.dumps) < _DUMPS_BEFORE_CAPTURE and now_s - capture.dumped_s >= _DUMP_INTERVAL_S
+        return (
+            len(capture.dumps) < _DUMPS_BEFORE_CAPTURE
+            and now_s - capture.dumped_s >= _DUMP_INTERVAL_S
+        )
 
     def _dump(self, capture: _PendingCapture, step: int, now_s: float) -> None:
         capture.dumped_step, capture.dumped_s = step, now_s
@@ -252,7 +270,9 @@ class CaptureRelay:
                     os.replace(partial, compressed)
                     files[TRACE] = compressed.stat().st_size
                 else:
-                    left_out[TRACE] = "torch's profiler did not write it to its end: is the disk full?"
+                    left_out[TRACE] = (
+                        "torch's profiler did not write it to its end: is the disk full?"
+                    )
             except OSError as error:
                 left_out[TRACE] = f"it could not be compressed: {error.strerror or error}"
             # Free the space before writing other files, because the disk may be full.
@@ -268,7 +288,10 @@ class CaptureRelay:
         try:
             captures.write(captures.outcome_path(capture.folder), final)
         except OSError as error:
-            self.notes.append(f"capture {outcome.id} of rank {outcome.rank}: its outcome could not be written: {error}")
+            self.notes.append(
+                f"capture {outcome.id} of rank {outcome.rank}: its outcome could not be written:"
+                f" {error}"
+            )
         captures.answer_path(capture.ring).unlink(missing_ok=True)
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 

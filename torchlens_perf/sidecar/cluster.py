@@ -93,7 +93,11 @@ class Cluster:
     @property
     def is_cut_off(self) -> bool:
         """True if node 0 should judge this node's ranks but could not be reached for long."""
-        return self._exchange is not None and not self._merges and self._exchange.unreached_s > self._cut_off_after_s
+        return (
+            self._exchange is not None
+            and not self._merges
+            and self._exchange.unreached_s > self._cut_off_after_s
+        )
 
     @property
     def update_every_s(self) -> float:
@@ -159,7 +163,11 @@ class Cluster:
         It does not wait longer than node_0_timeout_s.
         """
         known = self.membership.is_known(epoch.generation)
-        return bool(epoch.meeting_points) and not known and time.monotonic() - epoch.began_s < self._node_0_timeout_s
+        return (
+            bool(epoch.meeting_points)
+            and not known
+            and time.monotonic() - epoch.began_s < self._node_0_timeout_s
+        )
 
     def begin(self, identity: Identity, generation: int, number: int | None = None) -> None:
         """Register a generation of this node's processes.
@@ -168,7 +176,9 @@ class Cluster:
         sidecar knew it.
         """
         started_s = time.monotonic() - age_s(identity.process_started)
-        self.membership.add(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
+        self.membership.add(
+            generation, started_s, identity.world_size, restarts=identity.restarts, number=number
+        )
 
     def leave(self, epoch: Epoch) -> None:
         """Send the rest of an epoch that is replaced, and discard what other nodes sent for it."""
@@ -201,16 +211,28 @@ class Cluster:
     def notes(self) -> list[str]:
         """Return notes for the report about the exchange between nodes."""
         notes = [*self._missing.values()]
-        notes += [f"node {node} runs another version of torchlens_perf: not compared" for node in self._unreadable]
-        notes += [f"{count} windows of node {node} were corrupt: left out" for node, count in self._corrupt.items()]
-        return notes + self._closed_notes + (self._exchange.notes() if self._exchange is not None else [])
+        notes += [
+            f"node {node} runs another version of torchlens_perf: not compared"
+            for node in self._unreadable
+        ]
+        notes += [
+            f"{count} windows of node {node} were corrupt: left out"
+            for node, count in self._corrupt.items()
+        ]
+        return (
+            notes
+            + self._closed_notes
+            + (self._exchange.notes() if self._exchange is not None else [])
+        )
 
     def close(self, epoch: Epoch) -> None:
         """Send the remaining data and end the exchange. Blocks for a few seconds at most."""
         self._report(epoch)
         if self._exchange is not None:
             # Take the notes before closing. If the other end has already left, no note is needed.
-            self._closed_notes += [note for note in self._exchange.notes() if note not in self._closed_notes]
+            self._closed_notes += [
+                note for note in self._exchange.notes() if note not in self._closed_notes
+            ]
             self._exchange.close()
             self._receive_control()
             self._exchange = self._role = None
@@ -252,9 +274,13 @@ class Cluster:
             self.membership.follow()
         # The name carries the node's location to the other nodes.
         where = location(identity.attributes).replace("/", "-")
-        logger.info("%s windows between nodes; %s", "merging" if merges else "sending", endpoints.text)
+        logger.info(
+            "%s windows between nodes; %s", "merging" if merges else "sending", endpoints.text
+        )
         name = f"{self._name}/{where}" if where else self._name
-        self._exchange = (self._open_exchange or Exchange)(endpoints, exchange_key(identity.watch), name, merges)
+        self._exchange = (self._open_exchange or Exchange)(
+            endpoints, exchange_key(identity.watch), name, merges
+        )
         self._role = endpoints, merges
 
     def _send_control(self) -> None:
@@ -333,18 +359,27 @@ class Cluster:
         self._others = [
             node
             for node, contact in collected.nodes.items()
-            if not contact.left and contact.silent_s < SILENT_S and not f"{node}/".startswith(f"{self._name}/")
+            if not contact.left
+            and contact.silent_s < SILENT_S
+            and not f"{node}/".startswith(f"{self._name}/")
         ]
         self._missing = {
-            node: f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not compared"
+            node: (
+                f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not"
+                " compared"
+            )
             for node, contact in collected.nodes.items()
             if contact.silent_s > SILENT_S and not contact.left
         }
 
-    def _add_summaries(self, epoch: Epoch, payloads: list[bytes], received: list[Received], now_s: float) -> None:
+    def _add_summaries(
+        self, epoch: Epoch, payloads: list[bytes], received: list[Received], now_s: float
+    ) -> None:
         values = summary.unpack(payloads)
         valid = summary.are_valid(values)
-        self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist())
+        self._corrupt.update(
+            received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist()
+        )
         values, received = values[valid], list(compress(received, valid.tolist()))
         chosen = self._is_of_generation(values, received, epoch.generation)
         if chosen.any():
@@ -367,6 +402,8 @@ class Cluster:
             key = each.node, of_set
             if key not in known:
                 started_s = now_s - each.age_s - set_age_s
-                known[key] = self.membership.remote_generation(*key, started_s, world_size) == current
+                known[key] = (
+                    self.membership.remote_generation(*key, started_s, world_size) == current
+                )
             chosen.append(known[key])
         return np.array(chosen, bool)

@@ -32,6 +32,9 @@ class ContainedErrors:
             # In tests, guard() raises every exception again, but a failing disk is not a
             # programming error.
             swallowed.add(place, error)
-        note = f"{place} failed in the sidecar, and its results are missing: see nodes/{self._state.host}.log"
+        note = (
+            f"{place} failed in the sidecar, and its results are missing: see"
+            f" nodes/{self._state.host}.log"
+        )
         if swallowed.by_place[place] > before and note not in self._state.notes:
             self._state.notes.append(note)

@@ -126,7 +126,11 @@ class Epoch:
     # -- from this node
 
     def add_steps(
-        self, identity: Identity, place: Placement, steps: StepTable, meeting_point: Endpoints | None = None
+        self,
+        identity: Identity,
+        place: Placement,
+        steps: StepTable,
+        meeting_point: Endpoints | None = None,
     ) -> None:
         """Add finished steps of a rank. meeting_point: endpoints of the exchange between nodes."""
         local = self._local(identity, place)
@@ -169,7 +173,10 @@ class Epoch:
         for rank, metrics in known.items():
             self.ranks[rank].metrics = metrics
         if known:
-            steps = [local.progress.step if local.progress else 0 for local in map(self.ranks.__getitem__, known)]
+            steps = [
+                local.progress.step if local.progress else 0
+                for local in map(self.ranks.__getitem__, known)
+            ]
             rows = np.stack([vector(metrics) for metrics in known.values()])
             self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
 
@@ -190,7 +197,9 @@ class Epoch:
 
     # -- from other nodes
 
-    def add_remote(self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float) -> None:
+    def add_remote(
+        self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float
+    ) -> None:
         """Add valid summaries of other nodes' ranks of this generation.
 
         received: the post of each summary.
@@ -203,10 +212,19 @@ class Epoch:
         ranks = values["rank"].tolist()
         for index, rank in enumerate(ranks):
             if not self.detector.has_rows(rank):
-                self.detector.set_place(rank, summary.place(values[index], hosts[index], locations[index]))
-        for rank, key, times_ns in zip(ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True):
+                self.detector.set_place(
+                    rank, summary.place(values[index], hosts[index], locations[index])
+                )
+        for rank, key, times_ns in zip(
+            ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True
+        ):
             self.module_times.set_remote(rank, key, times_ns)
-        self._metrics.add(values["rank"].astype(np.int64), values["step"].astype(np.int64), values["signals"], now_s)
+        self._metrics.add(
+            values["rank"].astype(np.int64),
+            values["step"].astype(np.int64),
+            values["signals"],
+            now_s,
+        )
         for index in np.flatnonzero(values["ended"]).tolist():
             self.detector.end(ranks[index])
         for population, block in summary.blocks(values):
@@ -223,7 +241,11 @@ class Epoch:
         found = self.detector.judge(final=final)
         if not self.places:
             return None
-        if self._judged is None or found is not self._judged_from or self._windows.seen != self._windows_seen:
+        if (
+            self._judged is None
+            or found is not self._judged_from
+            or self._windows.seen != self._windows_seen
+        ):
             self._judged_from, self._windows_seen = found, self._windows.seen
             self._judged = combined_with_windows(found, self._windows, self.places)
         return self._judged
@@ -239,8 +261,14 @@ class Epoch:
         before: the previous findings. details: returns a rank's details, see diagnose(). Without
         it, no causes are added.
         """
-        why = None if details is None else lambda group: self.diagnose(group, details(group.lead.rank))
-        return with_groups(findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before)
+        why = (
+            None
+            if details is None
+            else lambda group: self.diagnose(group, details(group.lead.rank))
+        )
+        return with_groups(
+            findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before
+        )
 
     def diagnose(self, straggler: StragglerGroup, details: Mapping[str, str]) -> Diagnosis:
         """Return why a rank is slow.
@@ -251,20 +279,31 @@ class Epoch:
         # Compare with ranks that do the same work. In a large job the sample is random, because
         # every eighth rank, for example, has the same place on its node.
         same = places[episode.rank].population if episode.rank in places else ""
-        alike = [rank for rank in self._metrics.ranks if rank in places and places[rank].population == same]
+        alike = [
+            rank
+            for rank in self._metrics.ranks
+            if rank in places and places[rank].population == same
+        ]
         if len(alike) > _MAX_COMPARED_RANKS:
             alike = random.Random(episode.rank).sample(alike, _MAX_COMPARED_RANKS)
         during = self._metrics.means([episode.rank, *alike], episode.since_step)
-        before = None if episode.from_start else self._metrics.usual_before(episode.rank, episode.since_step)
+        before = (
+            None
+            if episode.from_start
+            else self._metrics.usual_before(episode.rank, episode.since_step)
+        )
         return diagnose(episode, during, before, straggler.ranks, details)
 
     def look_for_hang(self, now_s: float) -> None:
         """Look for a hang of the job at this moment. now_s: a monotonic clock."""
-        ranks = {rank: local.progress for rank, local in self.ranks.items() if local.progress is not None}
+        ranks = {
+            rank: local.progress for rank, local in self.ranks.items() if local.progress is not None
+        }
         ages_s = {rank: now_s - remote.reported_s for rank, remote in self._remote.items()}
         all_ranks = tuple(range(self.world_size))
         groups = {
-            name: all_ranks if len(members) == len(all_ranks) else members for name, members in self._groups.items()
+            name: all_ranks if len(members) == len(all_ranks) else members
+            for name, members in self._groups.items()
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self.ranks.items()}
         remote = {rank: each.progress for rank, each in self._remote.items()}

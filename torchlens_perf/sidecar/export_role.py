@@ -64,7 +64,9 @@ class ExportRole:
         # The last known part stays while that of new processes is not known.
         self.part = part or self.part
         if self.part is None:
-            self._unknown_since_s = now_s if self._unknown_since_s is None else self._unknown_since_s
+            self._unknown_since_s = (
+                now_s if self._unknown_since_s is None else self._unknown_since_s
+            )
             if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.live():
                 return None
             self.part = Part.WHOLE if here >= world_size else Part.ALONE

@@ -56,7 +56,8 @@ class HangWatch:
             return
         # With many ranks, skip the full search while all ranks make steps.
         longest_s = max(
-            (each.since_step_s + ages_s[rank] - each.report_age_s for rank, each in remote.items()), default=0.0
+            (each.since_step_s + ages_s[rank] - each.report_age_s for rank, each in remote.items()),
+            default=0.0,
         )
         if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= MIN_S:
             self._forget()
@@ -68,7 +69,9 @@ class HangWatch:
             # without a step.
             if ages_s[rank] <= self._silent_s or each.state in ENDED:
                 since_step_s += ages_s[rank] - each.report_age_s
-            ranks[rank] = dataclasses.replace(each, report_age_s=ages_s[rank], since_step_s=since_step_s)
+            ranks[rank] = dataclasses.replace(
+                each, report_age_s=ages_s[rank], since_step_s=since_step_s
+            )
         waits = self._waits.known
         hang = find_hang(_with_waits(ranks, waits), groups, silent_s=self._silent_s)
         if hang is None:
@@ -77,7 +80,9 @@ class HangWatch:
             here = [rank for rank in hang.look_at if rank in processes][:MAX_STACKS]
             self._waits.add_sample({rank: python_stack(processes[rank][0].pid) for rank in here})
             if self._waits.known != waits:
-                hang = find_hang(_with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s)
+                hang = find_hang(
+                    _with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s
+                )
         if hang is None or not hang.alarm:
             self._forget()
         elif self.hang is not None and hang.key == self._key:
@@ -121,5 +126,9 @@ def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[i
 
 
 def _with_waits(ranks: Mapping[int, Progress], waits: Mapping[int, str]) -> Mapping[int, Progress]:
-    known = {rank: dataclasses.replace(ranks[rank], waits_in=there) for rank, there in waits.items() if rank in ranks}
+    known = {
+        rank: dataclasses.replace(ranks[rank], waits_in=there)
+        for rank, there in waits.items()
+        if rank in ranks
+    }
     return {**ranks, **known}

@@ -82,7 +82,9 @@ class JobMonitor:
         before, self.epoch = self.epoch, Epoch(generation)
         self.cluster.begin(identity, generation)
         with self._errors.contain("exporting"):
-            self._last_traces += self._choose_traces(before, frozenset(), time.monotonic(), final=True)
+            self._last_traces += self._choose_traces(
+                before, frozenset(), time.monotonic(), final=True
+            )
         self.cluster.leave(before)
         self._state.findings, self._state.hang = NOTHING, None
 
@@ -95,7 +97,10 @@ class JobMonitor:
                 attempt = membership.number(source.generation)
                 if (identity.attempt, identity.run_id) != (attempt, membership.run_id):
                     source.state.identity = dataclasses.replace(
-                        identity, attempt=attempt, run_id=membership.run_id, launcher_restarts=identity.restarts
+                        identity,
+                        attempt=attempt,
+                        run_id=membership.run_id,
+                        launcher_restarts=identity.restarts,
                     )
 
     def sample(self, sources: RingSources, now_s: float) -> None:
@@ -103,7 +108,9 @@ class JobMonitor:
         with self._errors.contain(_SIGNALS):
             self.metrics.update(sources, now_s)
 
-    def add_steps(self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool) -> None:
+    def add_steps(
+        self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool
+    ) -> None:
         """Add finished steps of a process, assembled from these records.
 
         newest: True if no other process has replaced it.
@@ -127,7 +134,10 @@ class JobMonitor:
 
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
-            exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
+            exchange, token = (
+                source.settings.get("exchange", "auto"),
+                os.environ.get(EXCHANGE_TOKEN, ""),
+            )
             places = Endpoints.of(source.job_store, exchange, self._folder, token)
             self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
 
@@ -143,7 +153,12 @@ class JobMonitor:
                 state, progress = source.state, read_progress(source, uncomparable, now_s)
                 modules_ns = state.statistics.modules_ns()
                 self.epoch.set_progress(
-                    state.identity, state.place, progress, state.groups, source.stack_file, modules_ns
+                    state.identity,
+                    state.place,
+                    progress,
+                    state.groups,
+                    source.stack_file,
+                    modules_ns,
                 )
         with self._errors.contain(_SIGNALS):
             self._measure(newest, now_s)
@@ -153,7 +168,9 @@ class JobMonitor:
             # After a restart of the sidecar, keep the saved findings until new rows are judged.
             if findings is not None and (findings.rows or not self._state.findings.rows):
                 details = self._details_by_rank(newest)
-                self._state.findings = self.epoch.with_groups(findings, self._state.findings, details)
+                self._state.findings = self.epoch.with_groups(
+                    findings, self._state.findings, details
+                )
         self._state.hang = self.epoch.hang
         # Alerts contain the job's attempt, which node 0 may still have to report.
         if not self.cluster.awaits_node_0(self.epoch) or not sources.live():
@@ -164,20 +181,35 @@ class JobMonitor:
         part, tallies = self.cluster.part(self.epoch), self.cluster.take_tallies()
         return self.role.update(part, self.epoch.rank_rows, tallies, sources, now_s)
 
-    def take_traces(self, sources: RingSources, now_s: float, *, final: bool = False) -> list[ExportBatch]:
+    def take_traces(
+        self, sources: RingSources, now_s: float, *, final: bool = False
+    ) -> list[ExportBatch]:
         """Return the traces to send now. final: no more steps or choices of node 0 will come."""
         found, self._last_traces = self._last_traces, []
-        running = frozenset(each.state.identity.rank for each in sources.newest() if not each.read_to_end)
+        running = frozenset(
+            each.state.identity.rank for each in sources.newest() if not each.read_to_end
+        )
         return found + self._choose_traces(self.epoch, running, now_s, final=final)
 
-    def _choose_traces(self, epoch: Epoch, running: frozenset[int], now_s: float, *, final: bool) -> list[ExportBatch]:
+    def _choose_traces(
+        self, epoch: Epoch, running: frozenset[int], now_s: float, *, final: bool
+    ) -> list[ExportBatch]:
         cluster, role = self.cluster, self.role
         attempt = cluster.membership.number(epoch.generation)
         found = epoch.traces.choose(
-            role, self._state, attempt, len(epoch.ranks), running, cluster.received, now_s, final=final
+            role,
+            self._state,
+            attempt,
+            len(epoch.ranks),
+            running,
+            cluster.received,
+            now_s,
+            final=final,
         )
         if role.part is Part.WHOLE:
-            choice = epoch.traces.choice(attempt, tuple(role.slow_ranks), cluster.max_published_bytes, final=final)
+            choice = epoch.traces.choice(
+                attempt, tuple(role.slow_ranks), cluster.max_published_bytes, final=final
+            )
             # Without a new choice, keep sending the last one of the replaced processes.
             if choice:
                 cluster.publish(choice)
@@ -208,7 +240,9 @@ class JobMonitor:
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
         links: JudgedVerdict | None = None
         with self._errors.contain("looking for slow links"):
-            links = self._links.update(self._state, self.cluster, self.epoch, time.monotonic(), final=not live)
+            links = self._links.update(
+                self._state, self.cluster, self.epoch, time.monotonic(), final=not live
+            )
         if judge is not None or self.alerts.log.are_open:
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]

@@ -91,7 +91,9 @@ class LiveResults:
         if len(rings) != self._rings:
             self._rings = len(rings)
             on_disk = self._sidecar.run.path
-            folders = dict.fromkeys(str(path.parent) for path in rings if not path.is_relative_to(on_disk))
+            folders = dict.fromkeys(
+                str(path.parent) for path in rings if not path.is_relative_to(on_disk)
+            )
             self._folders = list(folders)
         return [_changed_ns(folder) for folder in self._folders]
 
@@ -127,7 +129,9 @@ class LiveResults:
         if views:
             _deliver(views, text)
             self._view_records = counted
-            self._view_due_s = now_s + max(_VIEW_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - began_s))
+            self._view_due_s = now_s + max(
+                _VIEW_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - began_s)
+            )
 
     def _show_alerts(self) -> None:
         alerts = self._sidecar.monitor.alerts
@@ -147,11 +151,15 @@ class LiveResults:
                 continue
             statistics = source.state.statistics
             sums_ns = {part: statistics.parts[part].sum_ns for part in FIGURE_PARTS}
-            _deliver([path], json.dumps({"steps": steps, "step": statistics.step.sum_ns, **sums_ns}))
+            _deliver(
+                [path], json.dumps({"steps": steps, "step": statistics.step.sum_ns, **sums_ns})
+            )
             self._steps_shown[path] = steps
 
     def _ranks(self) -> int:
-        return max((source.state.identity.world_size for source in self._sidecar.sources), default=1)
+        return max(
+            (source.state.identity.world_size for source in self._sidecar.sources), default=1
+        )
 
 
 def _changed_ns(folder: str) -> int:

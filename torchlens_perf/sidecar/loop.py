@@ -58,7 +58,9 @@ def run_sidecar(
     calling thread does all work.
     """
     rounds = _Rounds(sidecar, lock, results, port)
-    run_in_background = _run_here if background is None else lambda work: background.submit(work).result()
+    run_in_background = (
+        _run_here if background is None else lambda work: background.submit(work).result()
+    )
     # A rank that has ended may wait for its report. The calling thread runs that round, because it
     # has the job's priority. In a short run, a rank may have ended before the first round.
     ended = bool(sidecar.run.local_mailboxes(REPORT))
@@ -76,7 +78,9 @@ def _run_here(work: Callable[[], bool | None]) -> bool | None:
     return work()
 
 
-def _finish(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort) -> None:
+def _finish(
+    sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort
+) -> None:
     """Export, save and write the remaining data after the last round."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
@@ -89,7 +93,10 @@ def _finish(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port
     port.show_last(sidecar)
     with contain_errors("joining node 0's run"):
         sidecar.join_run()
-    with contain_errors("writing the run directory"), _logged("the run directory cannot be written"):
+    with (
+        contain_errors("writing the run directory"),
+        _logged("the run directory cannot be written"),
+    ):
         sidecar.save(durably=True)
     with contain_errors("writing the report"), _logged("the last report could not be written"):
         sidecar.write_report()
@@ -132,7 +139,10 @@ class _Rounds:
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
         if not self._lock.restore():
-            logger.error("the lock of this sidecar was removed and another sidecar has started; this one ends")
+            logger.error(
+                "the lock of this sidecar was removed and another sidecar has started; this one"
+                " ends"
+            )
             self.replaced = True
             return False
         ends, asked = termination.is_asked(), live.asked()
@@ -144,7 +154,11 @@ class _Rounds:
             self.port.update(sidecar)
         now_s = time.monotonic()
         more = sidecar.sources.has_more_to_come(now_s - self._started_s, ends=ends)
-        if not more or asked or schedule.account_due(now_s, self._account_took_s, watched=live.is_watched):
+        if (
+            not more
+            or asked
+            or schedule.account_due(now_s, self._account_took_s, watched=live.is_watched)
+        ):
             with contain_errors("counting the records"):
                 sidecar.account()
             self._account_took_s = time.monotonic() - now_s
@@ -161,9 +175,16 @@ class _Rounds:
             sidecar.report_if_asked(self._lock.write_status)
         with contain_errors("exporting"):
             sidecar.export()
-        with contain_errors("writing the run directory"), _logged("the run directory cannot be written"):
+        with (
+            contain_errors("writing the run directory"),
+            _logged("the run directory cannot be written"),
+        ):
             unkept = sidecar.records.unkept_records, sidecar.sources.max_unkept_share()
-            if not more or STEPS in asked or schedule.keep_due(now_s, *unkept, failing=sidecar.records.disk_failed):
+            if (
+                not more
+                or STEPS in asked
+                or schedule.keep_due(now_s, *unkept, failing=sidecar.records.disk_failed)
+            ):
                 sidecar.keep()
             elif schedule.save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()

@@ -67,7 +67,9 @@ class MetricsPort:
         if self._exporter is not None:
             self._exporter.look(sidecar.state)
         elif not self._given_up and self._clock() >= self._due_s:
-            wanted = next((text for each in sidecar.sources if (text := each.settings.get("prometheus"))), "")
+            wanted = next(
+                (text for each in sidecar.sources if (text := each.settings.get("prometheus"))), ""
+            )
             if wanted:
                 with guard("opening the port for /metrics"):
                     self._open(str(wanted), sidecar)
@@ -84,12 +86,20 @@ class MetricsPort:
         """
         if self._exporter is None:
             return
-        scrapes, began_s, longest_s = self._exporter.scrapes, self._clock(), self._last_scrape_timeout_s
+        scrapes, began_s, longest_s = (
+            self._exporter.scrapes,
+            self._clock(),
+            self._last_scrape_timeout_s,
+        )
         if scrapes and lingers:
             # After a single scrape the interval is not known, so wait for the whole timeout.
             interval_s = scrapes[-1] - scrapes[0]
             until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
-            while self._exporter.scrapes[-1] < began_s and self._clock() < until_s and not termination.is_asked():
+            while (
+                self._exporter.scrapes[-1] < began_s
+                and self._clock() < until_s
+                and not termination.is_asked()
+            ):
                 time.sleep(_POLL_INTERVAL_S)
         self._exporter.shutdown(0)
         self._exporter = None
@@ -105,12 +115,16 @@ class MetricsPort:
         except ImportError:
             self._given_up = True
             self._note_error(
-                sidecar, f"there is no /metrics: it needs prometheus_client: {install_command('prometheus')}"
+                sidecar,
+                "there is no /metrics: it needs prometheus_client:"
+                f" {install_command('prometheus')}",
             )
         except OSError as error:
             why = error.strerror or str(error)
             retry = f"It is tried again every {_RETRY_INTERVAL_S:g} s"
-            self._note_error(sidecar, f"there is no /metrics at {Address.of(wanted)}: {why}. {retry}")
+            self._note_error(
+                sidecar, f"there is no /metrics at {Address.of(wanted)}: {why}. {retry}"
+            )
         else:
             logger.info("/metrics at http://%s/metrics", self._exporter.address)
             if self._note:
@@ -131,7 +145,9 @@ class CombinedExporter:
     The port's metrics link to the spans that the other exporter has sent.
     """
 
-    def __init__(self, first: Exporter | None, port: PrometheusExporter, sent: Callable[[], Spans]) -> None:
+    def __init__(
+        self, first: Exporter | None, port: PrometheusExporter, sent: Callable[[], Spans]
+    ) -> None:
         self._first, self._port, self._sent = first, port, sent
 
     def export(self, batch: ExportBatch) -> None:

@@ -77,7 +77,9 @@ class Sidecar:
         self.telemetry = TelemetryLog(run, host, state.telemetry)
         self.monitor = JobMonitor(run, state, generations, self.telemetry, self._errors)
         self.sources = RingSources(run, host, state, generations, self.monitor.begin, waiting or {})
-        self.records = RecordAccount(run, state, self.sources, self.monitor, self._errors, lambda: self.exports)
+        self.records = RecordAccount(
+            run, state, self.sources, self.monitor, self._errors, lambda: self.exports
+        )
         self._captures = CaptureRelay(run)
         self._exporter = exporter
         self._write_report = report
@@ -139,7 +141,11 @@ class Sidecar:
             return
         with self.contain_errors("reading the hardware's telemetry"):
             uuids = dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus)
-            pids = {each.state.identity.rank: each.state.identity.pid for each in sources if not each.simulated}
+            pids = {
+                each.state.identity.rank: each.state.identity.pid
+                for each in sources
+                if not each.simulated
+            }
             found = self.telemetry.sample(uuids, pids)
             if found is not None and self._exporter is not None:
                 self._exporter.measured(live[0].identity, found)
@@ -164,7 +170,9 @@ class Sidecar:
                 identity, setting = source.state.identity, source.settings["capture"]
                 if not source.read_to_end:
                     step, refuses = source.reader.counter(ring.STEP), setting == "off"
-                    ranks[identity.rank] = LiveRank(source.path, identity.pid, identity.attempt, step, refuses=refuses)
+                    ranks[identity.rank] = LiveRank(
+                        source.path, identity.pid, identity.attempt, step, refuses=refuses
+                    )
                     on_verdict |= setting == "verdict"
             if on_verdict and self.monitor.cluster.judges_alone:
                 places = self.monitor.epoch.places
@@ -202,7 +210,10 @@ class Sidecar:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
     def keep(self) -> None:
-        """Write a segment and the state. Remove the rings of processes that are saved completely."""
+        """Write a segment and the state.
+
+        Remove the rings of processes that are saved completely.
+        """
         self.records.write_segment()
         self.save(durably=True)
         for source in self.sources:
@@ -215,7 +226,9 @@ class Sidecar:
     def save(self, *, durably: bool = False) -> None:
         """Write the node's state. durably: see NodeState.save(). Raises OSError."""
         state, times = self.state, os.times()
-        state.passing_notes = [note for note in self.monitor.cluster.notes() if note not in state.notes]
+        state.passing_notes = [
+            note for note in self.monitor.cluster.notes() if note not in state.notes
+        ]
         state.telemetry = self.telemetry.totals()
         with self.contain_errors(_TAP):
             # Only ranks with collectives need the native tap.
@@ -270,7 +283,10 @@ class Sidecar:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
                 others_run = bool(self.sources.live())
-                if others_run and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S:
+                if (
+                    others_run
+                    and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S
+                ):
                     return
                 self._reported.add(key)
                 if not source.settled:
@@ -278,12 +294,17 @@ class Sidecar:
                     self.account()
                 # Save the records first: a container that ends with rank 0 may kill this process
                 # soon.
-                write_status(f"is writing {self.records.unkept_records} records into the run directory")
+                write_status(
+                    f"is writing {self.records.unkept_records} records into the run directory"
+                )
                 try:
                     self.keep()
                 except OSError as error:
                     write_status(CANNOT_WRITE)
-                    message = f"torchlens_perf: no report: {printable(str(error))}{where_kept(self.run)}\n"
+                    message = (
+                        "torchlens_perf: no report:"
+                        f" {printable(str(error))}{where_kept(self.run)}\n"
+                    )
                     deliver(source.settings.get("mailbox", ""), message)
                     raise
                 write_status("is writing the report")

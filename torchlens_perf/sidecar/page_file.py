@@ -46,7 +46,9 @@ def write_page(sidecar: Sidecar) -> None:
     Called after the last report. Raises OSError if the state cannot be saved.
     """
     sources = sidecar.sources
-    if sources.setting("writes_page") and any(source.state.identity.rank == 0 for source in sources):
+    if sources.setting("writes_page") and any(
+        source.state.identity.rank == 0 for source in sources
+    ):
         why_not = written(sidecar.run, sources.has_unread_rings)
         if why_not:
             sidecar.state.notes.append(f"report.html could not be written: {why_not}")
@@ -66,7 +68,12 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     began_s, before = time.monotonic(), _version(page)
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd="/", env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd="/",
+            env=environment,
         )
         with contextlib.suppress(ProcessLookupError):
             _limit(child.pid, resource.RLIMIT_DATA, MEMORY_BYTES)
@@ -84,7 +91,10 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     # The child replaces the page only when the new one is complete, so a later failure does not
     # matter.
     if child.returncode and _version(page) == before:
-        reason = last_line.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
+        reason = (
+            last_line.removeprefix("torchlens-perf: ")
+            or f"its process ended with {child.returncode}"
+        )
         return printable(reason)
     logger.info("%s", printable(last_line))
     return ""

@@ -43,8 +43,11 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         state=ended or process_state(state.identity.pid, state.identity.process_started),
         operations=sole_operations(issued, reader.names()),
         since_mark_s=now_s - source.mark_s,
-        all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
-        began={group.name: group.began - 1 for group in groups if group.began and group.name in issued},
+        all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS
+        and len(issued) == len(numbers),
+        began={
+            group.name: group.began - 1 for group in groups if group.began and group.name in issued
+        },
         device=device_place(*mark) if mark is not None else None,
     )
 

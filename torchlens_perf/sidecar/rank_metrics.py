@@ -46,7 +46,9 @@ class HardwareMetrics:
         errors = 0.0
         elapsed_s = None
         for name in self._log.links:
-            samples, since_s = self._new(name, self._log.link_samples(name, self._since(name), now_ns))
+            samples, since_s = self._new(
+                name, self._log.link_samples(name, self._since(name), now_ns)
+            )
             measured = link_signals(samples)
             if since_s is not None and "errors" in measured:
                 errors, elapsed_s = errors + measured["errors"], since_s
@@ -63,11 +65,23 @@ class HardwareMetrics:
         measured = gpu_signals(samples)
         # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank and not a
         # cause.
-        clocks = gpu_signals([sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE])
-        found = {signal: clocks[name] * factor for name, (signal, factor) in _CLOCKS.items() if name in clocks}
+        clocks = gpu_signals(
+            [sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE]
+        )
+        found = {
+            signal: clocks[name] * factor
+            for name, (signal, factor) in _CLOCKS.items()
+            if name in clocks
+        }
         found.update({name: measured[name] for name in _SAME if name in measured})
         if elapsed_s is not None:  # Rates of counters need two samples.
-            found.update({signal: measured[name] / elapsed_s for name, signal in _COUNTS.items() if name in measured})
+            found.update(
+                {
+                    signal: measured[name] / elapsed_s
+                    for name, signal in _COUNTS.items()
+                    if name in measured
+                }
+            )
         return found
 
     def gpu_name(self, gpus: Sequence[Gpu]) -> str:
@@ -82,7 +96,9 @@ class HardwareMetrics:
     def _since(self, name: str) -> int:
         return self._seen_ns.get(name, -1) + 1
 
-    def _new(self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]) -> tuple[Any, float | None]:
+    def _new(
+        self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
+    ) -> tuple[Any, float | None]:
         """Mark samples as used. Return them, and the time since the previous one or None."""
         if not samples:
             return samples, None
@@ -118,7 +134,10 @@ class RankMetrics:
     def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
         """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
-        gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in _processes(running)}
+        gc_ns = {
+            source.state.identity.pid: source.reader.counter(ring.GC_NS)
+            for source in _processes(running)
+        }
         host = self._host.sample(gc_ns, now_s)
         for pid, signals in host.items():
             asleep_ns, duration_ns = self._asleep.pop(pid, (0, 0))
@@ -129,7 +148,11 @@ class RankMetrics:
         found = {}
         for source in running:
             state = source.state
-            signals = {**host.get(state.identity.pid, {}), **node, **_memory(state.statistics.memory)}
+            signals = {
+                **host.get(state.identity.pid, {}),
+                **node,
+                **_memory(state.statistics.memory),
+            }
             # A rank computes on one GPU. Two ranks may share it, but its samples can be used only
             # once.
             for gpu in state.gpus[:1]:

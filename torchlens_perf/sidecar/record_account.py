@@ -97,7 +97,9 @@ class RecordAccount:
         self.disk_failed = True  # Reset below, after a successful write.
         if self._writer is None:
             disk_bytes = self._sources.setting("disk_bytes")
-            self._writer = SegmentWriter(self._run, self._state.host, disk_bytes - telemetry_bytes(disk_bytes))
+            self._writer = SegmentWriter(
+                self._run, self._state.host, disk_bytes - telemetry_bytes(disk_bytes)
+            )
         dropped = self._writer.dropped_segments
         try:
             self._writer.write(self._unkept)
@@ -138,7 +140,9 @@ class RecordAccount:
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, kept_steps))
         statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
 
-    def _join_collectives(self, source: RingSource, records: npt.NDArray[np.void], names: list[str]) -> None:
+    def _join_collectives(
+        self, source: RingSource, records: npt.NDArray[np.void], names: list[str]
+    ) -> None:
         identity, state = source.state.identity, source.state
         if source.generation == UNRELATED:
             return
@@ -158,7 +162,9 @@ class RecordAccount:
 
         Ranks without a ring are only known if the launcher numbers a node's ranks consecutively.
         """
-        here = [other.state.identity for other in self._sources if other.generation == source.generation]
+        here = [
+            other.state.identity for other in self._sources if other.generation == source.generation
+        ]
         ranks = {identity.rank for identity in here}
         for identity in here:
             if identity.local_rank is None or identity.local_world_size is None:
@@ -182,16 +188,25 @@ def _read_counters(source: RingSource) -> None:
     metadata = reader.metadata()
     if metadata:
         state.native, state.notes = metadata["native"], metadata["notes"]
-        state.not_measured, state.compute_device = metadata["not_measured"], metadata["compute_device"]
+        state.not_measured, state.compute_device = (
+            metadata["not_measured"],
+            metadata["compute_device"],
+        )
         state.deeper_modules = metadata["deeper_modules"]
         state.root_modules = metadata.get("root_modules", [])
         state.unopened_modules = metadata.get("unopened_modules", [])
         state.model, state.memory_source = metadata["model"], metadata["memory_source"]
         state.device, state.gpus = metadata["device"], metadata["gpus"]
-        state.missing_tap, state.threads = metadata.get("missing_tap", ""), metadata.get("threads", 0)
+        state.missing_tap, state.threads = (
+            metadata.get("missing_tap", ""),
+            metadata.get("threads", 0),
+        )
         state.groups = metadata["groups"]
         state.process_began_ns = metadata.get("process_began_ns", 0)
-        state.compile_s, state.interactive = metadata.get("compile_s"), metadata.get("interactive", False)
+        state.compile_s, state.interactive = (
+            metadata.get("compile_s"),
+            metadata.get("interactive", False),
+        )
         state.start_cpu_wait_ns = metadata.get("start_cpu_wait_ns")
         source.stack_file = metadata["stack_file"]
         source.simulated = metadata.get("simulated", False)

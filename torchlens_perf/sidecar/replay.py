@@ -77,9 +77,13 @@ def replay(
         saved_states.append(saved)
         replaced = _replaced_processes(saved)
         rebuilt = NodeState(host)
-        as_live = trace_every is None or {each.trace_every for each in saved.processes.values()} == {trace_every}
+        as_live = trace_every is None or {
+            each.trace_every for each in saved.processes.values()
+        } == {trace_every}
         traced = saved.traced if as_live else []
-        for origin, kept, names, lost in segments.read_chunks(run, host, damaged, lambda: advanced(next(done), total)):
+        for origin, kept, names, lost in segments.read_chunks(
+            run, host, damaged, lambda: advanced(next(done), total)
+        ):
             process = rebuilt.processes.get(origin.key)
             if process is None:
                 process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
@@ -98,7 +102,9 @@ def replay(
                     epoch.add_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
-                chosen = {each.step: each for each in traced if each.attempt == process.identity.attempt}
+                chosen = {
+                    each.step: each for each in traced if each.attempt == process.identity.attempt
+                }
                 if traced:
                     sent = {step for step, each in chosen.items() if _is_sent(each, origin.rank)}
                 else:
@@ -106,7 +112,11 @@ def replay(
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.judge_by(judged_steps[key])
-            if rest is not None and key not in replaced and process.identity.attempt == epoch.generation:
+            if (
+                rest is not None
+                and key not in replaced
+                and process.identity.attempt == epoch.generation
+            ):
                 epoch.add_steps(process.identity, process.place, rest)
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
@@ -139,14 +149,18 @@ def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
             state.save(run)
 
 
-def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:
+def _process(
+    run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None
+) -> ProcessState:
     """Return a process without statistics.
 
     Data that is not in the records comes from the saved state.
     """
     known = saved.processes.get(origin.key)
     if known is None:
-        process = ProcessState(_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every)
+        process = ProcessState(
+            _identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every
+        )
     else:
         process = dataclasses.replace(known, anchor=origin.anchor, statistics=RankStatistics())
     process.ended = "closed"
@@ -191,7 +205,9 @@ class _BatchSender:
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def assess(self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]) -> None:
+    def assess(
+        self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]
+    ) -> None:
         """Send the alerts of the whole run, with the same ids as in the live run.
 
         saved: the nodes' states.
@@ -211,7 +227,10 @@ class _BatchSender:
     def end(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)
         if self._not_sent:
-            notes.append(f"{self._not_sent} more steps were not sent, because the endpoint did not take those before")
+            notes.append(
+                f"{self._not_sent} more steps were not sent, because the endpoint did not take"
+                " those before"
+            )
         return notes
 
 
@@ -225,9 +244,13 @@ def _pieces_of_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
         spans += len(trace.spans)
         if spans >= _SPANS_PER_FLUSH:
             end = steps.index(trace.step, first) + 1
-            yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, end)), traces=tuple(traces))
+            yield dataclasses.replace(
+                batch, steps=batch.steps.where(slice(first, end)), traces=tuple(traces)
+            )
             first, spans, traces = end, 0, []
-    yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, None)), traces=tuple(traces))
+    yield dataclasses.replace(
+        batch, steps=batch.steps.where(slice(first, None)), traces=tuple(traces)
+    )
 
 
 def _replaced_processes(saved: NodeState) -> set[str]:

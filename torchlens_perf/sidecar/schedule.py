@@ -34,7 +34,12 @@ class Schedule:
         self._hurries = False
         # Time of the last run of each kind of work. The first save comes soon, so that a user can
         # see the live run.
-        self._done_s = {"account": now_s, "judge": now_s, "keep": now_s, "save": now_s + 0.2 - _SAVE_S}
+        self._done_s = {
+            "account": now_s,
+            "judge": now_s,
+            "keep": now_s,
+            "save": now_s + 0.2 - _SAVE_S,
+        }
 
     def hurry(self) -> None:
         """Count and write everything now, and once a second from now on.
@@ -61,14 +66,18 @@ class Schedule:
         """
         if self._hurries:
             return self._due("account", now_s, _HURRIED_S)
-        rest_s = min(_LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE))
+        rest_s = min(
+            _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
+        )
         return self._due("account", now_s, max(self._young(now_s, _ACCOUNT_S), rest_s))
 
     def judge_due(self, now_s: float, period_s: float) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run."""
         return self._due("judge", now_s, self._young(now_s, period_s))
 
-    def keep_due(self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False) -> bool:
+    def keep_due(
+        self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
+    ) -> bool:
         """Return True if a segment should be written.
 
         The interval is half of the run's age, from 5 s to 60 s. It is shorter if there are many
@@ -78,7 +87,9 @@ class Schedule:
         failing: the last segment could not be written. The number of records then does not matter.
         """
         since_s = now_s - self._done_s["keep"]
-        many = unkept_records >= MAX_UNKEPT_RECORDS or (since_s >= _KEEP_S and ring_share >= _MAX_UNKEPT_SHARE)
+        many = unkept_records >= MAX_UNKEPT_RECORDS or (
+            since_s >= _KEEP_S and ring_share >= _MAX_UNKEPT_SHARE
+        )
         due = many and not failing
         due |= self._hurries and since_s >= _HURRIED_S
         due |= since_s >= min(_LATEST_KEEP_S, max(_KEEP_S, (now_s - self._started_s) / 2))

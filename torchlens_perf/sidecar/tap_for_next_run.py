@@ -113,11 +113,16 @@ class TapForNextRun:
     def _take_result(self, child: subprocess.Popen[str]) -> None:
         self._child = None
         # The last line of the output is the result, or the compiler's first error.
-        last_line = child.communicate()[0].strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
+        last_line = (
+            child.communicate()[0].strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
+        )
         if child.returncode == 0:
             self._outlook = "the native tap has been built, for the next run"
         else:
-            self._outlook = f"no native tap yet: {last_line or f'its build has ended with status {child.returncode}'}"
+            self._outlook = (
+                "no native tap yet:"
+                f" {last_line or f'its build has ended with status {child.returncode}'}"
+            )
         logger.info("%s (%s)", self._outlook, last_line)
 
 

@@ -77,8 +77,15 @@ class TraceSampler:
         identity = source.state.identity
         self._world_size = identity.world_size
         later = source.later_records()
-        self._buffer.add(BufferedSteps(identity.key, identity.rank, source.state.anchor, records, later, names, steps))
-        self._export_limit, self._samples_slow = sources.setting("export_limit"), bool(sources.setting("_trace_slow"))
+        self._buffer.add(
+            BufferedSteps(
+                identity.key, identity.rank, source.state.anchor, records, later, names, steps
+            )
+        )
+        self._export_limit, self._samples_slow = (
+            sources.setting("export_limit"),
+            bool(sources.setting("_trace_slow")),
+        )
         if identity.rank == min(each.state.identity.rank for each in sources.newest()):
             if self._sampler is None:
                 self._sampler, self._budget_of = StepSampler(0), None
@@ -122,7 +129,9 @@ class TraceSampler:
         self._chosen.extend(chosen)
         return [batch for each in chosen for batch in self._batches(each, state)]
 
-    def choice(self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool) -> bytes:
+    def choice(
+        self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool
+    ) -> bytes:
         """Return the newest choice for other nodes, with as many steps as fit.
 
         Returns b"" before the first step.
@@ -142,8 +151,12 @@ class TraceSampler:
             sampler.budget = SpanBudget(budget[1])
             sampler.samples_slow = self._samples_slow and part is not Part.FORWARDER
 
-    def _add_verdicts(self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float) -> None:
-        """Choose steps to trace when a verdict begins, and give slow ranks their own metric series."""
+    def _add_verdicts(
+        self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float
+    ) -> None:
+        """Choose steps to trace when a verdict begins, and give slow ranks their
+        own metric series.
+        """
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:
@@ -151,7 +164,9 @@ class TraceSampler:
         self._episodes = keys if self._episodes is None else self._episodes | keys
         role.add_slow(open_now)
 
-    def _receive(self, sampler: StepSampler, received: bytes, role: ExportRole, attempt: int) -> list[TracedStep]:
+    def _receive(
+        self, sampler: StepSampler, received: bytes, role: ExportRole, attempt: int
+    ) -> list[TracedStep]:
         """Return the steps that node 0 has chosen since the last call."""
         if not received or received == self._received:
             return []

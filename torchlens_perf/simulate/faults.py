@@ -42,7 +42,9 @@ class _Lasting:
     def when(self, draft: Draft) -> npt.NDArray[np.float32]:
         """Return 1 for steps in which the fault lasts, else 0; shape [steps]."""
         step = draft.step
-        return ((step >= self.since) & (step < (self.until if self.until is not None else 1 << 62))).astype(np.float32)
+        return (
+            (step >= self.since) & (step < (self.until if self.until is not None else 1 << 62))
+        ).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,9 @@ class _Slow(_Lasting):
         if not 0 < self.share <= 1000:
             raise ConfigError(f"share must be above 0, at most 1000, got {self.share:g}")
         if self.phase not in ("compute", *OWN_PARTS):
-            raise ConfigError(f"phase must be one of {', '.join(('compute', *OWN_PARTS))}, got {self.phase}")
+            raise ConfigError(
+                f"phase must be one of {', '.join(('compute', *OWN_PARTS))}, got {self.phase}"
+            )
         for name in ("every", "over"):
             if getattr(self, name, 1) < 1:
                 raise ConfigError(f"{name} must be 1 step or more, got {getattr(self, name)}")
@@ -111,7 +115,9 @@ class Intermittent(Constant):
     def check(self, topology: Topology) -> None:
         super().check(topology)
         if not 0 < self.slow <= self.of:
-            raise ConfigError(f"slow must be 1 to {self.of}, the number of steps in `of`, got {self.slow}")
+            raise ConfigError(
+                f"slow must be 1 to {self.of}, the number of steps in `of`, got {self.slow}"
+            )
 
     def amount(self, draft: Draft) -> npt.NDArray[np.float32]:
         chosen = draft.random.random(len(draft.step)) < self.slow / self.of
@@ -131,7 +137,9 @@ class Moving(_Slow):
 
     def amount(self, draft: Draft) -> npt.NDArray[np.float32]:
         turn = (draft.step - self.since) // self.every % len(self.ranks)
-        amount: npt.NDArray[np.float32] = self.when(draft) * (turn == np.arange(len(self.ranks))[:, None])
+        amount: npt.NDArray[np.float32] = self.when(draft) * (
+            turn == np.arange(len(self.ranks))[:, None]
+        )
         return amount
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
@@ -265,17 +273,28 @@ def parse_fault(text: str) -> Fault:
     """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"--fault {text}: {unknown('fault', kind, KINDS)} Faults: {', '.join(KINDS)}")
+        raise ConfigError(
+            f"--fault {text}: {unknown('fault', kind, KINDS)} Faults: {', '.join(KINDS)}"
+        )
     fields = {field.name: field for field in dataclasses.fields(KINDS[kind])}
     values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         name, _, value = pair.partition("=")
         if name not in fields:
-            raise ConfigError(f"--fault {text}: {unknown('name', name, fields)} Names of {kind}: {', '.join(fields)}")
+            raise ConfigError(
+                f"--fault {text}: {unknown('name', name, fields)} Names of {kind}:"
+                f" {', '.join(fields)}"
+            )
         values[name] = _value(kind, name, str(fields[name].type), value)
-    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in values]
+    missing = [
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in values
+    ]
     if missing:
-        raise ConfigError(f"{kind} needs {' and '.join(missing)}: {kind}:{','.join(f'{m}=...' for m in missing)}")
+        raise ConfigError(
+            f"{kind} needs {' and '.join(missing)}: {kind}:{','.join(f'{m}=...' for m in missing)}"
+        )
     fault: Fault = KINDS[kind](**values)
     return fault
 
@@ -285,15 +304,24 @@ def _value(kind: str, name: str, wanted: str, text: str) -> Any:
         if wanted.startswith("tuple"):
             return tuple(int(each) for each in text.split("+"))
         if wanted == "bool":
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
         if wanted.startswith("int"):
             return int(text)
         return float(text) if wanted == "float" else text
     except (ValueError, KeyError):
-        raise ConfigError(f"{kind}: {name}={text} is not {_A_VALUE.get(wanted.split(' ')[0], wanted)}") from None
+        raise ConfigError(
+            f"{kind}: {name}={text} is not {_A_VALUE.get(wanted.split(' ')[0], wanted)}"
+        ) from None
 
 
-_A_VALUE = {"int": "a whole number", "float": "a number", "bool": "yes or no", "tuple[int,": "ranks like 1+2+3"}
+_A_VALUE = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "yes or no",
+    "tuple[int,": "ranks like 1+2+3",
+}
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
@@ -301,12 +329,17 @@ def _check_rank(rank: int, topology: Topology) -> None:
         raise ConfigError(f"rank {rank} is not among the job's {topology.ranks} ranks")
 
 
-def _lengthen(draft: Draft, ranks: list[int], phase: str, extra_ns: npt.NDArray[np.float32]) -> None:
+def _lengthen(
+    draft: Draft, ranks: list[int], phase: str, extra_ns: npt.NDArray[np.float32]
+) -> None:
     """Add to the ranks' work in a phase.
 
     For "compute" it is divided in proportion to forward and backward.
     """
-    parts = [OWN_PARTS.index(part) for part in (("forward", "backward") if phase == "compute" else (phase,))]
+    parts = [
+        OWN_PARTS.index(part)
+        for part in (("forward", "backward") if phase == "compute" else (phase,))
+    ]
     usual = np.median(draft.parts_ns[ranks][:, :, parts], axis=(0, 1))
     shares = usual / usual.sum() if usual.sum() > 0 else np.full(len(parts), 1 / len(parts))
     for part, share in zip(parts, shares.tolist(), strict=True):

@@ -53,7 +53,9 @@ class Hosts:
     def __init__(self, topology: Topology) -> None:
         """Raise ConfigError for a job that is not only data parallel."""
         if topology.tp > 1 or topology.pp > 1:
-            raise ConfigError("ranks whose hosts run ahead are data parallel only: leave out tp and pp")
+            raise ConfigError(
+                "ranks whose hosts run ahead are data parallel only: leave out tp and pp"
+            )
         self._host_ns, self._device_ns = np.zeros((2, topology.ranks))
         # Times at which the devices ended the newest steps.
         self._ends_ns = np.zeros((AHEAD, topology.ranks))
@@ -71,7 +73,9 @@ class Hosts:
             for place, phase in enumerate(PHASES):
                 begin_ns = np.maximum(self._device_ns, self._host_ns)
                 host_ns = own[phase] + (own["recompute"] if phase == "backward" else 0)
-                self._host_ns = self._host_ns + host_ns + (full_ns[:, index] if phase == "forward" else 0)
+                self._host_ns = (
+                    self._host_ns + host_ns + (full_ns[:, index] if phase == "forward" else 0)
+                )
                 self._device_ns = np.maximum(begin_ns + _BUSY_SHARE * host_ns, self._host_ns)
                 if phase == "backward":
                     arrived_ns[:, index] = self._device_ns
@@ -80,5 +84,7 @@ class Hosts:
                 phases_ns[:, index, place] = np.stack([begin_ns, self._device_ns], axis=1)
             self._host_ns = self._host_ns + own["host"]
             self._ends_ns = np.concatenate([self._ends_ns[1:], self._device_ns[None]])
-        as_integers = (each.round().astype(np.int64) for each in (full_ns, began_ns, phases_ns, arrived_ns))
+        as_integers = (
+            each.round().astype(np.int64) for each in (full_ns, began_ns, phases_ns, arrived_ns)
+        )
         return HostsAhead(steps, *as_integers)

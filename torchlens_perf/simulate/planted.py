@@ -50,10 +50,15 @@ class NamedBy:
     def __str__(self) -> str:
         too = f" together with {rank_list(self.slow_too)}" if self.slow_too else ""
         cost = (
-            "at an unknown cost" if self.cost_s_per_step is None else f"costs {duration(self.cost_s_per_step)} a step"
+            "at an unknown cost"
+            if self.cost_s_per_step is None
+            else f"costs {duration(self.cost_s_per_step)} a step"
         )
         when = "" if self.since_step is None else f", {_when(self.since_step, self.until_step)}"
-        return f"{rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict {self.kind})"
+        return (
+            f"{rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict"
+            f" {self.kind})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +94,9 @@ class PlantedFault:
         yield f"{self.fault}: {state}"
         if self.ranks and self.since_step is not None:
             yield (
-                f"  planted    {rank_list(self.ranks)}, {self.phase}, {_when(self.since_step, self.until_step)}, "
-                f"+{duration(self.work_s_per_step)}, costs {duration(self.cost_s_per_step)} a step"
+                f"  planted    {rank_list(self.ranks)}, {self.phase},"
+                f" {_when(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
+                f" costs {duration(self.cost_s_per_step)} a step"
             )
         yield from (f"  {'found':10} {each}" for each in self.named_by)
         if self.missed_ranks:
@@ -134,16 +140,29 @@ def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: C
     for ranks_of_step in lasting:
         at_fault |= ranks_of_step
     cases = list(zip(simulation.faults, lasting, effects, strict=True))
-    matches = [[index for index, case in enumerate(cases) if _names(row, *case)] for row in compared.rows]
-    credited = [_credited(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)]
+    matches = [
+        [index for index, case in enumerate(cases) if _names(row, *case)] for row in compared.rows
+    ]
+    credited = [
+        _credited(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)
+    ]
     used = {index for index, found in enumerate(matches) if found}
     planted = []
     for number, (text, (fault, of_fault, effect)) in enumerate(zip(texts, cases, strict=True)):
-        named = [_named_by(row) for row, found in zip(compared.rows, credited, strict=True) if number in found]
+        named = [
+            _named_by(row)
+            for row, found in zip(compared.rows, credited, strict=True)
+            if number in found
+        ]
         is_hidden = any(
-            number in found and number not in of_row for found, of_row in zip(matches, credited, strict=True)
+            number in found and number not in of_row
+            for found, of_row in zip(matches, credited, strict=True)
         )
-        planted.append(_planted(text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden))
+        planted.append(
+            _planted(
+                text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden
+            )
+        )
     wrong = [
         _named_by(row)
         for index, row in enumerate(compared.rows)
@@ -167,7 +186,9 @@ def _credited(
 
     def order(number: int) -> tuple[bool, float]:
         fault, _, effect = cases[number]
-        return getattr(fault, "phase", None) != named.phase, -float(effect.work_ns[ranks, steps].sum())
+        return getattr(fault, "phase", None) != named.phase, -float(
+            effect.work_ns[ranks, steps].sum()
+        )
 
     credited, taken = [], np.zeros_like(cases[0][1])
     for number in sorted(found, key=order):
@@ -213,15 +234,24 @@ def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effec
     kind, named = row["kind"], _named_by(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
     if isinstance(fault, Link):
-        links = [each["ranks"] for each in row["evidence"]["links"]] if kind == "slow_link" else [named.ranks]
-        return kind.startswith("slow_link") and any(members.issuperset(each) for each in links if each)
+        links = (
+            [each["ranks"] for each in row["evidence"]["links"]]
+            if kind == "slow_link"
+            else [named.ranks]
+        )
+        return kind.startswith("slow_link") and any(
+            members.issuperset(each) for each in links if each
+        )
     if kind.startswith("imbalance"):
         return bool(named.ranks) and members.issuperset(named.ranks)
     if kind == "long_steps":
         steps = [step for step in row["evidence"]["steps"] if step < lasting.shape[1]]
         if not members.intersection(named.ranks) or not steps:
             return False
-        return bool(effect.work_ns[named.ranks[0], steps].mean() >= _EXPLAINS * 1e9 * row["evidence"]["more_s"])
+        return bool(
+            effect.work_ns[named.ranks[0], steps].mean()
+            >= _EXPLAINS * 1e9 * row["evidence"]["more_s"]
+        )
     if not kind.startswith("straggler"):
         return False
     return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
@@ -241,12 +271,19 @@ def _planted(
         until = int(steps[-1]) + 1
     work_ns = 0.0
     if begun:
-        work_ns = fault.share * simulation.work_ns if isinstance(fault, Link) else float(effect.work_ns[lasting].mean())
+        work_ns = (
+            fault.share * simulation.work_ns
+            if isinstance(fault, Link)
+            else float(effect.work_ns[lasting].mean())
+        )
     found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
     missed = () if is_link and named else tuple(rank for rank in members if rank not in found)
     why = ""
     if missed and is_hidden:
-        why = "a larger fault makes the same rank slow at the same time, and one verdict counts for one fault"
+        why = (
+            "a larger fault makes the same rank slow at the same time, and one verdict counts for"
+            " one fault"
+        )
     elif missed:
         why = _why_not(fault, simulation, lasting, effect, work_ns, compared, at_fault)
     return PlantedFault(
@@ -264,7 +301,9 @@ def _planted(
     )
 
 
-def _members(fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+def _members(
+    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]
+) -> tuple[int, ...]:
     """Return the ranks of a fault, also if it does not begin within the run; () if no rank is at
     fault."""
     if isinstance(fault, Link):
@@ -289,24 +328,33 @@ def _why_not(
         return "not compared: no other rank does the same work"
     if detectable_s is None:
         return f"not compared: {total} steps are too few"
-    alike, smallest = topology.dp * topology.tp, f"the smallest detectable slowdown is {duration(detectable_s)} a step"
+    alike, smallest = (
+        topology.dp * topology.tp,
+        f"the smallest detectable slowdown is {duration(detectable_s)} a step",
+    )
     reasons = []
     if work_ns / 1e9 < detectable_s:
         reasons.append(f"too small: {duration(work_ns / 1e9)} a step, and {smallest}")
     slow = at_fault.reshape(topology.pp, alike, total).sum(axis=1).max()
     if 2 * slow >= alike:
         reasons.append(
-            f"{slow} of the {alike} ranks that do the same work are slow, so the others are no clear majority"
+            f"{slow} of the {alike} ranks that do the same work are slow, so the others are no"
+            " clear majority"
         )
     if reasons:
         return "; ".join(reasons)
     struck = int((effect.work_ns > 0).any(axis=0).sum())
     if struck < _RARE * count:
-        rows = "" if compared.undecided_links is not None else ", and --rows has no verdicts on long steps"
+        rows = (
+            ""
+            if compared.undecided_links is not None
+            else ", and --rows has no verdicts on long steps"
+        )
         return f"too rare: it makes {struck} of {count} steps longer{rows}"
     if count < total:
         return (
-            f"too short: it lasts {count} of {total} steps, and {smallest} only for a rank that is slow in all of them"
+            f"too short: it lasts {count} of {total} steps, and {smallest} only for a rank that is"
+            " slow in all of them"
         )
     if sum(row["kind"] == "straggler" for row in compared.rows) >= MAX_NAMED:
         return f"the report names {MAX_NAMED} slow ranks, nodes or positions at most"
@@ -320,5 +368,8 @@ def _why_not_link(fault: Link, simulation: Simulation, undecided: str | None) ->
         return f"not compared: {undecided.removesuffix('.')}"
     ratio = 1 + fault.share / simulation.transfer_share(fault.dimension)
     if ratio < MIN_RATIO:
-        return f"too small: transfers take {ratio:.2g} times as long, and a slow link is named from {MIN_RATIO:g} on"
+        return (
+            f"too small: transfers take {ratio:.2g} times as long, and a slow link is named from"
+            f" {MIN_RATIO:g} on"
+        )
     return ""

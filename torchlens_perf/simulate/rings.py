@@ -48,7 +48,13 @@ _BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}
 _RING_RECORDS = 2048
 # Time that the host needs to issue a phase, as a share of the phase's time on the device.
 _ISSUING_SHARE = 0.05
-_CLOCK: DeviceClock = {"clock": "simulated events", "error_ns": 0, "captured": 0, "skipped": 0, "unread": 0}
+_CLOCK: DeviceClock = {
+    "clock": "simulated events",
+    "error_ns": 0,
+    "captured": 0,
+    "skipped": 0,
+    "unread": 0,
+}
 _PHASES = {
     "data": (Kind.DATA, "data"),
     "forward": (Kind.FORWARD, "forward Transformer"),
@@ -103,8 +109,15 @@ class Timeline:
         before = [OWN_PARTS.index(part) for part in ("data", "forward", "recompute", "backward")]
         arrived = parts[:, :, before].sum(axis=2) + tensor.sum(axis=2)
         grid = (topology.pp, topology.dp, topology.tp, -1)
-        reduced = (arrived.reshape(grid).max(axis=1) + steps.transfer_ns.reshape(grid).max(axis=1))[:, None]
-        gradients = np.broadcast_to(reduced, (*grid[:3], len(steps))).reshape(arrived.shape).astype(np.int64) - arrived
+        reduced = (arrived.reshape(grid).max(axis=1) + steps.transfer_ns.reshape(grid).max(axis=1))[
+            :, None
+        ]
+        gradients = (
+            np.broadcast_to(reduced, (*grid[:3], len(steps)))
+            .reshape(arrived.shape)
+            .astype(np.int64)
+            - arrived
+        )
         # Rounding can make the first wait longer than the whole one, by a nanosecond.
         gradients = np.minimum(gradients, left) if topology.dp > 1 else np.zeros_like(left)
         return cls(steps, duration, parts, tensor, gradients, left - gradients)
@@ -165,7 +178,10 @@ class SimulatedRank:
         for name, group in groups.items():
             self._session.metadata.add_group(name, group.members, group.description)
         self._session.metadata.add_modules(
-            dict.fromkeys(modules, False), device="cpu" if device is None else "cuda", all_levels=True, unopened=[]
+            dict.fromkeys(modules, False),
+            device="cpu" if device is None else "cuda",
+            all_levels=True,
+            unopened=[],
         )
         if device is not None:
             self._session.publish(device=_CLOCK)
@@ -215,7 +231,9 @@ class SimulatedRank:
         begin_ns, end_ns = self.clock.now_ns, self.clock.now_ns + int(timeline.duration_ns[index])
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
-        gradients_ns, norm_ns = (int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns))
+        gradients_ns, norm_ns = (
+            int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns)
+        )
         # The pieces of each phase in the device's order: work, or waits of its stream in
         # collectives.
         phases = {
@@ -234,7 +252,9 @@ class SimulatedRank:
         for part, pieces in phases.items():
             phase_ns = at_ns
             with self._phase(part):
-                self.clock.now_ns += round(_ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces))
+                self.clock.now_ns += round(
+                    _ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces)
+                )
             for what, duration_ns in pieces:
                 if isinstance(what, Kind):
                     if what == Kind.RECOMPUTE and duration_ns:
@@ -251,23 +271,34 @@ class SimulatedRank:
 
     def _step_ahead(self, timeline: HostsAhead, index: int) -> None:
         assert self._device is not None
-        own = dict(zip(OWN_PARTS, timeline.steps.parts_ns[self.rank, index].astype(np.int64).tolist(), strict=True))
+        own = dict(
+            zip(
+                OWN_PARTS,
+                timeline.steps.parts_ns[self.rank, index].astype(np.int64).tolist(),
+                strict=True,
+            )
+        )
         own["forward"] += int(timeline.full_ns[self.rank, index])
         own["backward"] += own["recompute"]
         reported = self._random.random() >= self._device.missing
         began_ns, arrived_ns = (
-            self._begin_ns + int(each[self.rank, index]) for each in (timeline.began_ns, timeline.arrived_ns)
+            self._begin_ns + int(each[self.rank, index])
+            for each in (timeline.began_ns, timeline.arrived_ns)
         )
         self._end_device_step(began_ns)
         self._device_step = (began_ns, reported)
         with self._phase("data"):
             self.clock.now_ns += own["data"]
-        for part, (start_ns, end_ns) in zip(PHASES, timeline.phases_ns[self.rank, index].tolist(), strict=True):
+        for part, (start_ns, end_ns) in zip(
+            PHASES, timeline.phases_ns[self.rank, index].tolist(), strict=True
+        ):
             with self._phase(part):
                 self.clock.now_ns += own[part]
             start_ns, end_ns = self._begin_ns + start_ns, self._begin_ns + end_ns
             if part == "backward" and "dp" in self._group_of:
-                self._collective("dp", arrived_ns, end_ns - arrived_ns, Flag.COMPLETED | Flag.DEVICE)
+                self._collective(
+                    "dp", arrived_ns, end_ns - arrived_ns, Flag.COMPLETED | Flag.DEVICE
+                )
                 self._on_device(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
             self._on_device(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
         step = self._recorder.step
@@ -278,17 +309,38 @@ class SimulatedRank:
         """Record the device's step in progress, which ends at the begin of the next one."""
         if self._device_step is not None:
             begin_ns, reported = self._device_step
-            self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported, step=self._recorder.step - 1)
+            self._on_device(
+                Kind.STEP,
+                begin_ns,
+                end_ns - begin_ns,
+                reported=reported,
+                step=self._recorder.step - 1,
+            )
 
     def _on_device(
-        self, kind: Kind, start_ns: int, duration_ns: int, *, reported: bool, step: int | None = None
+        self,
+        kind: Kind,
+        start_ns: int,
+        duration_ns: int,
+        *,
+        reported: bool,
+        step: int | None = None,
     ) -> None:
         """Queue a span by the device's clock for a later report, unless its step is not
         reported."""
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
         if reported:
             step = self._recorder.step if step is None else step
-            row = (int(Kind.DEVICE), self._wait_id, step, start_ns, duration_ns, 0, int(kind), behind_ns)
+            row = (
+                int(Kind.DEVICE),
+                self._wait_id,
+                step,
+                start_ns,
+                duration_ns,
+                0,
+                int(kind),
+                behind_ns,
+            )
             self._unreported.append(row)
 
     def _report_device_times(self, until_step: int) -> None:
@@ -298,7 +350,10 @@ class SimulatedRank:
     def _end_step(self, timeline: Timeline | HostsAhead, index: int, end_ns: int) -> None:
         # The remaining time of the step is host code.
         self.clock.now_ns = end_ns
-        workload, flags = int(timeline.steps.workload[self.rank, index]), int(timeline.steps.flags[self.rank, index])
+        workload, flags = (
+            int(timeline.steps.workload[self.rank, index]),
+            int(timeline.steps.flags[self.rank, index]),
+        )
         self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
 
     @contextmanager
@@ -328,7 +383,9 @@ class SimulatedRank:
         group, size = self._group_of[dimension], _BYTES[dimension]
         name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
-        self._recorder.record_span(Kind.COLLECTIVE, name_id, start_ns, duration_ns, int(flags), size, sequence)
+        self._recorder.record_span(
+            Kind.COLLECTIVE, name_id, start_ns, duration_ns, int(flags), size, sequence
+        )
 
 
 def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:

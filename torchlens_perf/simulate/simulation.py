@@ -53,7 +53,9 @@ class Topology:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
-                raise ConfigError(f"{field.name} must be 1 or more, got {getattr(self, field.name)}")
+                raise ConfigError(
+                    f"{field.name} must be 1 or more, got {getattr(self, field.name)}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -61,7 +63,11 @@ class Topology:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate in each dimension."""
-        return {"tp": rank % self.tp, "dp": rank // self.tp % self.dp, "pp": rank // (self.tp * self.dp)}
+        return {
+            "tp": rank % self.tp,
+            "dp": rank // self.tp % self.dp,
+            "pp": rank // (self.tp * self.dp),
+        }
 
     def group(self, dimension: str, rank: int) -> list[int]:
         """Return the ranks that share all coordinates of this rank except the one of `dimension`,
@@ -171,7 +177,10 @@ class Steps:
         topology, count = self.topology, len(self) // width
         if not count:
             return
-        work_ns, flags = self.parts_ns.sum(axis=2), self.flags[:, : count * width].reshape(-1, count, width)
+        work_ns, flags = (
+            self.parts_ns.sum(axis=2),
+            self.flags[:, : count * width].reshape(-1, count, width),
+        )
         workload = np.where(self.workload >= 0, self.workload, np.nan)
         stage_ranks = topology.tp * topology.dp
         for first in range(0, topology.ranks, stage_ranks):
@@ -240,10 +249,14 @@ class Simulation:
         self.noise = noise
         self.work_ns = work_ns
         self._tensor_share = _TENSOR_TRANSFER_SHARE if topology.tp > 1 else 0.0
-        lasting = np.random.default_rng([seed, 1]).standard_normal(topology.ranks).astype(np.float32)
+        lasting = (
+            np.random.default_rng([seed, 1]).standard_normal(topology.ranks).astype(np.float32)
+        )
         stage = np.arange(topology.ranks) // (topology.tp * topology.dp)
         last = (stage == topology.pp - 1) & (topology.pp > 1)
-        self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(last, 1 + _LAST_STAGE_SHARE, 1).astype(np.float32)
+        self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(
+            last, 1 + _LAST_STAGE_SHARE, 1
+        ).astype(np.float32)
 
     def block(self, number: int) -> Steps:
         """Return the steps from number * BLOCK to before (number + 1) * BLOCK."""
@@ -260,7 +273,10 @@ class Simulation:
                 rest = self._planted(number, index).head(len(steps))
                 work[index].append((steps.parts_ns - rest.parts_ns).sum(axis=2))
                 cost[index].append(steps.duration_ns - rest.duration_ns)
-        return [Effect(np.hstack(of_ranks), np.hstack(of_job)) for of_ranks, of_job in zip(work, cost, strict=True)]
+        return [
+            Effect(np.hstack(of_ranks), np.hstack(of_job))
+            for of_ranks, of_job in zip(work, cost, strict=True)
+        ]
 
     def transfer_share(self, dimension: str) -> float:
         """Return the usual time of a group's transfers in a step, as a share of a rank's usual
@@ -276,7 +292,9 @@ class Simulation:
         random = np.random.default_rng([self.seed, 2, number])
         shape = (topology.ranks, BLOCK)
         usual = recorded_noise().profile * np.float32(self.work_ns)
-        parts = self._usual[:, None, None] * usual + np.float32(self.noise * self.work_ns) * self._chance(random)
+        parts = self._usual[:, None, None] * usual + np.float32(
+            self.noise * self.work_ns
+        ) * self._chance(random)
         np.maximum(parts, _MIN_PART * usual, out=parts)
         draft = Draft(
             topology=topology,
@@ -330,7 +348,10 @@ def _finished(draft: Draft) -> Steps:
     halves = (at["data"] + at["forward"], at["recompute"] + at["backward"])
     travel = draft.tensor_transfer_ns.reshape(grid).max(axis=2, keepdims=True) / 2
     paces = [half.reshape(grid).max(axis=2, keepdims=True) + travel for half in halves]
-    waits = [(pace - half.reshape(grid)).reshape(half.shape) for pace, half in zip(paces, halves, strict=True)]
+    waits = [
+        (pace - half.reshape(grid)).reshape(half.shape)
+        for pace, half in zip(paces, halves, strict=True)
+    ]
     stage_ns = (paces[0] + paces[1])[:, :, 0]
     after_ns = (at["optimizer"] + at["host"]).max(axis=0)
     # A pipeline of p stages takes the time of m + p - 1 micro-batches in the longest stage for m
@@ -380,7 +401,9 @@ class RecordedNoise:
 
 @functools.cache
 def recorded_noise() -> RecordedNoise:
-    """Return the noise that ships with the package. docs/internals/accuracy.md describes its recording."""
+    """Return the noise that ships with the package. docs/internals/accuracy.md describes its
+    recording.
+    """
     noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
     with noise.open("rb") as file, np.load(file) as data:
         return RecordedNoise(

@@ -1,8 +1,9 @@
-"""Python loads this before a script that `torchlens-perf run` starts. It installs a finder that waits for torch.
+"""Python loads this before a script that `torchlens-perf run` starts. It installs a finder that
+waits for torch.
 
-commands/run.py has prepended this folder to PYTHONPATH. That is undone here, and the sitecustomize that Python would
-have loaded otherwise is loaded. Until torch is imported, sys.modules stays as it would be without this package, so not
-even `typing` or `__future__` is imported here.
+commands/run.py has prepended this folder to PYTHONPATH. That is undone here, and the sitecustomize
+that Python would have loaded otherwise is loaded. Until torch is imported, sys.modules stays as it
+would be without this package, so not even `typing` or `__future__` is imported here.
 """
 
 import os
@@ -21,13 +22,18 @@ USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it
 class AfterTorch:
     """Finder that starts recording after the import of torch, even if torch's autoload is off.
 
-    The finder stays in sys.meta_path. Removing it during an import would make that import skip the next finder.
+    The finder stays in sys.meta_path. Removing it during an import would make that import skip the
+    next finder.
     """
 
     _asks = False
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """Return the spec of torch from the other finders, with a call after its import; None for other modules."""
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> "ModuleSpec | None":
+        """Return the spec of torch from the other finders, with a call after its import; None for
+        other modules.
+        """
         if fullname != "torch" or target is not None or self._asks:
             return None
         import importlib.machinery
@@ -55,9 +61,11 @@ def _arm_after(loader: "SourceFileLoader") -> None:
         load(module)
         _arm()
 
-    # The import of torch can fail with a traceback for the user. CPython omits the frames of its import system
-    # from tracebacks and recognizes them by this name.
-    load_and_arm.__code__ = load_and_arm.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+    # The import of torch can fail with a traceback for the user. CPython omits the frames of its
+    # import system from tracebacks and recognizes them by this name.
+    load_and_arm.__code__ = load_and_arm.__code__.replace(
+        co_filename="<frozen importlib._bootstrap>"
+    )
     loader.exec_module = load_and_arm  # type: ignore[method-assign]
 
 
@@ -66,7 +74,8 @@ def _arm() -> None:
         from torchlens_perf.autoload import autoload
     # A broken installation of this package must not stop the script.
     except Exception as error:
-        # sys.__stderr__, because the script may have replaced sys.stderr. torchlens_perf.output may be broken too.
+        # sys.__stderr__, because the script may have replaced sys.stderr. torchlens_perf.output may
+        # be broken too.
         if os.environ.get("LOCAL_RANK", "0") == "0" and sys.__stderr__ is not None:
             line = ascii(f"torchlens_perf is off: {type(error).__name__}: {error}")[1:-1]
             try:
@@ -91,5 +100,6 @@ if __name__ == "sitecustomize":
     _restore()
     sys.meta_path.insert(0, AfterTorch())
     del sys.modules["sitecustomize"]
-    # Load the next sitecustomize on sys.path. Without one, this raises the ImportError that Python expects.
+    # Load the next sitecustomize on sys.path. Without one, this raises the ImportError that Python
+    # expects.
     import sitecustomize  # type: ignore[import-not-found] # noqa: F401

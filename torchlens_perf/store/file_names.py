@@ -19,7 +19,9 @@ def files_of(folder: Path, node: str) -> list[Path]:
 
 def nodes_of(folder: Path) -> list[str]:
     """Return the nodes that have files in a folder."""
-    return sorted({node for path in folder.glob(f"*{_SUFFIX}") if (node := _node(path)) is not None})
+    return sorted(
+        {node for path in folder.glob(f"*{_SUFFIX}") if (node := _node(path)) is not None}
+    )
 
 
 def number(path: Path) -> int:

@@ -20,8 +20,8 @@ _SORTED_BY = ("rank", "attempt", "step", "sequence", "time")
 def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
     """Write a table of the run to an Arrow stream, by rank, attempt, step and time.
 
-    name: a folder of the run directory, such as "steps". Damaged files are left out, with a line in the log. Raise
-    RunStoreError where there is no file, or the disk fails.
+    name: a folder of the run directory, such as "steps". Damaged files are left out, with a line in
+    the log. Raise RunStoreError where there is no file, or the disk fails.
     """
     notes: list[str] = []
     tables = list(Files(run.path / name, unreadable=damage_noted_in(notes)).read(ParquetFile.table))

@@ -1,7 +1,8 @@
 """The reader of all Parquet files of a run directory.
 
-Any file may lie in a run directory, so the reader checks what a file declares before it reads it, and contains all
-errors. Rows are read by `pyarrow.dataset`, which skips row groups by their statistics and decodes on one thread.
+Any file may lie in a run directory, so the reader checks what a file declares before it reads it,
+and contains all errors. Rows are read by `pyarrow.dataset`, which skips row groups by their
+statistics and decodes on one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class UnreadableFileError(RunStoreError):
         super().__init__(f"{path} {why}")
         self.in_run = f"{path.parent.name}/{path.name} {why}"
         """The same message without the run's folder."""
-        self.by_disk = isinstance(error, OSError) and error.errno is not None  # Arrow's own errors have no number
+        self.by_disk = (
+            isinstance(error, OSError) and error.errno is not None
+        )  # Arrow's own errors have no number
         """True if the disk failed and not the file, which may be readable later."""
 
 
@@ -64,32 +67,45 @@ class ParquetFile:
         return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
 
     def extremes(self, column: str) -> tuple[Any, Any] | None:
-        """Return the smallest and largest value of a column by its statistics; None if it has no statistics."""
+        """Return the smallest and largest value of a column by its statistics; None if it has no
+        statistics.
+        """
         at, metadata = self.names.index(column), self._opened.metadata
-        groups = [metadata.row_group(group).column(at).statistics for group in range(metadata.num_row_groups)]
+        groups = [
+            metadata.row_group(group).column(at).statistics
+            for group in range(metadata.num_row_groups)
+        ]
         if not groups or not all(found is not None and found.has_min_max for found in groups):
             return None
         return min(found.min for found in groups), max(found.max for found in groups)
 
     def batches(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows in pieces, in their order, texts as dictionaries. columns: None for all."""
+        """Yield the rows in pieces, in their order, texts as dictionaries. columns: None for
+        all.
+        """
         yield from self._scanner(columns, {}).to_batches()
 
     def table(
-        self, columns: Collection[str] | None = None, where: Mapping[str, Collection[Any]] | None = None
+        self,
+        columns: Collection[str] | None = None,
+        where: Mapping[str, Collection[Any]] | None = None,
     ) -> pa.Table:
         """Return the rows, in their order, texts as dictionaries.
 
-        columns: None for all. where: by column, the values of the rows that are wanted; row groups without any are
-        skipped.
+        columns: None for all. where: by column, the values of the rows that are wanted; row groups
+        without any are skipped.
         """
         return self._scanner(columns, where or {}).to_table().replace_schema_metadata()
 
-    def _scanner(self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]) -> Any:
+    def _scanner(
+        self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]
+    ) -> Any:
         import pyarrow.dataset as ds  # This import takes 50 ms, which a sidecar that only writes saves.
 
         fragment = ds.ParquetFileFormat(
-            read_options=ds.ParquetReadOptions(dictionary_columns=texts_of(self._opened.schema_arrow)),
+            read_options=ds.ParquetReadOptions(
+                dictionary_columns=texts_of(self._opened.schema_arrow)
+            ),
             default_fragment_scan_options=ds.ParquetFragmentScanOptions(
                 pre_buffer=False, page_checksum_verification=True
             ),
@@ -105,7 +121,9 @@ class ParquetFile:
 
 
 class Files:
-    """The Parquet files of one folder, such as `run.spans`, in the order in which each node wrote them."""
+    """The Parquet files of one folder, such as `run.spans`, in the order in which each node wrote
+    them.
+    """
 
     def __init__(
         self,
@@ -151,7 +169,8 @@ def noted_in(notes: list[str]) -> Callable[[UnreadableFileError], None]:
 
 
 def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
-    """Return an `unreadable` that adds a line for each damaged file, and raises the error of a failing disk.
+    """Return an `unreadable` that adds a line for each damaged file, and raises the error of a
+    failing disk.
 
     notes: None raises every error.
     """
@@ -165,11 +184,16 @@ def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], 
 
 
 def concatenated(tables: Collection[pa.Table]) -> pa.Table:
-    """Return the rows of all tables. Each text column has one dictionary; a column that a table lacks is null there."""
+    """Return the rows of all tables.
+
+    Each text column has one dictionary; a column that a table lacks is null there.
+    """
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
-def coded(column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int) -> npt.NDArray[np.int64]:
+def coded(
+    column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int
+) -> npt.NDArray[np.int64]:
     """Return the value of each row's text in `value_of`, or `missing`."""
     codes, texts = dictionary(column)
     values = np.array([value_of.get(text, missing) for text in texts], np.int64)
@@ -210,6 +234,8 @@ def _check_declared(metadata: pq.FileMetaData) -> None:
     # The encoded size may be far below that of the values, and far above it if there are few rows.
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     encoded = sum(max(0, column.total_uncompressed_size) for column in columns)
-    decoded = max(encoded, sum(group.num_rows * group.num_columns * _BYTES_OF_A_VALUE for group in groups))
+    decoded = max(
+        encoded, sum(group.num_rows * group.num_columns * _BYTES_OF_A_VALUE for group in groups)
+    )
     if decoded > MAX_DECODED_BYTES:
         raise ValueError(f"it declares {decoded} bytes, more than {MAX_DECODED_BYTES}")

@@ -1,4 +1,6 @@
-"""Samples of a node's hardware in Parquet files: one folder for each kind, one column for each field."""
+"""Samples of a node's hardware in Parquet files: one folder for each kind, one column for each
+field.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,23 @@ class SampleWriter:
         return self._writer.removed_files
 
     def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:
-        """Write a file into each of these folders, such as GPUS, that has samples. Raise OSError on a full disk.
+        """Write a file into each of these folders, such as GPUS, that has samples. Raise OSError on
+        a full disk.
 
         samples: dataclasses of one class for each folder, with `monotonic_ns` and `unix_ns`.
         """
         host = host_of(self._node)
-        tables = {self._run.path / folder: _table(host, each) for folder, each in samples.items() if each}
+        tables = {
+            self._run.path / folder: _table(host, each) for folder, each in samples.items() if each
+        }
         if tables:
             self._writer.write(tables, cap_bytes)
 
 
 def schema_of(kind: type[Any]) -> pa.Schema:
-    """Return the columns of all files of a kind of samples, also of those that this node's hardware does not report."""
+    """Return the columns of all files of a kind of samples, also of those that this node's hardware
+    does not report.
+    """
     fields = [field for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT]
     columns = [(field.name, _TYPES[str(field.type).removesuffix(" | None")]) for field in fields]
     times = [("time", pa.timestamp("ns", tz="UTC")), ("monotonic_ns", pa.int64())]

@@ -1,8 +1,9 @@
 """Segments: a node's records and steps in Parquet files, for DuckDB, pandas or polars too.
 
-Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn file. Records that
-are in no file yet are still in the rings. The footer says which processes' records a file holds, up to which sequence
-number, and how to convert their monotonic times to the wall clock.
+Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn
+file. Records that are in no file yet are still in the rings. The footer says which processes'
+records a file holds, up to which sequence number, and how to convert their monotonic times to the
+wall clock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import pyarrow as pa
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, kind_name, record_dtype
-from torchlens_perf.store.reader import Files, ParquetFile, UnreadableFileError, coded, damage_noted_in, dictionary
+from torchlens_perf.store.reader import (
+    Files,
+    ParquetFile,
+    UnreadableFileError,
+    coded,
+    damage_noted_in,
+    dictionary,
+)
 from torchlens_perf.store.writer import Writer
 
 if TYPE_CHECKING:
@@ -28,11 +36,23 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.directory import RunDirectory
 
-_COPIED = ("step", "depth", "flags", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
+_COPIED = (
+    "step",
+    "depth",
+    "flags",
+    "start_ns",
+    "duration_ns",
+    "nested_ns",
+    "phase_ns",
+    "value0",
+    "value1",
+)
 _RECORD = ("process", "kind", "name", *_COPIED)
 _ORIGIN = ("rank", "attempt", "host")
 _KINDS = {kind_name(kind): int(kind) for kind in Kind}
-SPANS = tuple(kind for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY))
+SPANS = tuple(
+    kind for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY)
+)
 """The kinds of records that are spans."""
 
 
@@ -79,11 +99,17 @@ class SegmentWriter:
         return self._writer.removed_numbers
 
     def write(self, chunks: list[Chunk]) -> None:
-        """Write the chunks as one segment: a file of spans and a file of steps. Raise OSError on a full disk."""
+        """Write the chunks as one segment: a file of spans and a file of steps.
+
+        Raise OSError on a full disk.
+        """
         if not chunks:
             return
         footer = {
-            chunk.origin.key: {"last_sequence": int(chunk.sequences[-1]), "anchor": list(chunk.origin.anchor)}
+            chunk.origin.key: {
+                "last_sequence": int(chunk.sequences[-1]),
+                "anchor": list(chunk.origin.anchor),
+            }
             for chunk in chunks
         }
         tables = {
@@ -94,7 +120,8 @@ class SegmentWriter:
 
 
 def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None) -> dict[str, int]:
-    """Return each process's last sequence number in the node's segments, to continue after a restart.
+    """Return each process's last sequence number in the node's segments, to continue after a
+    restart.
 
     notes: receives a line for each damaged segment, which is not changed; its records are read
     again if possible. None: damage is an error. Raise UnreadableFileError, also if the disk fails.
@@ -107,32 +134,46 @@ def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None)
 
 
 def read_chunks(
-    run: RunDirectory, node: str, notes: list[str] | None = None, segment_done: Callable[[], object] = lambda: None
+    run: RunDirectory,
+    node: str,
+    notes: list[str] | None = None,
+    segment_done: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
-    """Yield a node's records as they were read from the rings: origin, records, names, and records lost before them.
+    """Yield a node's records as they were read from the rings: origin, records, names, and records
+    lost before them.
 
     notes: receives a line for each damaged segment, which is left out; its records are counted as
     lost where later ones follow. None: damage is an error. segment_done: called after each segment.
     Raise UnreadableFileError, also where the disk fails.
     """
     expected: dict[str, int] = {}
-    segments = Files(run.spans, [node], lambda error: (damage_noted_in(notes)(error), segment_done()))
+    segments = Files(
+        run.spans, [node], lambda error: (damage_noted_in(notes)(error), segment_done())
+    )
     for chunks in segments.read(_chunks):
         for origin, (records, names), sequences in chunks:
-            lost = int(sequences[-1]) + 1 - expected.get(origin.key, int(sequences[0])) - len(sequences)
+            lost = (
+                int(sequences[-1])
+                + 1
+                - expected.get(origin.key, int(sequences[0]))
+                - len(sequences)
+            )
             expected[origin.key] = int(sequences[-1]) + 1
             yield origin, records, names, max(0, lost)
         segment_done()
 
 
 def kept_steps(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
-    """Return the first and last step that these nodes have span files of; None without files. The oldest may be gone.
+    """Return the first and last step that these nodes have span files of; None without files. The
+    oldest may be gone.
 
     Unreadable files are left out: the reader of their rows reports them.
     """
     found = Files(run.spans, nodes, lambda error: None).read(lambda file: file.extremes("step"))
     extremes = [each for each in found if each is not None]
-    return (min(low for low, _ in extremes), max(high for _, high in extremes)) if extremes else None
+    return (
+        (min(low for low, _ in extremes), max(high for _, high in extremes)) if extremes else None
+    )
 
 
 def all_records(
@@ -160,7 +201,8 @@ def records_of(
     unreadable: Callable[[UnreadableFileError], object],
     kinds: Collection[Kind] = SPANS,
 ) -> dict[str, Records]:
-    """Return the records of these processes, kinds and steps by key. Arguments as for all_records().
+    """Return the records of these processes, kinds and steps by key. Arguments as for
+    all_records().
 
     Memory is bounded by the longest row group with one of the steps, and by what is returned.
     """
@@ -172,7 +214,10 @@ def records_of(
 
 def _footer(file: ParquetFile) -> dict[str, Any]:
     kept: dict[str, Any] = file.footer
-    if not all(isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3 for each in kept.values()):
+    if not all(
+        isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3
+        for each in kept.values()
+    ):
         raise ValueError("its footer is another one's")
     return kept
 
@@ -193,7 +238,9 @@ def _chunks(file: ParquetFile) -> list[tuple[Origin, Records, npt.NDArray[np.int
 
 
 def _by_process(table: pa.Table) -> dict[str, Records]:
-    """Return the records in a table of spans by process, in the order in which the processes come."""
+    """Return the records in a table of spans by process, in the order in which the processes
+    come.
+    """
     records = np.zeros(table.num_rows, record_dtype())
     for column in _COPIED:
         records[column] = table.column(column).to_numpy()
@@ -201,7 +248,10 @@ def _by_process(table: pa.Table) -> dict[str, Records]:
     records["name_id"], names = dictionary(table.column("name"))
     codes, keys = dictionary(table.column("process"))
     _, firsts = np.unique(codes, return_index=True)
-    return {keys[code]: Records(records[codes == code], names) for code in codes[np.sort(firsts)].tolist()}
+    return {
+        keys[code]: Records(records[codes == code], names)
+        for code in codes[np.sort(firsts)].tolist()
+    }
 
 
 def _joined(pieces: list[Records]) -> Records:
@@ -219,7 +269,9 @@ def _span_table(chunk: Chunk) -> pa.Table:
     columns: dict[str, Any] = {
         **_origin_columns(chunk.origin, len(records)),
         "kind": _texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
-        "name": _texts(np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]),
+        "name": _texts(
+            np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]
+        ),
         "time": _times(records["start_ns"], chunk.origin.anchor),
         "sequence": chunk.sequences,
     }
@@ -238,8 +290,12 @@ def _step_table(chunk: Chunk) -> pa.Table:
         "own_ns": steps.own_ns,
         "work_ns": steps.work_ns,
     }
-    columns.update({f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)})
-    columns.update(memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags)
+    columns.update(
+        {f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)}
+    )
+    columns.update(
+        memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags
+    )
     columns["workload"] = _known(steps.workload)
     for name in ("cpu_ns", "ready_ns"):
         times = getattr(steps, name)
@@ -262,7 +318,9 @@ def _origin_columns(origin: Origin, rows: int) -> dict[str, Any]:
 
 
 def _texts(codes: npt.NDArray[Any], texts: list[str]) -> pa.DictionaryArray:
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(texts, pa.string()))
+    return pa.DictionaryArray.from_arrays(
+        pa.array(codes.astype(np.int32)), pa.array(texts, pa.string())
+    )
 
 
 def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:

@@ -26,7 +26,8 @@ class Writer:
     def __init__(self, folders: Sequence[Path], node: str) -> None:
         """folders: all folders whose files count against the cap; they may not exist yet."""
         self._node = node
-        # No other process writes or removes these files, so a shared disk is asked for their sizes only once.
+        # No other process writes or removes these files, so a shared disk is asked for their sizes
+        # only once.
         self._sizes: dict[Path, int] = {}
         for path in (path for folder in folders for path in files_of(folder, node)):
             with contextlib.suppress(FileNotFoundError):
@@ -36,8 +37,14 @@ class Writer:
         """Number of file numbers whose files were removed to stay below the cap."""
         self.removed_files = 0
 
-    def write(self, tables: Mapping[Path, pa.Table], cap_bytes: int, footer: Mapping[str, Any] | None = None) -> None:
-        """Write one table into each of these folders: all, or none on an error. Raise OSError on a full disk.
+    def write(
+        self,
+        tables: Mapping[Path, pa.Table],
+        cap_bytes: int,
+        footer: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write one table into each of these folders: all, or none on an error. Raise OSError on a
+        full disk.
 
         Files get their names once all are written, so a killed process leaves no torn file. footer:
         JSON for `ParquetFile.footer`.
@@ -78,7 +85,10 @@ class Writer:
 
 
 def texts_of(schema: pa.Schema) -> list[str]:
-    """Return the columns of texts. Their values repeat, so they are kept as dictionaries, in files and in memory."""
+    """Return the columns of texts.
+
+    Their values repeat, so they are kept as dictionaries, in files and in memory.
+    """
     kinds = (pa.types.is_dictionary, pa.types.is_string, pa.types.is_binary)
     return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
 
@@ -93,7 +103,8 @@ def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> Non
             file,
             compression="zstd",
             compression_level=1,
-            # Times are all different: dictionaries make files two thirds larger, and writing takes 50 % longer.
+            # Times are all different: dictionaries make files two thirds larger, and writing takes
+            # 50 % longer.
             use_dictionary=texts_of(table.schema),
             write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
             write_page_checksum=True,  # Without a checksum, a changed bit would go unnoticed and change a time.

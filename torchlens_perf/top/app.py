@@ -1,4 +1,6 @@
-"""The terminal application: a thread that reads the run directory, and screens that draw lines for their size."""
+"""The terminal application: a thread that reads the run directory, and screens that draw lines for
+their size.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,21 @@ _KEYS = (
     ("q, Ctrl-C", "quit; the job is not affected"),
 )
 _HELP = (
-    "compute: a typical step without communication wait and CPU contention. vs others: its difference to the median of "
-    "the other ranks that do the same work. latest excess, its bar, and over the run: this difference as a share, in "
-    "the latest window of steps and in all windows; 30 % is a full block.",
-    "All figures come from the run directory, which a sidecar on each node updates every few seconds, of many ranks "
-    "more rarely. The time after LIVE is that of the newest update.",
-    "The time left is shown if the run reports its total number of steps, as the callbacks for Lightning and the "
-    "Hugging Face Trainer do: the steps left times the mean step time, or the recent one where that differs.",
+    (
+        "compute: a typical step without communication wait and CPU contention. vs others: its"
+        " difference to the median of the other ranks that do the same work. latest excess, its"
+        " bar, and over the run: this difference as a share, in the latest window of steps and in"
+        " all windows; 30 % is a full block."
+    ),
+    (
+        "All figures come from the run directory, which a sidecar on each node updates every few"
+        " seconds, of many ranks more rarely. The time after LIVE is that of the newest update."
+    ),
+    (
+        "The time left is shown if the run reports its total number of steps, as the callbacks for"
+        " Lightning and the Hugging Face Trainer do: the steps left times the mean step time, or"
+        " the recent one where that differs."
+    ),
 )
 
 
@@ -62,7 +72,9 @@ class Top(App[None]):
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, run: RunDirectory | None, folder: Path, terminal: Terminal, *, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self, run: RunDirectory | None, folder: Path, terminal: Terminal, *, look_s: float = LOOK_S
+    ) -> None:
         """run: None to choose a run, or to open the next live one.
 
         folder: the folder whose runs are listed.
@@ -85,12 +97,16 @@ class Top(App[None]):
         self._reader = RunReader(run)
 
     def on_mount(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM)
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM
+        )
         self.push_screen(OverviewScreen(self))
         if self.opens_next:
             self.push_screen(RunsScreen(self))
         # A daemon thread, so that quitting does not wait for a hanging disk.
-        threading.Thread(target=self._keep_looking, name="reading the run directory", daemon=True).start()
+        threading.Thread(
+            target=self._keep_looking, name="reading the run directory", daemon=True
+        ).start()
 
     def on_unmount(self) -> None:
         self._has_ended = True
@@ -194,7 +210,9 @@ class Shown(Screen[None]):
             keys = line(keys, more) if len(keys) + len(more) <= width else keys
         lines = terminal.lines(self.lines(width, room), width)[:room] if width else []
         lines += [line()] * (room - len(lines))
-        return Text("\n", no_wrap=True, end="").join([*lines, *terminal.lines([keys], width)][:height])
+        return Text("\n", no_wrap=True, end="").join(
+            [*lines, *terminal.lines([keys], width)][:height]
+        )
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
         """Return the lines for a screen of this size."""
@@ -235,7 +253,9 @@ class OverviewScreen(Shown):
         super().update_view()
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        return overview.overview(self.top.view, width, height, self.top.terminal, self._table, self.at)
+        return overview.overview(
+            self.top.view, width, height, self.top.terminal, self._table, self.at
+        )
 
     def action_move(self, by: int) -> None:
         self.at = max(0, min(self.at + by, len(self._ranks) - 1))

@@ -52,7 +52,9 @@ def runs_in(folder: Path) -> list[RunRow]:
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
-    return [_read(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row for row in rows]
+    return [
+        _read(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row for row in rows
+    ]
 
 
 def live(rows: list[RunRow]) -> list[RunRow]:
@@ -100,5 +102,8 @@ def _read(row: RunRow) -> RunRow:
         state=_LIVE if not all(ends) else DIED if DIED in ends else _ENDED,
         about=next((process.identity.program for process in processes), ""),
         ranks=max((process.identity.world_size for process in processes), default=None),
-        steps=max((last + 1 for each in processes if (last := each.statistics.last_step) is not None), default=None),
+        steps=max(
+            (last + 1 for each in processes if (last := each.statistics.last_step) is not None),
+            default=None,
+        ),
     )

@@ -1,4 +1,6 @@
-"""The lines of the first screen: the run, its findings, step times, the ranks, and other tables of the report."""
+"""The lines of the first screen: the run, its findings, step times, the ranks, and other tables of
+the report.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
 from torchlens_perf.view.headline import Headline, overall
 from torchlens_perf.view.specs import Table, inert
 from torchlens_perf.view.tables import tables
-from torchlens_perf.view.terminal import bar_lines, headline_line, stack_lines, table_lines, verdict_lines
+from torchlens_perf.view.terminal import (
+    bar_lines,
+    headline_line,
+    stack_lines,
+    table_lines,
+    verdict_lines,
+)
 from torchlens_perf.view.theme import BAD, GOOD, SEVERITIES, WARNING
 
 if TYPE_CHECKING:
@@ -31,7 +39,9 @@ _MAX_OTHERS, _MAX_RANKS, _MIN_RANKS, _MAX_CHART, _MIN_TABLE = 3, 32, 3, 4, 3
 _FEW_RANKS = 4
 
 
-def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Table, cursor: int) -> list[Text]:
+def overview(
+    view: View, width: int, height: int, terminal: Terminal, ranks: Table, cursor: int
+) -> list[Text]:
     """Return the screen in at most `height` lines.
 
     cursor: the selected row of `ranks`, which is always visible.
@@ -71,7 +81,9 @@ def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
     if view.report is not None:
         ranks, _ = rank_list(view)
         texts += [*all_findings(view, width), *pace_lines(view, width, 1), line()]
-        texts += [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), line()] if ranks.rows else []
+        texts += (
+            [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), line()] if ranks.rows else []
+        )
         main = overall(view.headlines)
         texts += bar_lines(view.report, main, width, color=terminal.color, each=_FEW_RANKS)
         texts += [line(), *notes(view, width)]
@@ -118,7 +130,9 @@ def trouble(view: View) -> list[Text]:
 
 
 def clock_time(time: str, now_s: float | None = None) -> str:
-    """Return a time of the report in the local time zone, with the day if it is older than 24 hours."""
+    """Return a time of the report in the local time zone, with the day if it is older than 24
+    hours.
+    """
     at = datetime.datetime.fromisoformat(time).astimezone()
     now = datetime.datetime.now().timestamp() if now_s is None else now_s
     return at.strftime("%H:%M:%S" if abs(now - at.timestamp()) < _DAY_S else "%Y-%m-%d %H:%M")
@@ -132,9 +146,16 @@ def findings(view: View, width: int) -> list[Text]:
     first = overall(view.headlines)
     if first is None:
         return []
-    others = [each for each in view.headlines if each is not first and (each.severity != GOOD or each.is_over)]
+    others = [
+        each
+        for each in view.headlines
+        if each is not first and (each.severity != GOOD or each.is_over)
+    ]
     lines = verdict_lines(first, width)
-    lines += [headline_line(each, width, "earlier" if each.is_over else "") for each in others[:_MAX_OTHERS]]
+    lines += [
+        headline_line(each, width, "earlier" if each.is_over else "")
+        for each in others[:_MAX_OTHERS]
+    ]
     more = len(others) - _MAX_OTHERS
     return [*lines, line((f"  {more} more: press v", "dim"))] if more > 0 else lines
 
@@ -142,7 +163,9 @@ def findings(view: View, width: int) -> list[Text]:
 def all_findings(view: View, width: int) -> list[Text]:
     """Return all headlines in full, with since when they hold, and the Python stacks of a hang."""
     lines, report = list[Text](), view.report
-    for of, row in zip(view.headlines, report["verdicts"] if report is not None else (), strict=False):
+    for of, row in zip(
+        view.headlines, report["verdicts"] if report is not None else (), strict=False
+    ):
         held = held_words(row["held"], report["run"]["started"] if report is not None else None)
         lines += [*verdict_lines(of, width, held), *stack_lines(row, width), line()]
     return lines
@@ -154,7 +177,13 @@ def subject(of: Headline) -> Sequence[object]:
     It excludes the figures, which change with every look.
     """
     facts = dict(of.facts)
-    return of.kind, facts.get("rank"), facts.get("ranks"), of.is_over, of.is_over and facts.get("steps")
+    return (
+        of.kind,
+        facts.get("rank"),
+        facts.get("ranks"),
+        of.is_over,
+        of.is_over and facts.get("steps"),
+    )
 
 
 # -- step times
@@ -163,16 +192,26 @@ def subject(of: Headline) -> Sequence[object]:
 def pace_lines(view: View, width: int, height: int) -> list[Text]:
     """Return progress and rates, and a chart of `height` lines of step time over the run."""
     assert view.report is not None
-    words, values = fitting(pace_words(view.report, view.seen_s), max(1, width - 4)), step_times(view.report)
+    words, values = (
+        fitting(pace_words(view.report, view.seen_s), max(1, width - 4)),
+        step_times(view.report),
+    )
     first = rule(words, width)
     if len(values) < 2:
         return [first, line()]
     low, high = duration(min(values)), duration(max(values))
-    scale = [high, *[""] * (height - 2), low] if height > 1 else [low if low == high else f"{low} to {high}"]
+    scale = (
+        [high, *[""] * (height - 2), low]
+        if height > 1
+        else [low if low == high else f"{low} to {high}"]
+    )
     label = "  step time   "
     rows = curve(values, max(1, width - len(label) - max(map(len, scale)) - 1), height)
     drawn = zip([label, *[" " * len(label)] * (height - 1)], rows, scale, strict=True)
-    return [first, *(line((name, "dim"), (row, "cyan"), (f" {text}", "dim")) for name, row, text in drawn)]
+    return [
+        first,
+        *(line((name, "dim"), (row, "cyan"), (f" {text}", "dim")) for name, row, text in drawn),
+    ]
 
 
 # -- data quality

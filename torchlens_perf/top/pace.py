@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, rounded
+from torchlens_perf.analysis.statistics.quantities import (
+    duration,
+    duration_or_dash,
+    percent,
+    rounded,
+)
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import HangEvidence
@@ -16,7 +21,8 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
-# If the recent step time differs more than this from the run's mean, it gives a second estimate of the time left.
+# If the recent step time differs more than this from the run's mean, it gives a second estimate of
+# the time left.
 _NOTABLE_CHANGE = 0.1
 # The recent step time is the mean over the last 1/8 of the windows.
 _RECENT_FRACTION = 8
@@ -29,9 +35,14 @@ def pace_words(report: Report, seen_s: float | None) -> list[str]:
     A hanging or ended run has no rate. seen_s: from SeenSteps.
     """
     steps, total, windows_s = report["steps"], report["run"]["total_steps"], step_times(report)
-    made = max((rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None), default=0)
+    made = max(
+        (rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None),
+        default=0,
+    )
     words = [progress(made, total) if made else "no step yet"]
-    if report["run"]["live"] and not any(isinstance(row["evidence"], HangEvidence) for row in report["verdicts"]):
+    if report["run"]["live"] and not any(
+        isinstance(row["evidence"], HangEvidence) for row in report["verdicts"]
+    ):
         means = [mean for rank in report["ranks"] if (mean := rank["step_s"]["mean_s"]) is not None]
         left = left_s(made, total, sum(means) / len(means) if means else None, windows_s)
         words += [f"{' or '.join(dict.fromkeys(map(time_left, left)))} left"] if left else []
@@ -57,8 +68,11 @@ def progress(made: int, total: int | None) -> str:
     return f"{made:,} of {total:,} steps ({percent(made / total)})"
 
 
-def left_s(made: int, total: int | None, mean_s: float | None, windows_s: Sequence[float]) -> tuple[float, ...]:
-    """Return estimates of the time left: by the mean step, and by the newest windows if these differ.
+def left_s(
+    made: int, total: int | None, mean_s: float | None, windows_s: Sequence[float]
+) -> tuple[float, ...]:
+    """Return estimates of the time left: by the mean step, and by the newest windows if these
+    differ.
 
     Return an empty tuple if the time left is not known.
     """
@@ -118,7 +132,9 @@ def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
     """
     if not values or width < 1:
         return [""] * height
-    means = np.array([group.mean() for group in np.array_split(np.array(values), min(width, len(values)))])
+    means = np.array(
+        [group.mean() for group in np.array_split(np.array(values), min(width, len(values)))]
+    )
     low, high, levels = means.min(), means.max(), np.ones(len(means), int)
     # Variation below 2 % is drawn as a flat line.
     if high - low >= 0.02 * high:

@@ -32,7 +32,9 @@ class PlainTop:
         """Print one frame."""
         self._print(overview.frame(view, self._width, self._terminal))
 
-    def follow(self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)) -> None:
+    def follow(
+        self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)
+    ) -> None:
         """Print a frame, then news, and a last frame when the run has ended.
 
         look: returns the current view, see RunReader.look(). rest: waits until the next look.
@@ -68,5 +70,7 @@ class PlainTop:
                 yield from verdict_lines(each, self._width)
 
     def _print(self, texts: Iterable[Text]) -> None:
-        self._file.write(as_text(self._terminal.lines(texts, self._width), color=self._terminal.color))
+        self._file.write(
+            as_text(self._terminal.lines(texts, self._width), color=self._terminal.color)
+        )
         self._file.flush()

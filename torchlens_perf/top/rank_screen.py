@@ -1,4 +1,6 @@
-"""The screen of one rank: its current activity, and its step, modules and collectives compared with other ranks."""
+"""The screen of one rank: its current activity, and its step, modules and collectives compared with
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,36 @@ _MAX_MODULES = 12
 def rank_lines(view: View, number: int, width: int) -> list[Text]:
     """Return all data of a rank as lines."""
     report = view.report
-    rank = None if report is None else next((each for each in report["ranks"] if each["rank"] == number), None)
+    rank = (
+        None
+        if report is None
+        else next((each for each in report["ranks"] if each["rank"] == number), None)
+    )
     if report is None or rank is None:
-        return [Text(f"No data of rank {number}: its node's sidecar has not written yet, or the rank did not start.")]
+        return [
+            Text(
+                f"No data of rank {number}: its node's sidecar has not written yet, or the rank did"
+                " not start."
+            )
+        ]
     lines = [Text(f"  {inert(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
         if number in ranks_of(row):
             held = held_words(row["held"], report["run"]["started"])
             lines += [line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
-    others = {each for each in view.populations if view.populations[each] == view.populations.get(number)} - {number}
-    heat = {row["rank"]: row["excess"] for row in report["heat"]["ranks"]} if report["heat"] is not None else {}
-    found = [_step_table(rank, report, others), _modules(report, number, others), *_tables_of_rank(rank, report)]
+    others = {
+        each for each in view.populations if view.populations[each] == view.populations.get(number)
+    } - {number}
+    heat = (
+        {row["rank"]: row["excess"] for row in report["heat"]["ranks"]}
+        if report["heat"] is not None
+        else {}
+    )
+    found = [
+        _step_table(rank, report, others),
+        _modules(report, number, others),
+        *_tables_of_rank(rank, report),
+    ]
     for table in (table for table in found if table is not None):
         lines += [line(), *table_lines(table, width, table.first or table.rows)]
         lines += [Text(f"  {inert(table.note)}", style="dim")] if table.note else []
@@ -74,12 +95,17 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     """Yield lines on the rank's identity, its current activity, and its steps."""
     local = "" if rank["local_rank"] is None else f" (local rank {rank['local_rank']})"
     attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
-    yield f"rank {rank['rank']}{local} on {rank['host']}, pid {rank['pid']}{attempt}: {rank['state']}"
+    yield (
+        f"rank {rank['rank']}{local} on {rank['host']}, pid {rank['pid']}{attempt}: {rank['state']}"
+    )
     now, last, memory = rank["now"], rank["arrived_last"], rank["memory"]
     if now is not None:
         within = f" for {duration(now['inside_s'])}" if now["inside_s"] is not None else ""
         at = f"at {clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
-        yield f"{at}in step {now['step']} for {duration(now['step_s'])}, {place(now['inside'])}{within}"
+        yield (
+            f"{at}in step {now['step']} for {duration(now['step_s'])},"
+            f" {place(now['inside'])}{within}"
+        )
     elif rank["state"] == "died":
         yield f"died {place(rank['inside'])}"
     if last is not None:
@@ -89,13 +115,22 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
         used = f"{amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
     yield f"memory {used}"
     whole = coverage_text(rank["coverage"], any_step=rank["last_step"] is not None)
-    yield f"{counted(rank['steps'], 'step')} recorded, step p50 {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
+    yield (
+        f"{counted(rank['steps'], 'step')} recorded, step p50"
+        f" {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
+    )
 
 
 def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
-    """Return the parts of a rank's typical step compared with the median of other ranks, largest difference first."""
+    """Return the parts of a rank's typical step compared with the median of other ranks, largest
+    difference first.
+    """
     by_device = report["run"]["judged_by"] == DEVICE
-    by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := step_parts(each, by_device=by_device))}
+    by_rank = {
+        each["rank"]: parts
+        for each in report["ranks"]
+        if (parts := step_parts(each, by_device=by_device))
+    }
     here = by_rank.get(rank["rank"])
     if here is None:
         return None
@@ -107,12 +142,22 @@ def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
         if part not in missing and (here.get(part) or any(of.get(part) for of in of_others))
     ]
     title = f"Typical step, {'device' if by_device else 'host'} clock"
-    title += f"; others: median of {len(others)} ranks that do the same work" if len(others) > 1 else ""
-    note = f"{', '.join(PARTS[part].name for part in missing)}: {NOT_MEASURED}, part of backward." if missing else ""
-    return dataclasses.replace(_compared("step", title, "phase", rows, sum(here.values())), note=note)
+    title += (
+        f"; others: median of {len(others)} ranks that do the same work" if len(others) > 1 else ""
+    )
+    note = (
+        f"{', '.join(PARTS[part].name for part in missing)}: {NOT_MEASURED}, part of backward."
+        if missing
+        else ""
+    )
+    return dataclasses.replace(
+        _compared("step", title, "phase", rows, sum(here.values())), note=note
+    )
 
 
-def _compared(key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float) -> Table:
+def _compared(
+    key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float
+) -> Table:
     """Return a table of times on this rank and others, largest difference first.
 
     whole_s: total time of all rows.
@@ -127,7 +172,9 @@ def _compared(key: str, title: str, what: str, rows: list[tuple[str, float, floa
     if any(each is not None for each in difference):
         columns.append(Column("others", [row[2] for row in rows], unit_of=unit_of))
         columns.append(signed("difference", difference, unit_of))
-    slow = frozenset(at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s)
+    slow = frozenset(
+        at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s
+    )
     return Table(key, title, columns, slow)
 
 
@@ -139,11 +186,17 @@ def _median(values: Iterable[float]) -> float | None:
 def _modules(report: Report, number: int, others: set[int]) -> Table | None:
     """Return the modules' own forward times, compared with the median of other ranks."""
     rows = [
-        (module["name"], here, _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others))
+        (
+            module["name"],
+            here,
+            _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others),
+        )
         for module in report["modules"]
         if (here := module["by_rank"].get(str(number))) is not None
     ]
     if not rows:
         return None
-    table = _compared("modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows))
+    table = _compared(
+        "modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows)
+    )
     return dataclasses.replace(table, first=_MAX_MODULES, noun="module")

@@ -1,4 +1,7 @@
-"""The report's table of ranks, slowest first, with each rank's difference from other ranks. Pure."""
+"""The report's table of ranks, slowest first, with each rank's difference from other ranks.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ _MIN_SHOWN = 0.005
 
 
 def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]:
-    """Return a table of all ranks with data, and the rank of each row. Ranks in a verdict are first."""
+    """Return a table of all ranks with data, and the rank of each row.
+
+    Ranks in a verdict are first.
+    """
     report = view.report
     if report is None:
         return Table("ranks", "Ranks", []), []
@@ -70,21 +76,44 @@ def _excess_columns(
     """
     excess, heat = _excess(ranks, compute.values, populations), report["heat"]
     windows = {row["rank"]: row["excess"] for row in heat["ranks"]} if heat is not None else {}
-    latest = [next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None) for rank in ranks]
+    latest = [
+        next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None)
+        for rank in ranks
+    ]
     shown = [share if share is not None and share >= _MIN_SHOWN else None for share in latest]
     bars = [bar(min(1.0, (share or 0.0) / FULL_EXCESS) * _BAR) for share in shown]
     history = [blocks(windows.get(rank, ()), _HISTORY) for rank in ranks]
     help_ = "Compute time above the median of the other ranks that do the same work"
     columns = [
         signed("vs others", excess, compute.unit_of, f"{help_}, in a typical step."),
-        Column("latest excess", shown, Quantity.CHANGE, 0.04, f"{help_}, as a share of it, in the latest window."),
-        Column(" " * _BAR, bars, Quantity.TEXT, 0.05, f"The same; a full bar is {FULL_EXCESS:.0%} or more."),
-        Column("over the run", history, Quantity.TEXT, 0.35, f"{help_}; a full block is {FULL_EXCESS:.0%} or more."),
+        Column(
+            "latest excess",
+            shown,
+            Quantity.CHANGE,
+            0.04,
+            f"{help_}, as a share of it, in the latest window.",
+        ),
+        Column(
+            " " * _BAR,
+            bars,
+            Quantity.TEXT,
+            0.05,
+            f"The same; a full bar is {FULL_EXCESS:.0%} or more.",
+        ),
+        Column(
+            "over the run",
+            history,
+            Quantity.TEXT,
+            0.35,
+            f"{help_}; a full block is {FULL_EXCESS:.0%} or more.",
+        ),
     ]
     return columns if windows else columns[:1]
 
 
-def _excess(ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]) -> list[float | None]:
+def _excess(
+    ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]
+) -> list[float | None]:
     rows_of: dict[str | None, list[int]] = defaultdict(list)
     for row, (rank, seconds) in enumerate(zip(ranks, compute, strict=True)):
         if isinstance(seconds, float):
@@ -110,6 +139,9 @@ def blocks(excess: Sequence[float | None], width: int) -> str:
 
 def _inside(ranks: Sequence[int], report: Report) -> list[Column]:
     """Return the open spans of each rank, now or at the time when it died."""
-    of = {rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:] for rank in report["ranks"]}
+    of = {
+        rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:]
+        for rank in report["ranks"]
+    }
     inside = [" > ".join(of[rank])[:_INSIDE] or "not timed" for rank in ranks]
     return [Column("inside", inside, Quantity.TEXT, 0.02)] if any(of.values()) else []

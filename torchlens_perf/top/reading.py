@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
-# Idle time after a look, relative to its duration. For large jobs this limits the CPU use to a fifth of a core.
+# Idle time after a look, relative to its duration. For large jobs this limits the CPU use to a
+# fifth of a core.
 _IDLE_RATIO = 4.0
 _Stamp = tuple[int, int, int]
 
@@ -133,7 +134,11 @@ class RunReader:
         report, states = report_of(self._run, states, problems)
         shown = {(rank["rank"], rank["attempt"], rank["pid"]) for rank in report["ranks"]}
         every = [process for state in states for process in state.processes.values()]
-        processes = {who.rank: each for each in every if ((who := each.identity).rank, who.attempt, who.pid) in shown}
+        processes = {
+            who.rank: each
+            for each in every
+            if ((who := each.identity).rank, who.attempt, who.pid) in shown
+        }
         self._is_made = True
         return View(
             self._run.run_id,
@@ -149,9 +154,15 @@ class RunReader:
         Other ranks have about the same, since ranks step together.
         """
         process = processes[min(processes)] if processes else None
-        if process is None or process.statistics.last_step is None or process.statistics.ended_ns is None:
+        if (
+            process is None
+            or process.statistics.last_step is None
+            or process.statistics.ended_ns is None
+        ):
             return None
-        return self._seen.add(process.identity.key, process.statistics.last_step, process.statistics.ended_ns)
+        return self._seen.add(
+            process.identity.key, process.statistics.last_step, process.statistics.ended_ns
+        )
 
     def _file_stamps(self) -> dict[Path, _Stamp]:
         """Return a stamp for each node's file that changes when the file is replaced."""
@@ -161,7 +172,11 @@ class RunReader:
                 for entry in entries:
                     if entry.name.endswith(".json"):
                         status = entry.stat(follow_symlinks=False)
-                        found[Path(entry.path)] = (status.st_ino, status.st_mtime_ns, status.st_size)
+                        found[Path(entry.path)] = (
+                            status.st_ino,
+                            status.st_mtime_ns,
+                            status.st_size,
+                        )
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return dict(sorted(found.items()))
@@ -177,12 +192,18 @@ class RunReader:
             longest_s = max(before.longest_s, now_s - before.changed_s)
         else:
             # The clock of another node may be ahead, which would make the age negative.
-            saved_s = state.saved_unix_ns / 1e9 if state is not None and state.saved_unix_ns else stamp[1] / 1e9
+            saved_s = (
+                state.saved_unix_ns / 1e9
+                if state is not None and state.saved_unix_ns
+                else stamp[1] / 1e9
+            )
             changed_s -= max(0.0, self._unix() - saved_s)
         self._nodes[path] = _Node(stamp, state, problem, changed_s, longest_s)
 
     def _silent_nodes_warning(self, now_s: float) -> str:
-        """Return a warning about nodes with running ranks that have not written for a long time, or ""."""
+        """Return a warning about nodes with running ranks that have not written for a long time, or
+        "".
+        """
         silent = {
             node.state.host: now_s - node.changed_s
             for node in self._nodes.values()

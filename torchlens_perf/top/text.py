@@ -36,7 +36,9 @@ class Terminal:
             for line in [text] if text.no_wrap else _wrapped(text, max(1, width)):
                 if self.ascii_only and not line.plain.isascii():
                     plain = line.plain.translate(_ASCII)
-                    line.plain = "".join(c if c.isascii() else "?" * (cell_len(c) > 0) for c in plain)
+                    line.plain = "".join(
+                        c if c.isascii() else "?" * (cell_len(c) > 0) for c in plain
+                    )
                 line.no_wrap = True
                 line.truncate(width, overflow="crop" if self.ascii_only else "ellipsis")
                 lines.append(line)
@@ -70,7 +72,8 @@ def signed(title: str, values: Sequence[float | None], unit_of: float, help: str
     column = Column(title, values, unit_of=unit_of, help=help)
     pairs = zip(values, column.texts(), strict=True)
     return dataclasses.replace(
-        column, marks=["+" if value and value > 0 and text[0] != "<" else "" for value, text in pairs]
+        column,
+        marks=["+" if value and value > 0 and text[0] != "<" else "" for value, text in pairs],
     )
 
 
@@ -125,12 +128,17 @@ def rule(title: str, width: int) -> Text:
 
 
 def of_environment() -> Terminal:
-    """Return the capabilities of this process's terminal, from the locale (Unicode only for UTF-8) and NO_COLOR."""
-    # Python may have replaced the C locale by UTF-8 in os.environ, so read the environment at process start.
+    """Return the capabilities of this process's terminal, from the locale (Unicode only for UTF-8)
+    and NO_COLOR.
+    """
+    # Python may have replaced the C locale by UTF-8 in os.environ, so read the environment at
+    # process start.
     try:
         lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
         environ = dict(line.partition("=")[::2] for line in lines)
     except OSError:
         environ = dict(os.environ)
-    locale = next(filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+    locale = next(
+        filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), ""
+    )
     return Terminal("utf8" not in locale.lower().replace("-", ""), not os.environ.get("NO_COLOR"))

@@ -75,7 +75,9 @@ class AlertContext:
     last_step: int | None = None
     """The newest finished step."""
 
-    def started(self, slow: Straggler, group: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
+    def started(
+        self, slow: Straggler, group: StragglerGroup, change: str = STARTED, *parts: object
+    ) -> Alert:
         """Return the alert on a straggler.
 
         group: the same straggler in the newest result of straggler_groups().
@@ -83,7 +85,9 @@ class AlertContext:
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         verdict = slow_verdict(self.context(), group, self.findings)
-        alert = self._straggler(slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks)
+        alert = self._straggler(
+            slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks
+        )
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
@@ -95,7 +99,8 @@ class AlertContext:
         if len(slow.episodes) > 1:
             text = f"{_subject_words(slow)} slow up to step {until_step - 1}. {text}"
         return dataclasses.replace(
-            self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
+            self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks),
+            until_step=until_step,
         )
 
     def resolved(self, slow: Straggler, why: str) -> Alert:
@@ -104,7 +109,10 @@ class AlertContext:
         why: a sentence.
         """
         lead = slow.lead
-        text = f"{_subject_words(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
+        text = (
+            f"{_subject_words(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step}"
+            f" on. {why}"
+        )
         verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
 
@@ -119,7 +127,9 @@ class AlertContext:
         """
         about = ("straggler", *slow.key)
         return dataclasses.replace(
-            self._alert("straggler", about, change, text, parts, ranks, episode.rank, episode.since_step),
+            self._alert(
+                "straggler", about, change, text, parts, ranks, episode.rank, episode.since_step
+            ),
             phase=episode.phase,
             cause=cause_class(episode),
             scope=slow.kind,
@@ -152,7 +162,9 @@ class AlertContext:
         ranks = hang.ranks
         parts = (hang.kind, ranges(ranks)) if change == UPDATED else ()
         rank = ranks[0] if ranks else None
-        alert = self._alert("hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step)
+        alert = self._alert(
+            "hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step
+        )
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
     def hang_over(self, hang: OpenHang, why: str) -> Alert:
@@ -176,7 +188,16 @@ class AlertContext:
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
         key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(
-            self._alert(verdict.kind, key, change, verdict.sentence, parts, ranks, verdict.rank, verdict.since_step),
+            self._alert(
+                verdict.kind,
+                key,
+                change,
+                verdict.sentence,
+                parts,
+                ranks,
+                verdict.rank,
+                verdict.since_step,
+            ),
             phase=verdict.phase,
             cause=cause,
             scope=scope,
@@ -189,8 +210,13 @@ class AlertContext:
 
         last: its newest alert. why: a sentence with the reason, by default that it no longer holds.
         """
-        text, uid = f"{last.text} {why}" if why else f"No longer: {last.text}", _hash(last.about, ENDED)
-        return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
+        text, uid = (
+            f"{last.text} {why}" if why else f"No longer: {last.text}",
+            _hash(last.about, ENDED),
+        )
+        return dataclasses.replace(
+            last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns
+        )
 
 
 def _subject_words(slow: Straggler) -> str:

@@ -106,7 +106,9 @@ class FindingRecords:
 class FindingLog:
     """Record findings, and raise an alert for each change. Not thread-safe."""
 
-    def __init__(self, run_id: str, saved: FindingRecords | None = None, findings: Findings = NOTHING) -> None:
+    def __init__(
+        self, run_id: str, saved: FindingRecords | None = None, findings: Findings = NOTHING
+    ) -> None:
         """Start a log, or resume the log of an earlier sidecar of the node.
 
         saved, findings: saved by the earlier sidecar, which has raised alerts for them. Later
@@ -153,7 +155,16 @@ class FindingLog:
         """
         cached = functools.cache(SlowRankContext if context is None else context)
         now = AlertContext(
-            self._run_id, attempt, findings, places, unix_ns, cached, diagnosed, judge or "", at_step, last_step
+            self._run_id,
+            attempt,
+            findings,
+            places,
+            unix_ns,
+            cached,
+            diagnosed,
+            judge or "",
+            at_step,
+            last_step,
         )
         raised: list[Alert] = []
         if attempt != self.records.attempt:
@@ -212,7 +223,11 @@ class FindingLog:
                 finding.straggler = dataclasses.replace(straggler, episodes=known)
             else:
                 # Findings keep all their episodes. If none is left, these are other processes.
-                yield self._end(now, finding, now.resolved(straggler, "It is over: the ranks were started again."))
+                yield self._end(
+                    now,
+                    finding,
+                    now.resolved(straggler, "It is over: the ranks were started again."),
+                )
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
         by_step = operator.attrgetter("named_step")
@@ -227,7 +242,9 @@ class FindingLog:
     def _open_stragglers(self) -> list[tuple[Finding, Straggler]]:
         return [(each, each.straggler) for each in self.records.open if each.straggler is not None]
 
-    def _record_named(self, now: AlertContext, step: int, named: Sequence[Episode]) -> Iterator[Alert]:
+    def _record_named(
+        self, now: AlertContext, step: int, named: Sequence[Episode]
+    ) -> Iterator[Alert]:
         """Record the ranks that were named after a step."""
         # last_step grows while an episode is open, so this selects the episodes that were open
         # after that step, also when the call is made later.
@@ -244,17 +261,29 @@ class FindingLog:
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
                 open_now = self._open_stragglers
-                joined = [each for each in open_now if together & {episode.key for episode in each[1].episodes}]
+                joined = [
+                    each
+                    for each in open_now
+                    if together & {episode.key for episode in each[1].episodes}
+                ]
                 if joined:
                     finding, straggler = min(joined, key=lambda each: each[1].key[::-1])
-                    finding.straggler = Straggler(straggler.key, group.kind, group.name, (*straggler.episodes, *new))
-                    finding.alert = now.started(finding.straggler, group, UPDATED, step, ranges(group.ranks))
+                    finding.straggler = Straggler(
+                        straggler.key, group.kind, group.name, (*straggler.episodes, *new)
+                    )
+                    finding.alert = now.started(
+                        finding.straggler, group, UPDATED, step, ranges(group.ranks)
+                    )
                     yield finding.alert
                 else:
                     yield self._slow_straggler(now, group, min(episode.key for episode in new), new)
 
     def _slow_straggler(
-        self, now: AlertContext, group: StragglerGroup, key: tuple[int, int], episodes: tuple[Episode, ...]
+        self,
+        now: AlertContext,
+        group: StragglerGroup,
+        key: tuple[int, int],
+        episodes: tuple[Episode, ...],
     ) -> Alert:
         straggler = Straggler(key, group.kind, group.name, episodes)
         lead = episodes[0] if group.kind == "rank" else group.lead
@@ -289,8 +318,14 @@ class FindingLog:
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert
 
-    def _other_changes(self, now: AlertContext, verdicts: Sequence[JudgedVerdict]) -> Iterator[Alert]:
-        stand = {each.alert.about: each for each in self.records.open if not (each.straggler or each.hang)}
+    def _other_changes(
+        self, now: AlertContext, verdicts: Sequence[JudgedVerdict]
+    ) -> Iterator[Alert]:
+        stand = {
+            each.alert.about: each
+            for each in self.records.open
+            if not (each.straggler or each.hang)
+        }
         for verdict in verdicts:
             alert, evidence = now.verdict(verdict), verdict.evidence
             links = evidence.links if isinstance(evidence, SlowLinkEvidence) else ()

@@ -73,14 +73,28 @@ class VerdictTimes:
         """
         noted = self._recorded_before({each.kind for each in verdicts})
         hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
-        found = [(each, self._period_in_whole_run(each)) for each in verdicts if not _are_hangs(each.evidence, hung)]
+        found = [
+            (each, self._period_in_whole_run(each))
+            for each in verdicts
+            if not _are_hangs(each.evidence, hung)
+        ]
         stretches = self._other_limits(found)
         # A wait that has a verdict of its own is not also named by the verdict on the typical step.
         for kind in {each.kind for each, _ in stretches}:
-            found = [(without_use(each, kind) if _is_of_typical_step(each) else each, held) for each, held in found]
+            found = [
+                (without_use(each, kind) if _is_of_typical_step(each) else each, held)
+                for each, held in found
+            ]
         found += [*stretches, *noted]
-        steps, alike, end = self.facts["steps"]["count"], self.facts["steps"]["alike"], self.last_step
-        rows = ((each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end)) for each, held in found)
+        steps, alike, end = (
+            self.facts["steps"]["count"],
+            self.facts["steps"]["alike"],
+            self.last_step,
+        )
+        rows = (
+            (each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end))
+            for each, held in found
+        )
         return sorted(rows, key=order.key)
 
     # -- verdicts on the run as a whole
@@ -92,15 +106,24 @@ class VerdictTimes:
             return self._episode(verdict.episode)
         if isinstance(evidence, HangEvidence):
             noted = self.records.holds("hang", evidence.step)
-            return self._from_to(evidence.step, None) if noted is None else self._recorded_period(noted)
+            return (
+                self._from_to(evidence.step, None)
+                if noted is None
+                else self._recorded_period(noted)
+            )
         if isinstance(evidence, dict) and "time_unix_ns" in evidence:
-            return {**self._from_to(evidence["step"], None), "since": self.time(evidence["time_unix_ns"])}
+            return {
+                **self._from_to(evidence["step"], None),
+                "since": self.time(evidence["time_unix_ns"]),
+            }
         if isinstance(evidence, dict) and "kinds" in evidence:
             return self._long_steps(evidence)
         if isinstance(evidence, NobodySlowEvidence):
             return self._nobody_slow()
         found = None
-        if self.windows is not None and isinstance(evidence, TypicalStepEvidence | DeviceStepEvidence):
+        if self.windows is not None and isinstance(
+            evidence, TypicalStepEvidence | DeviceStepEvidence
+        ):
             found = self.windows.limited_by(verdict.kind)
         elif self.windows is not None and verdict.kind == "imbalance":
             found = self.windows.out_of_balance()
@@ -132,7 +155,12 @@ class VerdictTimes:
         the steps of other classes and of the warm-up. The sentence on such a class lists its steps
         instead.
         """
-        if self.windows is None or not long["period"] or not long["kinds"] or long["kinds"][0] not in _TAGS:
+        if (
+            self.windows is None
+            or not long["period"]
+            or not long["kinds"]
+            or long["kinds"][0] not in _TAGS
+        ):
             return None
         tagged = self.windows.tagged(_TAGS[long["kinds"][0]])
         if not tagged.any():
@@ -142,7 +170,9 @@ class VerdictTimes:
         until: int | None = last + windows.width
         if tagged[-1] or last + windows.width + 2 * long["period"] > windows.last_step:
             until = None
-        return self._from_to(max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool))
+        return self._from_to(
+            max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool)
+        )
 
     # -- what held for a part of the run
 
@@ -154,10 +184,17 @@ class VerdictTimes:
         of_run = [row for row in whole if _is_of_typical_step(row[0])]
         if not of_run:
             return []
-        (typical, held), slow = of_run[0], any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole)
+        (typical, held), slow = (
+            of_run[0],
+            any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole),
+        )
         is_over = order.has_ended(held)
         named = {typical.kind} if is_over else named_uses(typical)
-        kinds = [kind for kind in WASTE if kind not in named and not (slow and kind == "communication_bound")]
+        kinds = [
+            kind
+            for kind in WASTE
+            if kind not in named and not (slow and kind == "communication_bound")
+        ]
         found = [row for row in map(self._stretch_of, kinds) if row is not None]
         if is_over and all(order.has_ended(held) for _, held in found):
             found += self._computing_now()
@@ -173,7 +210,9 @@ class VerdictTimes:
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
-        computing = dataclasses.replace(inside[0].computing, seconds=computing_s, action=computing_action(self.facts))
+        computing = dataclasses.replace(
+            inside[0].computing, seconds=computing_s, action=computing_action(self.facts)
+        )
         assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
         return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
@@ -184,19 +223,27 @@ class VerdictTimes:
         found = self.windows.limited_by(kind)
         if found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
-        columns = list(zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True))
+        columns = list(
+            zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True)
+        )
         inside = [each for each, in_it, _ in columns if each is not None and in_it]
-        rest = [each for each, in_it, judged in columns if each is not None and judged and not in_it]
+        rest = [
+            each for each, in_it, judged in columns if each is not None and judged and not in_it
+        ]
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
-        use_s, rest_s = (_mean([each.wait(kind).seconds for each in some]) for some in (inside, rest))
+        use_s, rest_s = (
+            _mean([each.wait(kind).seconds for each in some]) for some in (inside, rest)
+        )
         if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
             return None
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
         assert held["since_step"] is not None
-        verdict = over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere)
+        verdict = over.stretch(
+            use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere
+        )
         return verdict, held
 
     def _recorded_before(self, shown: set[str]) -> list[_Found]:
@@ -206,7 +253,11 @@ class VerdictTimes:
         shown: the kinds of the report's verdicts.
         """
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
-        past = [each for each in found if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)]
+        past = [
+            each
+            for each in found
+            if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)
+        ]
         return [(self._verdict_on_ended(each), self._recorded_period(each)) for each in past]
 
     def _verdict_on_ended(self, noted: Finding) -> JudgedVerdict:
@@ -218,12 +269,20 @@ class VerdictTimes:
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(noted.since_step, noted.alert, found, steps=self.facts["steps"]["count"], total_s=total_s)
+        return over.hang_over(
+            noted.since_step,
+            noted.alert,
+            found,
+            steps=self.facts["steps"]["count"],
+            total_s=total_s,
+        )
 
     # -- conversion to the report's type
 
     def _stretch(self, found: Stretch) -> Held:
-        return self._from_to(max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged)
+        return self._from_to(
+            max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged
+        )
 
     def _recorded_period(self, noted: Finding) -> Held:
         until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
@@ -267,7 +326,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _period(since_step: int | None, until_step: int | None, since: str | None, until: str | None) -> Held:
+def _period(
+    since_step: int | None, until_step: int | None, since: str | None, until: str | None
+) -> Held:
     return {
         "since_step": since_step, "until_step": until_step, "windows_held": None, "windows_judged": None,
         "window_steps": None, "since": since, "until": until,

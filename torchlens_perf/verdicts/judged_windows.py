@@ -63,7 +63,9 @@ class JudgedWindows:
         was compared.
         """
         here = np.isin(self.windows.ranks, rank)
-        return np.asarray((self._is_compared[here] if here.any() else self._is_compared).any(axis=0))
+        return np.asarray(
+            (self._is_compared[here] if here.any() else self._is_compared).any(axis=0)
+        )
 
     @property
     def anybody_compared(self) -> Columns:
@@ -85,7 +87,12 @@ class JudgedWindows:
         """
         covered = self.windows.covered(episode.since_step, episode.until_step)
         if not covered.any():
-            covered[max(0, int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1)] = True
+            covered[
+                max(
+                    0,
+                    int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1,
+                )
+            ] = True
         return covered
 
     def limited_by(self, kind: str) -> Stretch | None:
@@ -100,7 +107,9 @@ class JudgedWindows:
             judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
         else:
             judged &= ~self.slow_columns
-        return self._stretch(judged, np.array([each is not None and each.limits(kind) for each in self.spent]))
+        return self._stretch(
+            judged, np.array([each is not None and each.limits(kind) for each in self.spent])
+        )
 
     @functools.cached_property
     def spent(self) -> list[Spent | None]:
@@ -114,7 +123,13 @@ class JudgedWindows:
                 continue
             measured = np.isfinite(windows.lack_ns[:, column, 0])
             parts, lack = (
-                dict(zip(PARTS, (values[some, column].mean(axis=0) / 1e9).tolist(), strict=True)) if some.any() else {}
+                (
+                    dict(
+                        zip(PARTS, (values[some, column].mean(axis=0) / 1e9).tolist(), strict=True)
+                    )
+                    if some.any()
+                    else {}
+                )
                 for values, some in ((windows.parts_ns, there), (windows.lack_ns, measured))
             )
             step_s = float(windows.duration_ns[there, column].mean()) / 1e9
@@ -128,10 +143,14 @@ class JudgedWindows:
             return None
         windows, rows = self.windows, dict[str, list[int]]()
         for row, rank in enumerate(windows.ranks):
-            rows.setdefault(self.places[rank].population if rank in self.places else "", []).append(row)
+            rows.setdefault(self.places[rank].population if rank in self.places else "", []).append(
+                row
+            )
         judged, held = np.zeros((2, len(windows)), bool)
         for column in range(len(windows)):
-            if not all(np.isfinite(windows.work_ns[members, column]).all() for members in rows.values()):
+            if not all(
+                np.isfinite(windows.work_ns[members, column]).all() for members in rows.values()
+            ):
                 continue
             usual = tuple(
                 Usual(
@@ -143,7 +162,9 @@ class JudgedWindows:
                 for population, members in rows.items()
             )
             step_ns = float(np.nanmedian(windows.duration_ns[:, column]))
-            found = stage_imbalance(dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places)
+            found = stage_imbalance(
+                dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places
+            )
             judged[column], held[column] = True, found is not None and found.stage == now.stage
         return self._stretch(judged, held)
 
@@ -167,7 +188,9 @@ class JudgedWindows:
         until = None
         if len(columns) - end > _MAX_ABSENT_AT_END:
             until = int(self.windows.first_steps[columns[end - 1]]) + self.windows.width
-        return Stretch(int(self.windows.first_steps[columns[begin]]), until, held & inside, judged, inside)
+        return Stretch(
+            int(self.windows.first_steps[columns[begin]]), until, held & inside, judged, inside
+        )
 
 
 def longest(held: list[bool]) -> tuple[int, int] | None:

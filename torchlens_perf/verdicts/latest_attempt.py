@@ -24,12 +24,19 @@ def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
         key=lambda each: (each.identity.attempt, each.anchor.unix_ns),
     )
     worlds = [(each.identity.attempt, each.identity.world_size) for each in processes]
-    return {each.identity.rank: each for each, world in zip(processes, worlds, strict=True) if world == worlds[-1]}
+    return {
+        each.identity.rank: each
+        for each, world in zip(processes, worlds, strict=True)
+        if world == worlds[-1]
+    }
 
 
 def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     """Return the joined collectives of the nodes that have processes of the newest attempt."""
-    attempts = [(max((each.identity.attempt for each in node.processes.values()), default=0), node) for node in nodes]
+    attempts = [
+        (max((each.identity.attempt for each in node.processes.values()), default=0), node)
+        for node in nodes
+    ]
     newest = max((attempt for attempt, _ in attempts), default=0)
     return [node.join for attempt, node in attempts if attempt == newest]
 

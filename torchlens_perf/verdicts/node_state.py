@@ -17,7 +17,12 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
-from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics, WindowHistory, Windows
+from torchlens_perf.analysis.statistics.rank import (
+    WARM_UP_STEPS,
+    RankStatistics,
+    WindowHistory,
+    Windows,
+)
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
@@ -152,7 +157,10 @@ class ProcessState:
         return None if not self.compute_device else self.compute_device != "cpu"
 
     def judge_by(
-        self, judged: JudgedSteps, records: npt.NDArray[np.void] | None = None, steps: StepTable | None = None
+        self,
+        judged: JudgedSteps,
+        records: npt.NDArray[np.void] | None = None,
+        steps: StepTable | None = None,
     ) -> StepTable | None:
         """Return the newly known steps to judge the rank by.
 
@@ -173,7 +181,9 @@ class ProcessState:
     def judged_windows(self) -> Windows:
         """Return the history of the steps that the rank is judged by."""
         statistics = self.statistics
-        return (statistics.device_history if self.judged_by == DEVICE else statistics.history).windows()
+        return (
+            statistics.device_history if self.judged_by == DEVICE else statistics.history
+        ).windows()
 
     @property
     def place(self) -> Placement:
@@ -267,7 +277,9 @@ def load_or_new(run: RunDirectory, host: str) -> NodeState:
     try:
         return load(path) if path.exists() else NodeState(host)
     except DamagedStateError as error:
-        return NodeState(host, notes=[f"{error}. {_set_aside(path)}; data only in that file is missing here"])
+        return NodeState(
+            host, notes=[f"{error}. {_set_aside(path)}; data only in that file is missing here"]
+        )
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
 

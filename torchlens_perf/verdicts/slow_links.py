@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 
-def slow_link_verdict(found: LinkFindings, ranks: Collection[RankStatistics]) -> JudgedVerdict | None:
+def slow_link_verdict(
+    found: LinkFindings, ranks: Collection[RankStatistics]
+) -> JudgedVerdict | None:
     """Return the verdict; None if no link is slow.
 
     ranks: the cost is given as a share of their steps.

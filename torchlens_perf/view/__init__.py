@@ -1,1 +1,3 @@
-"""The human-readable form of a report: headlines, tables and charts as values, and the renderers that draw them."""
+"""The human-readable form of a report: headlines, tables and charts as values, and the renderers
+that draw them.
+"""

@@ -20,7 +20,9 @@ _LEAST, _MOST, _ABOUT = ">= ", "<= ", "~ "
 
 
 def collective_table(report: Report) -> Table | None:
-    """Return a row per operation, group and dtype: first those that wait for a slow rank, then by bytes."""
+    """Return a row per operation, group and dtype: first those that wait for a slow rank, then by
+    bytes.
+    """
     late = slow_ranks(report)
     rows = sorted(report["collectives"], key=lambda row: row["slowest_rank"] not in late)
     if not rows or report["run"]["world_size"] == 1:
@@ -50,7 +52,9 @@ def collective_table(report: Report) -> Table | None:
         del columns[-2:]
     note = " ".join(_notes(rows[:_FIRST_ROWS]))
     slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
-    return Table("collectives", "Collectives", columns, slow, _FIRST_ROWS, note, "collective", "comm wait")
+    return Table(
+        "collectives", "Collectives", columns, slow, _FIRST_ROWS, note, "collective", "comm wait"
+    )
 
 
 def slow_link_table(report: Report) -> Table | None:
@@ -67,7 +71,9 @@ def slow_link_table(report: Report) -> Table | None:
         Column("total cost", [each.cost_ns / 1e9 for each in links]),
     ]
     slow = frozenset(range(len(links)))
-    return Table("slow_links", "Slow links", columns, slow, _FIRST_ROWS, noun="link", ranged="transfer")
+    return Table(
+        "slow_links", "Slow links", columns, slow, _FIRST_ROWS, noun="link", ranged="transfer"
+    )
 
 
 def ranks_words(row: Collective) -> str:
@@ -101,10 +107,18 @@ def _transfer(row: Collective) -> tuple[str, float | None]:
 
 
 def _bus(row: Collective) -> tuple[str, float | None]:
-    """Return the bus bandwidth and its mark; None for small operations and if the transfer may be mostly waiting."""
+    """Return the bus bandwidth and its mark; None for small operations and if the transfer may be
+    mostly waiting.
+    """
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
-    mostly_waiting = row["pair"] is None and least is not None and most is not None and most > 1.1 * least
-    if row["busbw"] is None or mostly_waiting or (row["bandwidth_at_bytes"] or 0) < _MIN_BANDWIDTH_BYTES:
+    mostly_waiting = (
+        row["pair"] is None and least is not None and most is not None and most > 1.1 * least
+    )
+    if (
+        row["busbw"] is None
+        or mostly_waiting
+        or (row["bandwidth_at_bytes"] or 0) < _MIN_BANDWIDTH_BYTES
+    ):
         return "", None
     queues = row["asynchronous"] and not 0 < row["by_device"] == row["ended"]
     at_least = queues or not row["joined_whole"]
@@ -113,7 +127,9 @@ def _bus(row: Collective) -> tuple[str, float | None]:
 
 def _last(row: Collective) -> tuple[int | None, float | None]:
     rank = row["slowest_rank"]
-    return (None, None) if rank is None else (rank, row["by_rank"][str(rank)]["last"] / row["joined"])
+    return (
+        (None, None) if rank is None else (rank, row["by_rank"][str(rank)]["last"] / row["joined"])
+    )
 
 
 def _notes(rows: Sequence[Collective]) -> list[str]:
@@ -123,10 +139,14 @@ def _notes(rows: Sequence[Collective]) -> list[str]:
         on_device = any(row["by_device"] for row in rows)
         what = "its kernel began" if on_device else "it was issued"
         notes.append(
-            f"~ asynchronous: how much earlier {what} than on the last rank, not time that a rank was blocked."
+            f"~ asynchronous: how much earlier {what} than on the last rank, not time that a rank"
+            " was blocked."
         )
     if any(row["joined"] and not row["joined_whole"] for row in rows):
-        notes.append("Ranks on several nodes are compared on each node alone, so waits are lower bounds (>=).")
+        notes.append(
+            "Ranks on several nodes are compared on each node alone, so waits are lower bounds"
+            " (>=)."
+        )
     unknown = [row for row in rows if row["wait_s"]["mean_s"] is None]
     notes += dict.fromkeys(f"{row['operation']}: {_why_not_compared(row)}." for row in unknown)
     return notes
@@ -140,7 +160,10 @@ def _why_not_compared(row: Collective) -> str:
         if row["operation"] == SEND_RECV:
             return "a rank receives from any source, so its messages cannot be matched"
         if row["by_device"]:
-            return "ranks left operations before others had arrived by their kernels' times, so they cannot be matched"
+            return (
+                "ranks left operations before others had arrived by their kernels' times, so they"
+                " cannot be matched"
+            )
         return "sequence numbers differ between ranks, for example after messages between two ranks"
     if counts["mismatched"]:
         return f"ranks had different operations at the same position, {counts['mismatched']} times"

@@ -17,7 +17,13 @@ _RECOVERY = {1: "needs a reset", 2: "needs a reboot"}
 _MIN_SHARE = 0.005
 """Smallest share of the run for which a throttling reason is shown."""
 _Counter = Literal[
-    "xids", "ecc_uncorrected", "remapped_rows", "pcie_replays", "nvlink_errors", "nvlink_replays", "nvlink_recoveries"
+    "xids",
+    "ecc_uncorrected",
+    "remapped_rows",
+    "pcie_replays",
+    "nvlink_errors",
+    "nvlink_replays",
+    "nvlink_recoveries",
 ]
 _ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
     ("XID", ("xids",)),
@@ -44,7 +50,11 @@ def gpu_table(report: Report) -> Table | None:
         Column("max temp C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
     ]  # fmt: skip
-    activity = (("SM active", "sm_active"), ("tensor active", "tensor_active"), ("DRAM active", "dram_active"))
+    activity = (
+        ("SM active", "sm_active"),
+        ("tensor active", "tensor_active"),
+        ("DRAM active", "dram_active"),
+    )
     for title, field in activity:
         values = [gpu[field] for gpu in gpus]  # type: ignore[literal-required]
         if any(value is not None for value in values):
@@ -59,13 +69,20 @@ def _rounded(value: float | None, unit: float = 1.0) -> int | None:
 def _throttled(shares: dict[str, float]) -> str | None:
     if not shares:
         return None
-    shown = sorted((item for item in shares.items() if item[1] >= _MIN_SHARE), key=lambda item: -item[1])
-    return ", ".join(f"{_REASONS.get(reason, reason)} {share:.0%}" for reason, share in shown) or "no"
+    shown = sorted(
+        (item for item in shares.items() if item[1] >= _MIN_SHARE), key=lambda item: -item[1]
+    )
+    return (
+        ", ".join(f"{_REASONS.get(reason, reason)} {share:.0%}" for reason, share in shown) or "no"
+    )
 
 
 def _errors(gpu: Gpu) -> str | None:
     """Return the errors during the run in words; None if the GPU has no error counters."""
-    counts = {words: [count for field in fields if (count := gpu[field]) is not None] for words, fields in _ERRORS}
+    counts = {
+        words: [count for field in fields if (count := gpu[field]) is not None]
+        for words, fields in _ERRORS
+    }
     if not any(counts.values()):
         return None
     found = [f"{sum(known):.0f} {words}" for words, known in counts.items() if sum(known)]
@@ -78,11 +95,15 @@ def _errors(gpu: Gpu) -> str | None:
 
 def port_table(report: Report) -> Table | None:
     """Return the network ports that counted errors during the run, most first."""
-    ports = sorted((port for port in report["links"] if port["errors"]), key=lambda port: -sum(port["errors"].values()))
+    ports = sorted(
+        (port for port in report["links"] if port["errors"]),
+        key=lambda port: -sum(port["errors"].values()),
+    )
     if not ports:
         return None
     words = [
-        ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in port["errors"].items()) for port in ports
+        ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in port["errors"].items())
+        for port in ports
     ]
     columns = [
         Column("node", [port["host"] for port in ports], Quantity.TEXT),

@@ -1,4 +1,5 @@
-"""A verdict as a headline: status word, cost, facts, one sentence, what to do, and a command to copy. Pure.
+"""A verdict as a headline: status word, cost, facts, one sentence, what to do, and a command to
+copy. Pure.
 
 The terminal report, `top`, pages, notebooks and the list of runs all show this value.
 """
@@ -50,7 +51,11 @@ _BOTTLENECKS = {
     "host_bound": "host code",
     "lack_of_cpu": "CPU contention",
 }
-_PHASES = {"compute": "forward and backward", "gap": "host code between the phases", "host": "host code"}
+_PHASES = {
+    "compute": "forward and backward",
+    "gap": "host code between the phases",
+    "host": "host code",
+}
 _STALLS = "STALLS"
 
 
@@ -94,7 +99,9 @@ class Headline:
         """The cost in words; "" if the verdict has no cost."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
-        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
+        return (
+            f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
+        )
 
 
 def headlines(report: Report, run_dir: str = "") -> list[Headline]:
@@ -103,7 +110,8 @@ def headlines(report: Report, run_dir: str = "") -> list[Headline]:
 
 
 def overall(found: Sequence[Headline]) -> Headline | None:
-    """Return the headline that gives the run its status: the first current problem, else the first that is OK.
+    """Return the headline that gives the run its status: the first current problem, else the first
+    that is OK.
 
     Return None if the report has no current verdict.
     """
@@ -150,7 +158,12 @@ def _status(row: VerdictRow) -> tuple[str, str]:
 
 def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     """Return the facts of a verdict, each as name and text."""
-    kind, evidence, ranks, held = row["kind"].removesuffix(OVER), row["evidence"], ranks_of(row), row["held"]
+    kind, evidence, ranks, held = (
+        row["kind"].removesuffix(OVER),
+        row["evidence"],
+        ranks_of(row),
+        row["held"],
+    )
     found: list[tuple[str, str]] = []
     if ranks:
         host = (row["where"] or {}).get("host.name")
@@ -158,7 +171,9 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         at = f" ({host})" if host and of_one_host else ""
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
-        section = largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
+        section = (
+            largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
+        )
         where = f"section {section}" if section else _BOTTLENECKS[kind]
         found.append(("bound by" if kind == "lack_of_cpu" else "in", where))
     elif row["phase"] is not None and kind != "long_steps":
@@ -193,12 +208,21 @@ def phase_words(phase: str) -> str:
 
 
 def _command(row: VerdictRow, report: Report, run_dir: str) -> str:
-    """Return the command that investigates a finding: it profiles the rank, now or in the next run."""
+    """Return the command that investigates a finding: it profiles the rank, now or in
+    the next run.
+    """
     if row["is_over"] or row["kind"] not in ("straggler", "long_steps", "compute_bound", *WASTE):
         return ""
-    rank = row["rank"] if row["rank"] is not None else min((each["rank"] for each in report["ranks"]), default=0)
+    rank = (
+        row["rank"]
+        if row["rank"] is not None
+        else min((each["rank"] for each in report["ranks"]), default=0)
+    )
     if report["run"]["live"]:
         return f"torchlens-perf capture {shlex.quote(run_dir)} --rank {rank}" if run_dir else ""
     if row["kind"] != "straggler" or any(each["rank"] == rank for each in report["captures"]):
         return ""
-    return "export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job: the slow rank is profiled automatically"
+    return (
+        "export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job: the slow rank is profiled"
+        " automatically"
+    )

@@ -23,7 +23,8 @@ def status_chip(headline: Headline) -> Element:
 
 
 def card(headline: Headline, key: str, *more: Child) -> Element:
-    """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what to do.
+    """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what
+    to do.
 
     key: the id in the page. more: elements to show below.
     """
@@ -37,7 +38,12 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
         number,
         tag(
             "div",
-            tag("ul", tag("li", status_chip(headline)), [_fact(*fact) for fact in headline.facts], class_="facts"),
+            tag(
+                "ul",
+                tag("li", status_chip(headline)),
+                [_fact(*fact) for fact in headline.facts],
+                class_="facts",
+            ),
             _advice(headline),
             *more,
         ),
@@ -54,7 +60,12 @@ def line(headline: Headline, key: str, *more: Child) -> Element:
     """
     facts = ", ".join(fact_text(*fact) for fact in headline.facts)
     summary = tag(
-        "summary", status_chip(headline), " ", tag("span", facts or headline.sentence), " ", tag("b", headline.cost)
+        "summary",
+        status_chip(headline),
+        " ",
+        tag("span", facts or headline.sentence),
+        " ",
+        tag("b", headline.cost),
     )
     return tag(
         "details",
@@ -76,7 +87,9 @@ def _advice(headline: Headline) -> list[Element | None]:
     return [
         tag("p", headline.sentence, class_="finding"),
         tag("p", tag("b", "Cause:"), f" {headline.cause}") if headline.cause else None,
-        tag("p", tag("b", "Next:"), f" {headline.action}", class_="action") if headline.action else None,
+        tag("p", tag("b", "Next:"), f" {headline.action}", class_="action")
+        if headline.action
+        else None,
         tag("p", tag("code", headline.command), class_="command") if headline.command else None,
     ]
 
@@ -88,7 +101,8 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     """
     of, spec = spec.rows, spec.head(_MAX_ROWS)
     texts: list[Sequence[Child]] = [
-        (cells or {}).get(column.title) or [shortened(text, _LONGEST_CELL) for text in column.texts()]
+        (cells or {}).get(column.title)
+        or [shortened(text, _LONGEST_CELL) for text in column.texts()]
         for column in spec.columns
     ]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
@@ -96,10 +110,16 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
         tag(
             "tr",
             [
-                tag("td" if at else "th", text[row], scope=None if at else "row", class_=_class(column))
+                tag(
+                    "td" if at else "th",
+                    text[row],
+                    scope=None if at else "row",
+                    class_=_class(column),
+                )
                 for at, (column, text) in enumerate(zip(spec.columns, texts, strict=True))
             ],
-            class_=" ".join(filter(None, ("slow" * (row in spec.slow), "rest" * (row >= first)))) or None,
+            class_=" ".join(filter(None, ("slow" * (row in spec.slow), "rest" * (row >= first))))
+            or None,
         )
         for row in range(spec.rows)
     ]
@@ -109,8 +129,15 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     if first < spec.rows:
         key = f"{spec.key}-all"
         checkbox = tag("input", type="checkbox", id=key, class_="all")
-        more = f"all {counted(of, spec.noun)}" if of == spec.rows else f"{spec.rows} of {counted(of, spec.noun)}"
-        words = [tag("span", f"Show {more}", class_="more"), tag("span", f"Show {first}", class_="less")]
+        more = (
+            f"all {counted(of, spec.noun)}"
+            if of == spec.rows
+            else f"{spec.rows} of {counted(of, spec.noun)}"
+        )
+        words = [
+            tag("span", f"Show {more}", class_="more"),
+            tag("span", f"Show {first}", class_="less"),
+        ]
         label = tag("label", *words, for_=key, class_="button")
     return tag(
         "div",
@@ -144,7 +171,12 @@ def shortened(text: str, longest: int) -> Child:
 
 def section(key: str, title: str, *children: Child) -> Element:
     """Return a section element with a heading that links to it. key: the id."""
-    heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
+    heading = tag(
+        "h2",
+        title,
+        " ",
+        tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"),
+    )
     heading.set("id", f"{key}-title")
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
 
@@ -154,8 +186,20 @@ def figure(chart: str | None, title: str, caption: Child, *inside: Child, **data
 
     chart: the kind of chart that scripts draw in it; None for others.
     """
-    note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
-    return tag("figure", tag("h3", title), note, *inside, tag("figcaption", caption), data_chart=chart, **data)
+    note = (
+        tag("p", "This chart needs JavaScript.", class_="note unscripted")
+        if chart is not None
+        else None
+    )
+    return tag(
+        "figure",
+        tag("h3", title),
+        note,
+        *inside,
+        tag("figcaption", caption),
+        data_chart=chart,
+        **data,
+    )
 
 
 def details(summary: Child, *children: Child) -> Element:

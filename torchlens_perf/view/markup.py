@@ -21,7 +21,10 @@ def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Ele
     made = ElementTree.Element(name)
     for key, value in attributes.items():
         if value is not None:
-            made.set(key.rstrip("_").replace("_", "-"), printable(value) if isinstance(value, str) else number(value))
+            made.set(
+                key.rstrip("_").replace("_", "-"),
+                printable(value) if isinstance(value, str) else number(value),
+            )
     _append(made, children)
     return made
 

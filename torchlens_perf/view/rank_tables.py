@@ -1,4 +1,6 @@
-"""Tables with a row for each rank: step times by the host's and the device's clock, CPUs, and memory. Pure."""
+"""Tables with a row for each rank: step times by the host's and the device's clock, CPUs, and
+memory. Pure.
+"""
 
 from __future__ import annotations
 
@@ -59,40 +61,69 @@ def rank_table(report: Report) -> Table | None:
     steps_s = [rank["typical"]["s"] for rank in ranks if rank["typical"]]
     unit_of = max(steps_s) / 3
     columns = _rank_columns(ranks) if several else []
-    columns.append(Column("step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."))
+    columns.append(
+        Column(
+            "step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."
+        )
+    )
     notes: list[str] = []
-    # The work of a device is not part of the host's step, so the host table has no compute column then.
+    # The work of a device is not part of the host's step, so the host table has no compute column
+    # then.
     by_host = report["run"]["judged_by"] != DEVICE
     if by_host:
-        columns.append(Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
+        columns.append(
+            Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE)
+        )
         notes.append(_compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}))
     seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
-    for part in [part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")]:
+    for part in [
+        part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")
+    ]:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
         left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
         values = [_phase(rank, part) for rank in ranks]
         columns.append(
             Column(
-                PARTS[part].name, values, unit_of=unit_of, optional=max(0.2, left_out), help=_HOST_HELP.get(part, "")
+                PARTS[part].name,
+                values,
+                unit_of=unit_of,
+                optional=max(0.2, left_out),
+                help=_HOST_HELP.get(part, ""),
             )
         )
     contention_s = [_contention_s(rank) for rank in ranks]
-    if any((seconds or 0) >= _MIN_COLUMN_SHARE * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
-        help_ = "Time in which the thread was runnable but not scheduled. Other columns do not include it."
-        columns.append(Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_))
+    if any(
+        (seconds or 0) >= _MIN_COLUMN_SHARE * step_s
+        for seconds, step_s in zip(contention_s, steps_s, strict=True)
+    ):
+        help_ = (
+            "Time in which the thread was runnable but not scheduled. Other columns do not"
+            " include it."
+        )
+        columns.append(
+            Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_)
+        )
     if several and any(rank["arrived_last"] for rank in ranks):
         last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
         help_ = "Share of the compared collectives to which the rank came last."
         columns.append(Column("last to arrive", last, Quantity.SHARE, 0.5, help_))
     memory = [rank["memory"]["max_bytes"] for rank in ranks]
     if any(memory):
-        columns.append(Column("peak memory", memory, Quantity.BYTES, 0.9, "Most memory that the rank used."))
+        columns.append(
+            Column("peak memory", memory, Quantity.BYTES, 0.9, "Most memory that the rank used.")
+        )
     clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
-    notes += [f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward."] if missing else []
+    notes += (
+        [f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward."]
+        if missing
+        else []
+    )
     note = " ".join(filter(None, notes))
-    return Table("ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step")
+    return Table(
+        "ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step"
+    )
 
 
 def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
@@ -102,18 +133,32 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     values by rank.
     """
     for row in report["verdicts"]:
-        evidence, rank, since = row["evidence"], row["rank"], row["held"] and row["held"]["since_step"]
-        if isinstance(evidence, StragglerEvidence) and rank is not None and since is not None and not row["is_over"]:
+        evidence, rank, since = (
+            row["evidence"],
+            row["rank"],
+            row["held"] and row["held"]["since_step"],
+        )
+        if (
+            isinstance(evidence, StragglerEvidence)
+            and rank is not None
+            and since is not None
+            and not row["is_over"]
+        ):
             mean = duration(evidence.work_s)
             if mean == duration_or_dash(compute_s.get(rank)):
                 return ""
-            return f"Typical steps of the whole run. Since step {since}, rank {rank} computes {mean} (mean)."
+            return (
+                f"Typical steps of the whole run. Since step {since}, rank {rank} computes {mean}"
+                " (mean)."
+            )
     return ""
 
 
 def device_table(report: Report) -> Table | None:
     """Return the typical step of each rank by its device's clock, slow ranks first."""
-    devices = {rank["rank"]: rank["device"] for rank in report["ranks"] if rank["device"] is not None}
+    devices = {
+        rank["rank"]: rank["device"] for rank in report["ranks"] if rank["device"] is not None
+    }
     if not devices:
         return None
 
@@ -127,40 +172,63 @@ def device_table(report: Report) -> Table | None:
     several, judged = report["run"]["world_size"] > 1, any(each["parts"] for each in times)
     unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
     columns = _rank_columns(ranks) if several else []
-    columns.append(Column("step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of, help="The median."))
+    columns.append(
+        Column(
+            "step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of, help="The median."
+        )
+    )
     notes: list[str] = []
     if judged:
         work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
         help_ = "Median step without communication wait, with the device's waits for its host."
         columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
-        notes.append(_compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True))))
+        notes.append(
+            _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
+        )
     for part in _SHOWN_PARTS:
         values = [_device_phase(each, part, judged=judged) for each in times]
         if any(values):
             largest = max(value for value in values if value) / (3 * unit_of)
             help_ = _DEVICE_HELP.get(part, "")
             columns.append(
-                Column(PARTS[part].name, values, unit_of=unit_of, optional=1 - min(0.8, largest), help=help_)
+                Column(
+                    PARTS[part].name,
+                    values,
+                    unit_of=unit_of,
+                    optional=1 - min(0.8, largest),
+                    help=help_,
+                )
             )
     behind_s = [each["behind_s"]["p50_s"] for each in times]
     if any(value is not None for value in behind_s):
-        help_ = "Median time by which the device ended a forward or backward pass later than the host."
+        help_ = (
+            "Median time by which the device ended a forward or backward pass later than the host."
+        )
         columns.append(Column("lag behind host", behind_s, optional=0.9, help=help_))
     if any(each["caught_up"] is not None for each in times):
         help_ = (
-            "Share of forward and backward passes at whose end the device had no work queued: it waits for launches."
+            "Share of forward and backward passes at whose end the device had no work queued: it"
+            " waits for launches."
         )
-        columns.append(Column("starved passes", [each["caught_up"] for each in times], Quantity.SHARE, 0.95, help_))
+        columns.append(
+            Column(
+                "starved passes", [each["caught_up"] for each in times], Quantity.SHARE, 0.95, help_
+            )
+        )
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
     title = f"Typical step of {'each rank' if several else 'the device'}, device clock"
     note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))
-    return Table("device_times", title, columns, slow, first, note, "rank", "compute" if judged else "step")
+    return Table(
+        "device_times", title, columns, slow, first, note, "rank", "compute" if judged else "step"
+    )
 
 
 def cpu_table(report: Report) -> Table | None:
     """Return the CPU use of each rank and of other processes; None if no rank waits for a CPU."""
     users = {rank["rank"]: rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None}
-    shares = {rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None}
+    shares = {
+        rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None
+    }
     if not shares:
         return None
     waiting = [rank for rank in report["ranks"] if rank["rank"] in shares]
@@ -180,21 +248,36 @@ def cpu_table(report: Report) -> Table | None:
 
 def memory_table(report: Report) -> Table | None:
     """Return the device allocator's numbers of each rank, most reserved memory first."""
-    readings = {rank["rank"]: device for rank in report["ranks"] if (device := rank["memory"]["device"]) is not None}
+    readings = {
+        rank["rank"]: device
+        for rank in report["ranks"]
+        if (device := rank["memory"]["device"]) is not None
+    }
     if not readings:
         return None
     read = [rank for rank in report["ranks"] if rank["rank"] in readings]
-    ranks, slow, first = _ordered(read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0)
+    ranks, slow, first = _ordered(
+        read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0
+    )
     devices = [readings[rank["rank"]] for rank in ranks]
     shares = [each["fragmentation"] for each in devices]
     columns = [
         *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
         Column("allocated", [each["allocated_bytes"] for each in devices], Quantity.BYTES),
         Column("reserved", [each["reserved_bytes"] for each in devices], Quantity.BYTES),
-        Column("peak allocated", [each["peak_allocated_bytes"] for each in devices], Quantity.BYTES, 0.1),
+        Column(
+            "peak allocated",
+            [each["peak_allocated_bytes"] for each in devices],
+            Quantity.BYTES,
+            0.1,
+        ),
         Column("limit", [each["limit_bytes"] for each in devices], Quantity.BYTES, 0.4),
         Column(
-            "fragmentation", shares, Quantity.SHARE, 0.2, "Share of reserved memory that is free but not releasable."
+            "fragmentation",
+            shares,
+            Quantity.SHARE,
+            0.2,
+            "Share of reserved memory that is free but not releasable.",
         ),
         Column("alloc retries", [each["alloc_retries"] for each in devices], Quantity.NUMBER, 0.3),
     ]
@@ -212,26 +295,36 @@ def memory_table(report: Report) -> Table | None:
 def _ordered(
     ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
 ) -> tuple[list[Rank], frozenset[int], int | None]:
-    """Return the ranks in display order, the indexes of slow rows, and how many rows to show at first.
+    """Return the ranks in display order, the indexes of slow rows, and how many rows to show at
+    first.
 
     Slow ranks come first, then ranks of larger size. If many ranks are slow, only a few of them
     precede some healthy ranks, so the rows shown at first contain both. place: the result of
     slow_ranks().
     """
     last = max(place.values(), default=0) + 1
-    found = sorted(ranks, key=lambda rank: (place.get(rank["rank"], last), -size(rank), rank["rank"]))
+    found = sorted(
+        ranks, key=lambda rank: (place.get(rank["rank"], last), -size(rank), rank["rank"])
+    )
     first = None
     if len(found) > FIRST_ROWS:
         named = sum(rank["rank"] in place for rank in found)
         first = FIRST_ROWS if named else _FIRST_EQUAL
         if _FIRST_SLOW < named < len(found):
             others = found[named:][: FIRST_ROWS - _FIRST_SLOW]
-            found = [*found[:_FIRST_SLOW], *others, *found[_FIRST_SLOW:named], *found[named + len(others) :]]
+            found = [
+                *found[:_FIRST_SLOW],
+                *others,
+                *found[_FIRST_SLOW:named],
+                *found[named + len(others) :],
+            ]
     return found, frozenset(row for row, rank in enumerate(found) if rank["rank"] in place), first
 
 
 def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
-    """Return the columns that identify a rank: its number, its host if there are several, its state if a rank died."""
+    """Return the columns that identify a rank: its number, its host if there are several, its state
+    if a rank died.
+    """
     columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
     if len({rank["host"] for rank in ranks}) > 1:
         columns.append(Column("host", [rank["host"] for rank in ranks], Quantity.TEXT, 0.6))
@@ -275,7 +368,9 @@ def host_parts(rank: Rank) -> dict[str, float]:
     if typical is None:
         return {}
     lack = typical["lack_of_cpu"] or {}
-    parts = {part: max(0.0, seconds - lack.get(part, 0.0)) for part, seconds in typical["parts"].items()}
+    parts = {
+        part: max(0.0, seconds - lack.get(part, 0.0)) for part, seconds in typical["parts"].items()
+    }
     return {**parts, "cpu": sum(lack.values())}
 
 
@@ -298,7 +393,9 @@ def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int,
 
 
 def largest_section(report: Report, seconds: float) -> str:
-    """Return the user's section that takes at least half of this host code time; "" if no section does."""
+    """Return the user's section that takes at least half of this host code time; "" if no section
+    does.
+    """
     found = ((each["host_s_per_typical_step"] or 0.0, each["name"]) for each in report["sections"])
     most_s, name = max(found, default=(0.0, ""))
     return name if most_s and most_s >= _MIN_SECTION_SHARE * seconds else ""
@@ -317,7 +414,11 @@ def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of several ranks' parts."""
     found = list(parts)
     names = (*RECORDED_PARTS, "cpu")
-    return {part: sum(each.get(part, 0.0) for each in found) / len(found) for part in names} if found else {}
+    return (
+        {part: sum(each.get(part, 0.0) for each in found) / len(found) for part in names}
+        if found
+        else {}
+    )
 
 
 def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | None:

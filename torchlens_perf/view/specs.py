@@ -17,7 +17,9 @@ _LONGEST_TEXT = 2000
 
 
 def inert(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return one line of bounded length, without characters that reverse text or control a terminal."""
+    """Return one line of bounded length, without characters that reverse text or control a
+    terminal.
+    """
     text = printable(text)
     return text if len(text) <= longest else f"{text[:longest]}…"
 
@@ -56,18 +58,24 @@ class Column:
     help: str = ""
     """A sentence that explains the title, shown as a tooltip."""
     unit_of: float = 0.0
-    """A duration that sets the unit, so that related columns share one; 0: the largest value of the column sets it."""
+    """A duration that sets the unit, so that related columns share one; 0: the largest value of
+    the column sets it.
+    """
     marks: Sequence[str] = ()
     """A prefix for each value: ">= " for a lower bound, "~ " for an estimate."""
 
     @property
     def is_text(self) -> bool:
         """True if the values are names, which are aligned left."""
-        return self.quantity is Quantity.TEXT and any(isinstance(value, str) for value in self.values)
+        return self.quantity is Quantity.TEXT and any(
+            isinstance(value, str) for value in self.values
+        )
 
     @property
     def unit(self) -> str:
-        """The common unit of a column of durations; "" for other quantities, whose cells include the unit."""
+        """The common unit of a column of durations; "" for other quantities, whose cells include
+        the unit.
+        """
         return self._scale()[1] if self.quantity is Quantity.DURATION else ""
 
     @property
@@ -78,10 +86,20 @@ class Column:
     def texts(self) -> list[str]:
         """Return the cells as text in the column's unit, with three digits of the largest value."""
         scale, _ = self._scale()
-        largest = max((abs(value) for value in self.values if isinstance(value, (int, float))), default=0.0) / scale
+        largest = (
+            max(
+                (abs(value) for value in self.values if isinstance(value, (int, float))),
+                default=0.0,
+            )
+            / scale
+        )
         digits = 0 if largest >= 100 else 1 if largest >= 10 else 2
         texts = [self._text(value, scale, digits) for value in self.values]
-        return [f"{mark}{text}" for mark, text in zip(self.marks, texts, strict=True)] if self.marks else texts
+        return (
+            [f"{mark}{text}" for mark, text in zip(self.marks, texts, strict=True)]
+            if self.marks
+            else texts
+        )
 
     def _scale(self) -> tuple[float, str]:
         if self.quantity is not Quantity.DURATION:
@@ -149,10 +167,14 @@ class Table:
             dataclasses.replace(column, values=column.values[:rows], marks=column.marks[:rows])
             for column in self.columns
         ]
-        return dataclasses.replace(self, columns=columns, slow=frozenset(row for row in self.slow if row < rows))
+        return dataclasses.replace(
+            self, columns=columns, slow=frozenset(row for row in self.slow if row < rows)
+        )
 
     def rest(self, shown: int) -> str:
-        """Return a line on the hidden rows, "56 more ranks, compute 245 to 251 ms"; "" if all rows are shown."""
+        """Return a line on the hidden rows, "56 more ranks, compute 245 to 251 ms"; "" if all rows
+        are shown.
+        """
         left = self.rows - shown
         if left <= 0:
             return ""

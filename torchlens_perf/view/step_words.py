@@ -16,7 +16,9 @@ _FLAT = 0.03
 
 def steps_made(report: Report) -> str:
     """Return how many steps there are: "150 steps", or "1 forward pass" in inference."""
-    return counted(report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step")
+    return counted(
+        report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step"
+    )
 
 
 def step_words(report: Report) -> list[str]:

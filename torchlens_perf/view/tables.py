@@ -44,13 +44,20 @@ def tables(report: Report) -> list[Table]:
 
 
 def module_table(report: Report) -> Table | None:
-    """Return the modules' times per step: the slow rank compared with the others, or all ranks if none is slow."""
-    slow = next((row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]), None)
+    """Return the modules' times per step: the slow rank compared with the others, or all ranks if
+    none is slow.
+    """
+    slow = next(
+        (row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]),
+        None,
+    )
     return (_compared_modules(report, slow) if slow is not None else None) or _all_modules(report)
 
 
 def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
-    """Return the slow rank's modules compared with the median of the other ranks, largest difference first."""
+    """Return the slow rank's modules compared with the median of the other ranks, largest
+    difference first.
+    """
     rank, evidence = str(slow["rank"]), slow["evidence"]
     if not isinstance(evidence, StragglerEvidence):
         return None
@@ -77,7 +84,13 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(
-        "modules", f"Modules, {what} per step", columns, marked, _FIRST_ROWS, noun="module", ranged="difference"
+        "modules",
+        f"Modules, {what} per step",
+        columns,
+        marked,
+        _FIRST_ROWS,
+        noun="module",
+        ranged="difference",
     )
 
 
@@ -94,7 +107,11 @@ def _all_modules(report: Report) -> Table | None:
     def cost_s(module: Module) -> float:
         return (module["device_own_s_per_step"] if on_device else module["own_s_per_step"]) or 0.0
 
-    rows = [each for each in report["modules"] if max(cost_s(each), each["own_s_per_step"]) > _MIN_SHARE * step_s]
+    rows = [
+        each
+        for each in report["modules"]
+        if max(cost_s(each), each["own_s_per_step"]) > _MIN_SHARE * step_s
+    ]
     rows.sort(key=lambda each: -cost_s(each))
     if not rows:
         return None
@@ -104,14 +121,25 @@ def _all_modules(report: Report) -> Table | None:
                help="Without the modules inside of it, mean over the ranks."),
     ]  # fmt: skip
     if on_device:
-        columns.insert(1, Column("device per step", [each["device_own_s_per_step"] for each in rows]))
+        columns.insert(
+            1, Column("device per step", [each["device_own_s_per_step"] for each in rows])
+        )
     if step_s:
         share = [cost_s(each) / step_s for each in rows]
         columns.append(Column("share of step", share, Quantity.SHARE, 0.2))
-    columns.append(Column("forward p50", [each["own_s"]["p50_s"] for each in rows], optional=0.6, help="Of one call."))
+    columns.append(
+        Column(
+            "forward p50",
+            [each["own_s"]["p50_s"] for each in rows],
+            optional=0.6,
+            help="Of one call.",
+        )
+    )
     if any(each["backward_s"] for each in rows):
         backward_s = [each["backward_s"] and each["backward_s"]["p50_s"] for each in rows]
-        columns.append(Column("backward p50", backward_s, optional=0.4, help="With the modules inside of it."))
+        columns.append(
+            Column("backward p50", backward_s, optional=0.4, help="With the modules inside of it.")
+        )
     columns.append(Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8))
     ranged = "device per step" if on_device else "forward per step"
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
@@ -130,16 +158,35 @@ def section_table(report: Report) -> Table | None:
         Column("section", [each["name"] for each in rows], Quantity.TEXT),
         Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8),
         Column("p50", [each["total_s"]["p50_s"] for each in rows], help="Of one call."),
-        Column("per step", [each["s_per_step"] for each in rows], help="In a typical step, mean over the ranks."),
+        Column(
+            "per step",
+            [each["s_per_step"] for each in rows],
+            help="In a typical step, mean over the ranks.",
+        ),
     ]
     if step_s:
-        columns.append(Column("share of step", [each["s_per_step"] / step_s for each in rows], Quantity.SHARE, 0.1))
+        columns.append(
+            Column(
+                "share of step", [each["s_per_step"] / step_s for each in rows], Quantity.SHARE, 0.1
+            )
+        )
     if any(each["host_s_per_typical_step"] for each in rows):
         host_s = [each["host_s_per_typical_step"] for each in rows]
-        columns.append(Column("outside phases", host_s, optional=0.5, help="Part of it that is outside of all phases."))
+        columns.append(
+            Column(
+                "outside phases",
+                host_s,
+                optional=0.5,
+                help="Part of it that is outside of all phases.",
+            )
+        )
     if any(each["device_s"] for each in rows):
-        columns.append(Column("device p50", [each["device_s"] and each["device_s"]["p50_s"] for each in rows]))
-    return Table("sections", "Sections", columns, first=_FIRST_ROWS, noun="section", ranged="per step")
+        columns.append(
+            Column("device p50", [each["device_s"] and each["device_s"]["p50_s"] for each in rows])
+        )
+    return Table(
+        "sections", "Sections", columns, first=_FIRST_ROWS, noun="section", ranged="per step"
+    )
 
 
 def device_section_table(report: Report) -> Table | None:
@@ -170,7 +217,14 @@ def device_section_table(report: Report) -> Table | None:
         )
         columns.append(Column("outlier", [_outlier(each) for each in windows], Quantity.TEXT,
                               help="A rank that is at least 5 robust deviations above that median."))  # fmt: skip
-    return Table("device_sections", "Device sections", columns, first=_FIRST_ROWS, noun="section", ranged="p50")
+    return Table(
+        "device_sections",
+        "Device sections",
+        columns,
+        first=_FIRST_ROWS,
+        noun="section",
+        ranged="p50",
+    )
 
 
 def _slowest(mean_s: Mapping[str, float]) -> tuple[str | None, float | None]:
@@ -188,25 +242,48 @@ def _outlier(window: Mapping[str, float] | None) -> str | None:
 
 
 def step_class_table(report: Report) -> Table | None:
-    """Return the classes of steps longer than the typical step, costliest first, then the classes of shorter steps."""
+    """Return the classes of steps longer than the typical step, costliest first, then the classes
+    of shorter steps.
+    """
     steps = report["steps"]
     rows = [*steps["long"], *steps["short"]]
     if not rows:
         return None
     columns = [
         Column("outlier steps", [_kind(each) for each in rows], Quantity.TEXT),
-        Column("count", [each["count"] for each in rows], Quantity.NUMBER, help="Steps per rank, mean."),
+        Column(
+            "count", [each["count"] for each in rows], Quantity.NUMBER, help="Steps per rank, mean."
+        ),
         Column("duration", [each["mean_s"] for each in rows], help="The mean."),
-        Column("excess", [each["more_s"] for each in rows], help="Mean time beyond the typical step."),
-        Column("share", [each["share"] for each in rows], Quantity.SHARE, help="Share of all step time."),
-        Column("mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3),
+        Column(
+            "excess", [each["more_s"] for each in rows], help="Mean time beyond the typical step."
+        ),
+        Column(
+            "share",
+            [each["share"] for each in rows],
+            Quantity.SHARE,
+            help="Share of all step time.",
+        ),
+        Column(
+            "mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3
+        ),
     ]
     if any(each["waited_for"] is not None for each in rows):
-        columns.append(Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1))
+        columns.append(
+            Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1)
+        )
     columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
-    note = f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+    note = (
+        f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+    )
     return Table(
-        "outlier_steps", "Outlier steps", columns, first=_FIRST_ROWS, note=note, noun="kind", ranged="duration"
+        "outlier_steps",
+        "Outlier steps",
+        columns,
+        first=_FIRST_ROWS,
+        note=note,
+        noun="kind",
+        ranged="duration",
     )
 
 
@@ -224,19 +301,27 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def cause_table(report: Report) -> Table | None:
-    """Return the measurements of the first slow rank while it is slow, compared with the median of the other ranks."""
+    """Return the measurements of the first slow rank while it is slow, compared with the median of
+    the other ranks.
+    """
     for row in report["verdicts"]:
         evidence = row["evidence"]
         diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
         if diagnosis is not None and diagnosis.signals and not row["is_over"]:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
-            return signal_table("causes", row["rank"], diagnosis.signals, diagnosis.others_signals, note)
+            return signal_table(
+                "causes", row["rank"], diagnosis.signals, diagnosis.others_signals, note
+            )
     return None
 
 
 def signal_table(
-    key: str, rank: int | None, signals: Mapping[str, float], others: Mapping[str, float], note: str = ""
+    key: str,
+    rank: int | None,
+    signals: Mapping[str, float],
+    others: Mapping[str, float],
+    note: str = "",
 ) -> Table:
     """Return the signals of a slow rank, compared with the median of the other ranks."""
     columns = [
@@ -253,7 +338,11 @@ def out_of_memory_table(report: Report) -> Table | None:
     """Return the largest groups of live blocks when the memory of a device ran out."""
     for row in report["verdicts"]:
         evidence = row["evidence"]
-        if isinstance(evidence, dict) and "table" in evidence and (held := evidence["table"]) is not None:
+        if (
+            isinstance(evidence, dict)
+            and "table" in evidence
+            and (held := evidence["table"]) is not None
+        ):
             blocks, events = held["rows"], held["history_events"]
             columns = [
                 Column("allocated at", [place(each) for each in blocks], Quantity.TEXT),
@@ -262,11 +351,23 @@ def out_of_memory_table(report: Report) -> Table | None:
             ]
             note = f"All of them: {evidence['file']}."
             if events:
-                columns.append(Column("new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5))
-                note = f"New blocks: allocated within the last {events} allocations and frees. {note}"
+                columns.append(
+                    Column(
+                        "new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5
+                    )
+                )
+                note = (
+                    f"New blocks: allocated within the last {events} allocations and frees. {note}"
+                )
             title = f"Memory of rank {evidence['rank']} when it ran out"
             return Table(
-                "out_of_memory", title, columns, first=_FIRST_SITES, note=note, noun="allocation site", ranged="size"
+                "out_of_memory",
+                title,
+                columns,
+                first=_FIRST_SITES,
+                note=note,
+                noun="allocation site",
+                ranged="size",
             )
     return None
 
@@ -280,7 +381,12 @@ def capture_table(report: Report) -> Table | None:
         Column("rank", [each["rank"] for each in rows], Quantity.TEXT),
         Column("steps", [_captured_steps(each) for each in rows], Quantity.TEXT),
         Column("trace", [_trace(each) for each in rows], Quantity.TEXT),
-        Column("paused", [each["paused_s"] for each in rows], optional=0.5, help="Training paused to write the files."),
+        Column(
+            "paused",
+            [each["paused_s"] for each in rows],
+            optional=0.5,
+            help="Training paused to write the files.",
+        ),
     ]
     note = "Traces open in ui.perfetto.dev. Paths are inside the run directory."
     return Table("captures", "Profiles", columns, first=_FIRST_ROWS, note=note, noun="profile")

@@ -1,4 +1,6 @@
-"""Render a report for a terminal or as plain text: the full report, and the short one that rank 0 prints."""
+"""Render a report for a terminal or as plain text: the full report, and the short one that rank 0
+prints.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import coverage_text, long_duration, percent, printable
+from torchlens_perf.analysis.statistics.quantities import (
+    coverage_text,
+    long_duration,
+    percent,
+    printable,
+)
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.verdicts.words.evidence import PastEvidence
@@ -38,7 +45,9 @@ _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
 _MIN_NAME, _STACK_LINES = 12, 10
 _NOTABLE_SPREAD = 0.1
-"""Relative spread of compute times above which the short report lists the ranks even if no verdict names one."""
+"""Relative spread of compute times above which the short report lists the ranks even if no
+verdict names one.
+"""
 _SHADES = "█▓▒░▚/=:·"
 """Characters that tell the parts of a bar apart on a terminal without colours."""
 _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
@@ -50,7 +59,10 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
     if file.isatty():
         console = Console(file=file)
         text = render(
-            report, run_dir, columns=console.width, color=console.color_system is not None and not console.no_color
+            report,
+            run_dir,
+            columns=console.width,
+            color=console.color_system is not None and not console.no_color,
         )
     else:
         text = render(report, run_dir, columns=0, color=False)
@@ -62,7 +74,9 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
 
 
 def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
-    """Return the full report as text, `columns` wide (0: not a terminal), with colour escape sequences if `color`."""
+    """Return the full report as text, `columns` wide (0: not a terminal), with colour escape
+    sequences if `color`.
+    """
     return as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
 
 
@@ -71,13 +85,19 @@ def render_short(report: Report, run_dir: str, *, columns: int, color: bool, pag
 
     page: path of the run's page, if one is written.
     """
-    return as_text(short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color)
+    return as_text(
+        short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color
+    )
 
 
 def as_text(lines: Iterable[Text], *, color: bool) -> str:
     file = io.StringIO()
     console = Console(
-        file=file, width=10_000, force_terminal=color, color_system="standard" if color else None, highlight=False
+        file=file,
+        width=10_000,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
     )
     for line in lines:
         line.rstrip()
@@ -85,7 +105,9 @@ def as_text(lines: Iterable[Text], *, color: bool) -> str:
     return file.getvalue()
 
 
-def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: str = "") -> list[Text]:
+def short_lines(
+    report: Report, run_dir: str, width: int, *, color: bool, page: str = ""
+) -> list[Text]:
     """Return the lines of the short report."""
     found = headlines(report, run_dir)
     main = overall(found)
@@ -103,9 +125,17 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     lines += _field("also", ", ".join(also), width) if also else []
     over = [each for each in found if each.is_over]
     if over:
-        lines.append(headline_line(over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)))
+        lines.append(
+            headline_line(
+                over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)
+            )
+        )
     lines += [Text(""), *_steps(report, width), *bar_lines(report, main, width, color=color)]
-    end = [Text(""), *_lost(report), _labelled("full report", f"torchlens-perf report {printable(run_dir)}")]
+    end = [
+        Text(""),
+        *_lost(report),
+        _labelled("full report", f"torchlens-perf report {printable(run_dir)}"),
+    ]
     if page:
         end.append(_labelled("web page", printable(page)))
     made = {table.key: table for table in tables(report)}
@@ -114,7 +144,8 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
     if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
         note = list(_wrapped(ranks.note, width, 2, "dim")) if ranks.note else []
-        # 4 lines are not rows: an empty line, the title, the headings, and the line that sums up hidden rows.
+        # 4 lines are not rows: an empty line, the title, the headings, and the line that sums up
+        # hidden rows.
         rows = min(ranks.first or ranks.rows, SHORT_LINES - len(lines) - len(end) - len(note) - 4)
         lines += [Text(""), *table_lines(ranks, width, rows), *note] if rows > 0 else []
     return [*lines, *end]
@@ -128,7 +159,9 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
             yield Text("")
             yield from verdict_lines(each, width, held_words(row["held"], report["run"]["started"]))
             yield from stack_lines(row, width)
-    over = [(each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over]
+    over = [
+        (each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over
+    ]
     if over:
         yield Text("")
     for each, row in over[:_EARLIER]:
@@ -177,7 +210,9 @@ def _title(report: Report) -> Text:
 def _lasted_s(report: Report) -> float | None:
     run = report["run"]
     try:
-        since, until = map(datetime.datetime.fromisoformat, (run["started"] or "", run["last_step_at"] or ""))
+        since, until = map(
+            datetime.datetime.fromisoformat, (run["started"] or "", run["last_step_at"] or "")
+        )
     except ValueError:
         return None
     return (until - since).total_seconds()
@@ -206,7 +241,9 @@ def _places(head: Headline) -> list[str]:
     """Return the rank, phase, modules and steps of a verdict."""
     facts = dict(head.facts)
     ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
-    parts = [facts[name] for name in ("phase", "in", "bound by", "module", "modules") if name in facts]
+    parts = [
+        facts[name] for name in ("phase", "in", "bound by", "module", "modules") if name in facts
+    ]
     return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
 
 
@@ -216,7 +253,8 @@ def _cost(head: Headline) -> str:
 
 
 def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
-    """Return a secondary verdict as one line: its location and cost, or its sentence if it has neither.
+    """Return a secondary verdict as one line: its location and cost, or its sentence if it has
+    neither.
 
     label: shown in place of the status. more: words at the end of the line.
     """
@@ -224,7 +262,9 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
-        places[1:1] = [_cost(head).replace(" = ", " (").replace(" of step time", ")")] * bool(head.cost)
+        places[1:1] = [_cost(head).replace(" = ", " (").replace(" of step time", ")")] * bool(
+            head.cost
+        )
         text = f"{', '.join(places)}{more}"
     else:
         text = f"{head.sentence}{more}"
@@ -243,7 +283,9 @@ def _first_sentence(text: str) -> str:
 
 def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
     evidence = row["evidence"]
-    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ():
+    for rank, stack in (
+        evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ()
+    ):
         lines = stack.lines or [f"none: {stack.reason}"]
         yield from _field("stack", f"of rank {rank}, innermost call first", width)
         for line in lines:
@@ -260,8 +302,11 @@ def _steps(report: Report, width: int) -> list[Text]:
     return _pieces("step", step_words(report), width) if report["steps"]["count"] else []
 
 
-def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0) -> list[Text]:
-    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that `main` is about.
+def bar_lines(
+    report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0
+) -> list[Text]:
+    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that
+    `main` is about.
 
     each: the largest number of ranks for which every rank has its own bar.
     """
@@ -270,20 +315,35 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
         others = mean_parts([found for rank, found in parts.items() if rank != slow])
-        rest = "other ranks" if len(parts) > 2 else f"rank {next(rank for rank in parts if rank != slow)}"
+        rest = (
+            "other ranks"
+            if len(parts) > 2
+            else f"rank {next(rank for rank in parts if rank != slow)}"
+        )
         bars = {f"rank {slow}": parts[slow], rest: others}
     if 1 < len(parts) <= each:
-        bars = {f"rank {rank}": parts[rank] for rank in sorted(parts, key=lambda rank: (rank != slow, rank))}
+        bars = {
+            f"rank {rank}": parts[rank]
+            for rank in sorted(parts, key=lambda rank: (rank != slow, rank))
+        }
     longest = max((sum(found.values()) for found in bars.values()), default=0.0)
-    seen = [part for part in PARTS if any(found.get(part, 0.0) > 0.005 * longest for found in bars.values())]
+    seen = [
+        part
+        for part in PARTS
+        if any(found.get(part, 0.0) > 0.005 * longest for found in bars.values())
+    ]
     if not seen:
         return []
-    shade = {part: _SHADES[0] if color else _SHADES[at % len(_SHADES)] for at, part in enumerate(seen)}
+    shade = {
+        part: _SHADES[0] if color else _SHADES[at % len(_SHADES)] for at, part in enumerate(seen)
+    }
     style = {part: PARTS[part].color.terminal for part in seen}
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
         line, filled = _labelled(label, ""), 0
-        for part, begin, length in Bar(label, {part: found.get(part, 0.0) for part in seen}).segments(longest):
+        for part, begin, length in Bar(
+            label, {part: found.get(part, 0.0) for part in seen}
+        ).segments(longest):
             cells = max(0, round(room * (begin + length)) - filled)
             filled += cells
             line.append(shade[part] * cells, style=style[part])
@@ -291,7 +351,11 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     legend, used = _labelled("", ""), 0
     for part in seen:
         share = f" {percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
-        name = part_name(report, part, bars["time"].get(part, 0.0)) if "time" in bars else PARTS[part].name
+        name = (
+            part_name(report, part, bars["time"].get(part, 0.0))
+            if "time" in bars
+            else PARTS[part].name
+        )
         words = f" {printable(name)}{share}   "
         if used + 1 + len(words.rstrip()) > room and used:
             lines.append(legend)
@@ -309,14 +373,20 @@ def _are_slow(found: Sequence[Headline]) -> bool:
 def _differ(table: Table) -> bool:
     """Return True if the compute times of the ranks spread by more than _NOTABLE_SPREAD."""
     column = next((column for column in table.columns if column.title == table.ranged), None)
-    values = [value for value in column.values if isinstance(value, float)] if column is not None else []
-    return len(values) > 1 and max(values) - min(values) > _NOTABLE_SPREAD * statistics.median(values)
+    values = (
+        [value for value in column.values if isinstance(value, float)] if column is not None else []
+    )
+    return len(values) > 1 and max(values) - min(values) > _NOTABLE_SPREAD * statistics.median(
+        values
+    )
 
 
 def _lost(report: Report) -> list[Text]:
     """Return a line on lost records; no line if everything was recorded."""
     quality = report["quality"]
-    whole = not (quality["lost"] or quality["too_deep"]) and (quality["coverage"] >= 1 or not report["steps"]["count"])
+    whole = not (quality["lost"] or quality["too_deep"]) and (
+        quality["coverage"] >= 1 or not report["steps"]["count"]
+    )
     return [] if whole else [_labelled("data lost", _records(report), "bold yellow")]
 
 
@@ -338,17 +408,31 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     while _width(columns) > width and any(column.optional for _, column in columns):
         columns.remove(max(columns, key=lambda each: each[1].optional))
     cells = [column.texts() for _, column in columns]
-    widths = [max(map(cell_len, (heading, *texts))) for (heading, _), texts in zip(columns, cells, strict=True)]
+    widths = [
+        max(map(cell_len, (heading, *texts)))
+        for (heading, _), texts in zip(columns, cells, strict=True)
+    ]
     names = [at for at, (_, column) in enumerate(columns) if column.is_text]
-    while names and sum(widths) + 2 * len(widths) > width and max(widths[at] for at in names) > _MIN_NAME:
+    while (
+        names
+        and sum(widths) + 2 * len(widths) > width
+        and max(widths[at] for at in names) > _MIN_NAME
+    ):
         widths[max(names, key=lambda at: widths[at])] -= 1
     lines = [Text(f"  {inert(table.title)}{f', {unit}' if unit else ''}", style="bold"),
              _row([inert(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
     for row in range(shown.rows):
-        folded = [chop_cells(inert(texts[row]), room) or [""] for texts, room in zip(cells, widths, strict=True)]
+        folded = [
+            chop_cells(inert(texts[row]), room) or [""]
+            for texts, room in zip(cells, widths, strict=True)
+        ]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
         for at in range(max(map(len, folded))):
-            lines.append(_row([each[at] if at < len(each) else "" for each in folded], columns, widths, style))
+            lines.append(
+                _row(
+                    [each[at] if at < len(each) else "" for each in folded], columns, widths, style
+                )
+            )
     rest = table.rest(shown.rows)
     return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
 
@@ -357,7 +441,9 @@ def _width(columns: Sequence[tuple[str, Column]]) -> int:
     return sum(2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns)
 
 
-def _row(texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Sequence[int], style: str) -> Text:
+def _row(
+    texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Sequence[int], style: str
+) -> Text:
     line = Text()
     for text, (_, column), width in zip(texts, columns, widths, strict=True):
         gap = " " * (width - cell_len(text))
@@ -367,10 +453,14 @@ def _row(texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Se
 
 
 def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
-    """Yield a row of excess compute time over the run for each slow rank, then for the ranks with the most excess."""
+    """Yield a row of excess compute time over the run for each slow rank, then for the ranks with
+    the most excess.
+    """
     if heat is None or len(heat["first_steps"]) < 4:
         return
-    shown = sorted(heat["ranks"], key=lambda rank: (not rank["slow"], -_excess(rank), rank["rank"]))[:_HEAT_RANKS]
+    shown = sorted(
+        heat["ranks"], key=lambda rank: (not rank["slow"], -_excess(rank), rank["rank"])
+    )[:_HEAT_RANKS]
     if not any(rank["slow"] or _excess(rank) >= EXCESS_BOUNDS[0] for rank in shown):
         return
     first = heat["first_steps"]
@@ -390,7 +480,9 @@ def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
     begin, end = str(first[0]), str(first[-1])
     cells = -(-len(first) // together)
     yield _labelled("step", f" {begin}{end.rjust(max(len(end) + 1, cells - len(begin)))}")
-    scale = "   ".join(f"{shade} {bound:.0%}" for shade, bound in zip(_HEAT_SHADES[1:], EXCESS_BOUNDS, strict=True))
+    scale = "   ".join(
+        f"{shade} {bound:.0%}" for shade, bound in zip(_HEAT_SHADES[1:], EXCESS_BOUNDS, strict=True)
+    )
     left = len(heat["ranks"]) - len(shown)
     yield _labelled("", f" {scale} and more{f'   ({left} more ranks)' if left else ''}")
 
@@ -405,26 +497,38 @@ def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -
     return Text.assemble("  ", (f"{label:<{_LABEL}}{gap}", style), (inert(text), text_style))
 
 
-def _field(label: str, text: str, width: int, style: str = "dim", text_style: str = "") -> list[Text]:
+def _field(
+    label: str, text: str, width: int, style: str = "dim", text_style: str = ""
+) -> list[Text]:
     """Return a label followed by its text, wrapped to the width."""
     begin = max(_LABEL, len(label) + 2)
-    first, *rest = textwrap.wrap(inert(text), max(20, width - 2 - begin), break_on_hyphens=False) or [""]
+    first, *rest = textwrap.wrap(
+        inert(text), max(20, width - 2 - begin), break_on_hyphens=False
+    ) or [""]
     lines = [_labelled(label, first, style, text_style)]
     if rest:
         room = max(20, width - 2 - _LABEL)
-        lines += [_labelled("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)]
+        lines += [
+            _labelled("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)
+        ]
     return lines
 
 
-def _pieces(label: str, pieces: Sequence[str], width: int, style: str = "dim", text_style: str = "") -> list[Text]:
+def _pieces(
+    label: str, pieces: Sequence[str], width: int, style: str = "dim", text_style: str = ""
+) -> list[Text]:
     """Return a label followed by short texts, none of which is broken across lines."""
     room = width - 2 - max(_LABEL, len(label) + 2)
     gap = "   " if len("   ".join(pieces)) <= room else "  "
     texts = [""]
     for piece in map(inert, pieces):
         longer = f"{texts[-1]}{gap if texts[-1] else ''}{piece}"
-        texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [longer if len(longer) <= room else piece]
-    return [_labelled("" if at else label, text, style, text_style) for at, text in enumerate(texts)]
+        texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [
+            longer if len(longer) <= room else piece
+        ]
+    return [
+        _labelled("" if at else label, text, style, text_style) for at, text in enumerate(texts)
+    ]
 
 
 def _wrapped(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:

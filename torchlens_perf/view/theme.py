@@ -1,6 +1,8 @@
-"""Colours, names and thresholds of everything that is drawn, for terminals, pages and dashboards. Pure.
+"""Colours, names and thresholds of everything that is drawn, for terminals, pages and dashboards.
+Pure.
 
-A colour has one meaning. Phases have the colours of Okabe and Ito, which people with colour blindness can tell apart.
+A colour has one meaning. Phases have the colours of Okabe and Ito, which people with colour
+blindness can tell apart.
 """
 
 from __future__ import annotations
@@ -84,13 +86,17 @@ def style_sheet() -> str:
     fills = "\n".join(f"rect.part-{key} {{ fill: var(--part-{key}); }}" for key in PARTS)
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
-        f'@media screen and (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        '@media screen and (prefers-color-scheme: dark) { :root:not([data-theme="light"]) {'
+        f" {dark} }} }}\n"
         f'@media screen {{ :root[data-theme="dark"] {{ color-scheme: dark; {dark} }} }}\n'
         f':root[data-theme="light"] {{ color-scheme: light; }}\n{fills}\n'
     )
 
 
 def for_scripts() -> dict[str, Any]:
-    """Return names and thresholds as JSON for the page's scripts. Scripts read colours from the style sheet."""
+    """Return names and thresholds as JSON for the page's scripts.
+
+    Scripts read colours from the style sheet.
+    """
     names = {key: part.name for key, part in PARTS.items()}
     return {"parts": names, "min_excess": MIN_EXCESS, "full_excess": FULL_EXCESS}

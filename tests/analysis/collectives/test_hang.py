@@ -7,8 +7,25 @@ import re
 
 import pytest
 
-from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, on_silent_node, rank
-from torchlens_perf.analysis.collectives.hang import FACTOR, FIRST_STEPS_S, MIN_S, Collective, find_hang, limit_s
+from tests.support.progress import (
+    USUAL_S,
+    WORLD,
+    behind,
+    every,
+    found,
+    job,
+    named,
+    on_silent_node,
+    rank,
+)
+from torchlens_perf.analysis.collectives.hang import (
+    FACTOR,
+    FIRST_STEPS_S,
+    MIN_S,
+    Collective,
+    find_hang,
+    limit_s,
+)
 from torchlens_perf.run.ring import CAPTURING
 from torchlens_perf.verdicts.words.hang import text
 
@@ -16,7 +33,8 @@ from torchlens_perf.verdicts.words.hang import text
 
 
 @pytest.mark.parametrize(
-    ("usual_s", "limit"), [(USUAL_S, MIN_S), (1.9, MIN_S), (30.0, FACTOR * 30.0), (0.0, FIRST_STEPS_S)]
+    ("usual_s", "limit"),
+    [(USUAL_S, MIN_S), (1.9, MIN_S), (30.0, FACTOR * 30.0), (0.0, FIRST_STEPS_S)],
 )
 def test_nothing_is_reported_before_the_limit(usual_s: float, limit: float) -> None:
     """The limit is max(10 s, factor times the usual step), or that of the first steps."""
@@ -34,7 +52,10 @@ def test_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
 def test_dead_or_stopped_process_is_reported_early_in_first_steps(state: str) -> None:
-    """The usual time is not known yet, but such a rank cannot continue. It is reported after 10 s."""
+    """The usual time is not known yet, but such a rank cannot continue.
+
+    It is reported after 10 s.
+    """
     waiting = [rank(number, usual_step_s=0.0) for number in (0, 1, 3)]
 
     assert job(*waiting, behind(2, usual_step_s=0.0)) is None
@@ -48,7 +69,10 @@ def test_rank_that_writes_records_in_a_long_step_is_not_reported() -> None:
 
 def test_only_steps_count_if_times_of_last_records_are_unknown() -> None:
     """If the time of the last record is not known, only steps count."""
-    assert found(behind(2, since_mark_s=None), *(rank(n, since_mark_s=None) for n in (0, 1, 3))).kind == "missing"
+    assert (
+        found(behind(2, since_mark_s=None), *(rank(n, since_mark_s=None) for n in (0, 1, 3))).kind
+        == "missing"
+    )
 
 
 def test_no_hang_is_reported_if_no_rank_is_alive() -> None:
@@ -72,9 +96,11 @@ def test_missing_rank_is_named_with_its_place() -> None:
     assert hang.blocking[0].missing == hang.collective
     assert hang.alarm
     assert hang.look_at == (2,)
-    assert text(hang) == (
-        "No step for 12.0 s (usually 62.0 ms). 3 ranks wait in allreduce 57 of group 0; rank 2 (node-b) did not enter "
-        "it, last inside forward GPT > blocks.3. Next: look at the Python stack of rank 2 on node-b."
+    assert (
+        text(hang)
+        == "No step for 12.0 s (usually 62.0 ms). 3 ranks wait in allreduce 57 of group 0; rank 2"
+        " (node-b) did not enter it, last inside forward GPT > blocks.3. Next: look at the"
+        " Python stack of rank 2 on node-b."
     )
 
 
@@ -87,7 +113,9 @@ def test_ranks_that_are_ahead_wait_in_the_first_incomplete_collective() -> None:
 
 def test_collective_has_no_name_if_its_own_name_is_unknown() -> None:
     """If the name of that collective is not known, no name of another one is shown."""
-    hang = found(behind(2), *(rank(n, issued={WORLD: 58}, operations={WORLD: {58: "x"}}) for n in (0, 1, 3)))
+    hang = found(
+        behind(2), *(rank(n, issued={WORLD: 58}, operations={WORLD: {58: "x"}}) for n in (0, 1, 3))
+    )
 
     assert hang.collective == Collective(WORLD, 57, "")
     assert "3 ranks wait in collective 57 of group 0;" in text(hang)
@@ -97,7 +125,11 @@ def test_furthest_behind_is_named_alone() -> None:
     """Ranks that are behind because another rank blocks them are victims."""
     hang = found(behind(1, issued={WORLD: 55}), behind(2), behind(3))
 
-    assert (named(hang), hang.waiting, hang.collective) == ([1], (0, 2, 3), Collective(WORLD, 56, "allreduce"))
+    assert (named(hang), hang.waiting, hang.collective) == (
+        [1],
+        (0, 2, 3),
+        Collective(WORLD, 56, "allreduce"),
+    )
 
 
 def test_several_missing_ranks_are_named_together() -> None:
@@ -107,10 +139,13 @@ def test_several_missing_ranks_are_named_together() -> None:
     many = found(*(behind(n, host="node-a") for n in range(6)), count=16, groups=groups)
 
     assert (
-        "14 ranks wait in allreduce 57 of group 0; ranks 3 (node-a) and 4 (node-a) did not enter it, last inside "
-        "forward GPT > blocks.3. Next:" in text(hang)
+        "14 ranks wait in allreduce 57 of group 0; ranks 3 (node-a) and 4 (node-a) did not enter"
+        " it, last inside forward GPT > blocks.3. Next:" in text(hang)
     )
-    assert "; ranks 0 (node-a), 1 (node-a), 2 (node-a), 3 (node-a) and 2 more did not enter it" in text(many)
+    assert (
+        "; ranks 0 (node-a), 1 (node-a), 2 (node-a), 3 (node-a) and 2 more did not enter it"
+        in text(many)
+    )
 
 
 def test_single_rank_in_a_collective_is_described_as_possibly_faulty() -> None:
@@ -181,7 +216,10 @@ def test_blocking_rank_that_waits_points_to_network_or_device() -> None:
     hang = found(behind(2, inside=("backward", "wait")))
 
     assert named(hang) == [2]
-    assert "did not enter it, last inside backward, waiting in an operation that all ranks have entered." in text(hang)
+    assert (
+        "did not enter it, last inside backward, waiting in an operation that all ranks have"
+        " entered." in text(hang)
+    )
     assert "Next: look at the network and the device of rank 2 on node-b" in text(hang)
 
 
@@ -196,7 +234,9 @@ def test_rank_in_uninterruptible_sleep_is_shown() -> None:
 
 def test_rank_stuck_in_the_data_phase_points_to_its_loader() -> None:
     """The action for a rank that is stuck in the data phase is to look at its loader."""
-    assert "Next: look at the loader of rank 2 on node-b" in text(found(behind(2, inside=("data",))))
+    assert "Next: look at the loader of rank 2 on node-b" in text(
+        found(behind(2, inside=("data",)))
+    )
 
 
 def test_blocking_rank_that_writes_records_is_not_reported() -> None:
@@ -204,7 +244,10 @@ def test_blocking_rank_that_writes_records_is_not_reported() -> None:
     hang = found(behind(2, since_mark_s=0.2, inside=("evaluate",)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("busy", [2], (0, 1, 3), False)
-    assert "rank 2 (node-b) did not enter it: running inside evaluate, last recorded event 200 ms ago." in text(hang)
+    assert (
+        "rank 2 (node-b) did not enter it: running inside evaluate, last recorded event 200 ms ago."
+        in text(hang)
+    )
 
 
 # -- processes that cannot continue
@@ -214,7 +257,11 @@ def test_blocking_rank_that_writes_records_is_not_reported() -> None:
     ("state", "words", "action"),
     [
         ("stopped", "stopped by a signal (process state T)", "send SIGCONT to rank 2 on node-b"),
-        ("traced", "held by a debugger (process state t)", "detach the debugger from rank 2 on node-b"),
+        (
+            "traced",
+            "held by a debugger (process state t)",
+            "detach the debugger from rank 2 on node-b",
+        ),
     ],
 )
 def test_stopped_rank_is_named_with_its_state(state: str, words: str, action: str) -> None:
@@ -230,9 +277,17 @@ def test_stopped_rank_is_named_even_if_it_has_entered() -> None:
     """A rank that was stopped after it issued its last collective also blocks the others."""
     hang = found(rank(2, state="stopped"))
 
-    assert (hang.kind, named(hang), hang.waiting, hang.collective) == ("stopped", [2], (0, 1, 3), None)
+    assert (hang.kind, named(hang), hang.waiting, hang.collective) == (
+        "stopped",
+        [2],
+        (0, 1, 3),
+        None,
+    )
     assert hang.blocking[0].missing is None
-    assert "3 ranks wait; rank 2 (node-b) entered every collective that others have: stopped by a signal" in text(hang)
+    assert (
+        "3 ranks wait; rank 2 (node-b) entered every collective that others have: stopped by a"
+        " signal" in text(hang)
+    )
 
 
 def test_victims_of_a_stopped_rank_are_not_named() -> None:
@@ -256,7 +311,10 @@ def test_most_severe_problem_comes_first() -> None:
     with_dead = text(found(silent, stopped, behind(3, state="dead")))
     without = text(found(silent, stopped))
 
-    assert re.search("; rank 3 .* died .*; rank 1 .*; rank 2 .* Next: read the end of the log of rank 3", with_dead)
+    assert re.search(
+        "; rank 3 .* died .*; rank 1 .*; rank 2 .* Next: read the end of the log of rank 3",
+        with_dead,
+    )
     assert re.search("; rank 2 .* stopped .*; rank 1 .* Next: send SIGCONT to rank 2", without)
 
 
@@ -265,7 +323,10 @@ def test_dead_rank_is_named() -> None:
     hang = found(behind(2, state="dead", since_mark_s=None))
 
     assert (hang.kind, named(hang), hang.ended, hang.look_at) == ("dead", [2], (2,), ())
-    assert "rank 2 (node-b) died inside forward GPT > blocks.3, and did not enter it. Next: read the end" in text(hang)
+    assert (
+        "rank 2 (node-b) died inside forward GPT > blocks.3, and did not enter it. Next: read"
+        " the end" in text(hang)
+    )
 
 
 def test_rank_that_died_long_before_is_not_named() -> None:
@@ -283,7 +344,10 @@ def test_rank_that_ended_after_fewer_steps_is_named() -> None:
     hang = found(behind(1, state="closed", step=99, inside=()))
 
     assert (hang.kind, named(hang), hang.waiting) == ("uneven", [1], (0, 2, 3))
-    assert "rank 1 (node-a) did not enter it: recording ended normally there after 99 steps." in text(hang)
+    assert (
+        "rank 1 (node-a) did not enter it: recording ended normally there after 99 steps."
+        in text(hang)
+    )
     assert "Next: give all ranks the same number of steps" in text(hang)
 
 
@@ -314,8 +378,8 @@ def test_last_living_rank_is_named() -> None:
 
     assert (hang.kind, named(hang), hang.waiting, hang.ended) == ("alone", [1], (), (0, 2, 3))
     assert (
-        "Rank 1 (node-a) is inside save, and no rank waits for it. 3 ranks have ended. Next: look at the Python stack "
-        "of rank 1 on node-a." in text(hang)
+        "Rank 1 (node-a) is inside save, and no rank waits for it. 3 ranks have ended. Next: look"
+        " at the Python stack of rank 1 on node-a." in text(hang)
     )
 
 
@@ -329,9 +393,9 @@ def test_node_that_became_silent_with_the_last_step_is_named() -> None:
     assert (hang.kind, named(hang), hang.waiting) == ("silent", [2, 3], (0, 1))
     assert hang.look_at == ()
     assert (
-        "ranks 2 (node-b) and 3 (node-b) stopped reporting when the steps ended, 12.3 s ago, as did the sidecar of "
-        "that node; last reported inside data, and did not enter it. Next: see whether node-b can be reached"
-        in text(hang)
+        "ranks 2 (node-b) and 3 (node-b) stopped reporting when the steps ended, 12.3 s ago, as did"
+        " the sidecar of that node; last reported inside data, and did not enter it. Next: see"
+        " whether node-b can be reached" in text(hang)
     )
 
 
@@ -353,7 +417,9 @@ def test_node_whose_sidecar_died_long_before_is_not_named() -> None:
 
 
 def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
-    """If all reporting ranks have entered, the cause may be on the other ranks, not in the network."""
+    """If all reporting ranks have entered, the cause may be on the other ranks, not
+    in the network.
+    """
     for stale in ({3: on_silent_node(3, report_age_s=70.0)}, {}):
         progress = {number: rank(number) for number in range(3)} | stale
         hang = find_hang(progress, {WORLD: (0, 1, 2, 3)})
@@ -361,8 +427,8 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
         assert hang is not None
         assert (hang.kind, named(hang), hang.unheard) == ("unheard", [], (3,))
         assert (
-            "3 ranks wait in allreduce 57 of group 0 or a later operation; the cause is on the ranks without reports"
-            in text(hang)
+            "3 ranks wait in allreduce 57 of group 0 or a later operation; the cause is on the"
+            " ranks without reports" in text(hang)
         )
 
 
@@ -375,18 +441,27 @@ def test_single_reporting_rank_is_not_called_the_last_living_one() -> None:
 
 def test_reporting_ranks_in_one_place_are_no_pause_if_others_do_not_report() -> None:
     """The missing ranks may not be saving."""
-    hang = found(*every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",)))
+    hang = found(
+        *every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",))
+    )
 
     assert (hang.kind, hang.alarm, hang.unheard) == ("apart", True, (3,))
     assert "Ranks 0-2 are inside save. No reports from rank 3. Next:" in text(hang)
 
 
 def test_node_that_became_silent_during_the_hang_still_counts() -> None:
-    """A rank that was stuck in its last report stays behind, and its node does not count as silent."""
-    hang = found(behind(2, since_step_s=30.0, report_age_s=20.0), *(rank(n, since_step_s=50.0) for n in (0, 1, 3)))
+    """A rank that was stuck in its last report stays behind, and its node does not
+    count as silent.
+    """
+    hang = found(
+        behind(2, since_step_s=30.0, report_age_s=20.0),
+        *(rank(n, since_step_s=50.0) for n in (0, 1, 3)),
+    )
 
     assert (hang.kind, named(hang)) == ("missing", [2])
-    assert "did not enter it, last inside forward GPT > blocks.3, as reported 20.0 s ago." in text(hang)
+    assert "did not enter it, last inside forward GPT > blocks.3, as reported 20.0 s ago." in text(
+        hang
+    )
 
 
 def test_writing_a_capture_counts_as_a_hang_only_after_minutes() -> None:
@@ -397,4 +472,6 @@ def test_writing_a_capture_counts_as_a_hang_only_after_minutes() -> None:
     assert named(found(behind(2))) == [2]
     assert job(behind(2, **writing)) is None
     assert named(found(behind(2, state="dead", **writing))) == [2]
-    assert named(found(*every(2, **for_minutes), behind(2, **writing, **for_minutes), count=3)) == [2]
+    assert named(found(*every(2, **for_minutes), behind(2, **writing, **for_minutes), count=3)) == [
+        2
+    ]

@@ -17,7 +17,9 @@ FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the b
 ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
-def at(number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any) -> Progress:
+def at(
+    number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any
+) -> Progress:
     """Return a rank whose device was last seen at that mark."""
     return rank(number, device=DevicePlace(step, place, mark, stood_s), **changed)
 
@@ -31,9 +33,10 @@ def test_rank_whose_kernel_has_not_started_is_named() -> None:
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("device", [3], (0, 1, 2), True)
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
-        "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) the operation's "
-        "kernel has not begun, although it has on ranks 0-2: an earlier kernel does not end there. Next: look for the "
-        "kernel that does not end on rank 3 on node-b: dmesg (Xid)" in text(hang)
+        "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) the"
+        " operation's kernel has not begun, although it has on ranks 0-2: an earlier kernel does"
+        " not end there. Next: look for the kernel that does not end on rank 3 on node-b: dmesg"
+        " (Xid)" in text(hang)
     )
 
 
@@ -71,9 +74,10 @@ def test_device_stuck_at_an_earlier_mark_is_named() -> None:
     hang = found(*others, at(3, 1, FORWARD))
     assert (hang.kind, named(hang), hang.waiting, hang.look_at) == ("device", [3], (0, 1, 2), (3,))
     assert (
-        "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) is in step 99 after the "
-        "beginning of the forward pass, while the furthest device of ranks 0-2 is in step 99 after the beginning of "
-        "the backward pass. Next: look for the kernel" in text(hang)
+        "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) is in"
+        " step 99 after the beginning of the forward pass, while the furthest device of ranks 0-2"
+        " is in step 99 after the beginning of the backward pass. Next: look for the kernel"
+        in text(hang)
     )
 
 
@@ -84,19 +88,29 @@ def test_device_at_a_mark_of_an_earlier_step_counts_as_behind() -> None:
 
 
 def test_device_with_too_few_polls_is_not_stuck() -> None:
-    """The device was polled once, or for less than two usual steps, before the thread was blocked."""
+    """The device was polled once, or for less than two usual steps, before the thread was
+    blocked.
+    """
     others = [at(number, 3, stood_s=0.0) for number in range(3)]
     for stood_s in (0.0, 1.9 * USUAL_S):
         hang = found(*others, at(3, 1, stood_s=stood_s))
         assert (hang.kind, named(hang)) == ("together", [])
-        assert "It is not known which device is behind: the training threads were blocked" in text(hang)
+        assert "It is not known which device is behind: the training threads were blocked" in text(
+            hang
+        )
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
 
 def test_device_is_not_called_stuck_if_the_usual_step_time_is_unknown() -> None:
     """The duration of a step on the device is not known then."""
-    ranks = [at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0) for number in range(3)]
-    assert found(*ranks, at(3, 1, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)).kind == "together"
+    ranks = [
+        at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)
+        for number in range(3)
+    ]
+    assert (
+        found(*ranks, at(3, 1, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)).kind
+        == "together"
+    )
 
 
 def test_no_rank_is_named_if_the_mark_of_one_is_unknown() -> None:
@@ -108,7 +122,10 @@ def test_all_devices_stuck_at_one_mark_are_reported_as_a_hang() -> None:
     """Work is left undone, so this is not a pause, wherever the hosts are."""
     hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
     assert (hang.kind, named(hang)) == ("together", [])
-    assert "Their devices are at the same place, in step 99 after the beginning of the backward pass" in text(hang)
+    assert (
+        "Their devices are at the same place, in step 99 after the beginning of the backward pass"
+        in text(hang)
+    )
     hosts = [at(number, 3, BACKWARD, inside=()) for number in range(4)]
     assert found(*hosts).kind == "together"
     assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
@@ -126,17 +143,19 @@ def test_hosts_blocked_outside_of_spans_are_no_pause_if_a_device_is_behind() -> 
 def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
     """The loop waits for its loss in each step. It is not a pause, and no rank is blamed."""
     hosts = [
-        at(number, 7, step=98, stood_s=0.0, inside=(), waits_in=ITEM if number < 2 else None) for number in range(4)
+        at(number, 7, step=98, stood_s=0.0, inside=(), waits_in=ITEM if number < 2 else None)
+        for number in range(4)
     ]
     hang = found(*hosts)
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("blocked", [], (0, 1, 2, 3), True)
     assert (
-        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside all recorded spans. The training threads wait "
-        "there for their devices, in `loss.item()`, train (gpt.py:31), by the stacks of ranks 0-1. It is not known "
-        "what the devices execute: the threads last checked them before they began to wait. One device may be stuck in "
-        "a kernel of its own while the others wait for it in a collective, or all devices may have long work. The "
-        "records cannot distinguish these cases. "
-        "Next: see which kernel runs on each rank's device (cuda-gdb: info cuda kernels)" in text(hang)
+        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside all recorded spans. The"
+        " training threads wait there for their devices, in `loss.item()`, train (gpt.py:31), by"
+        " the stacks of ranks 0-1. It is not known what the devices execute: the threads last"
+        " checked them before they began to wait. One device may be stuck in a kernel of its own"
+        " while the others wait for it in a collective, or all devices may have long work. The"
+        " records cannot distinguish these cases. Next: see which kernel runs on each rank's device"
+        " (cuda-gdb: info cuda kernels)" in text(hang)
     )
     assert "by the stack of rank 0." in text(
         found(at(0, 7, inside=(), stood_s=0.0, waits_in=ITEM), *every(4, inside=())[1:])
@@ -147,11 +166,15 @@ def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
     "waits_in", [(None, None), ("", ""), (ITEM, ""), (ITEM, "`x.item()`, other (gpt.py:40)")],
     ids=["not asked", "none waits", "one waits", "in two places"],
 )  # fmt: skip
-def test_busy_hosts_on_stuck_devices_are_reported_as_a_pause(waits_in: tuple[str | None, str | None]) -> None:
+def test_busy_hosts_on_stuck_devices_are_reported_as_a_pause(
+    waits_in: tuple[str | None, str | None],
+) -> None:
     """The hosts are busy, as in a checkpoint or an evaluation. Missing polls of the devices do not
     prove a hang.
     """
-    hosts = [at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)]
+    hosts = [
+        at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)
+    ]
     hang = found(*hosts, count=2)
     assert (hang.kind, hang.waiting, hang.alarm) == ("pause", (), False)
 
@@ -161,10 +184,10 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
     hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
-        "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device in `loss.item()`, "
-        "train (gpt.py:31). Next: see which kernel runs on the device of rank 0 on node-a (cuda-gdb: info cuda "
-        "kernels): a kernel that does not end, or a collective's kernel that waits for another rank's "
-        "device." in text(hang)
+        "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device"
+        " in `loss.item()`, train (gpt.py:31). Next: see which kernel runs on the device of rank 0"
+        " on node-a (cuda-gdb: info cuda kernels): a kernel that does not end, or a collective's"
+        " kernel that waits for another rank's device." in text(hang)
     )
 
 
@@ -209,6 +232,10 @@ def test_devices_are_not_mentioned_in_a_job_on_cpus() -> None:
         (8, 0, False, ""),
     ],
 )
-def test_mark_is_described_by_its_phase_or_module(place: int, kind: int, is_end: bool, words: str) -> None:
-    found_place = device_place(DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3")
+def test_mark_is_described_by_its_phase_or_module(
+    place: int, kind: int, is_end: bool, words: str
+) -> None:
+    found_place = device_place(
+        DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3"
+    )
     assert found_place == DevicePlace(12, place, words, 2.5, kind, is_end)

@@ -18,13 +18,23 @@ from torchlens_perf.analysis.collectives.hang import MIN_S, SILENT_S, Progress, 
 from torchlens_perf.verdicts.words.hang import text
 
 STATES = ["running", "stopped", "traced", "uninterruptible", "dead", "closed", "unknown"]
-PLACES: list[tuple[str, ...]] = [(), ("data",), FORWARD, ("backward",), ("backward", "wait"), ("wait",)]
+PLACES: list[tuple[str, ...]] = [
+    (),
+    ("data",),
+    FORWARD,
+    ("backward",),
+    ("backward", "wait"),
+    ("wait",),
+]
 TIMES = st.sampled_from([0.0, 0.05, 3.0, 6.0, 9.0, 12.0, 14.0, 30.0, 3600.0])
 
 
 @st.composite
 def jobs(
-    draw: st.DrawFn, states: list[str] = STATES, told: st.SearchStrategy[float] = TIMES, names: bool = True
+    draw: st.DrawFn,
+    states: list[str] = STATES,
+    told: st.SearchStrategy[float] = TIMES,
+    names: bool = True,
 ) -> tuple[dict[int, Progress], dict[str, tuple[int, ...]]]:
     """Draw ranks in any state, in groups of which some are known."""
     ranks = range(draw(st.integers(1, 6)))
@@ -32,7 +42,9 @@ def jobs(
     members = draw(st.dictionaries(st.sampled_from("abc"), some_ranks))
     progress = {}
     for number in ranks:
-        issued = {name: draw(st.integers(-1, 3)) for name, group in members.items() if number in group}
+        issued = {
+            name: draw(st.integers(-1, 3)) for name, group in members.items() if number in group
+        }
         progress[number] = Progress(
             rank=number,
             host=f"node-{number // 2}",
@@ -43,21 +55,28 @@ def jobs(
             issued=issued,
             inside=draw(st.sampled_from(PLACES)),
             state=draw(st.sampled_from(states)),
-            operations={name: {last: draw(st.sampled_from("xy" if names else "x"))} for name, last in issued.items()},
+            operations={
+                name: {last: draw(st.sampled_from("xy" if names else "x"))}
+                for name, last in issued.items()
+            },
             since_mark_s=draw(st.one_of(st.none(), TIMES)),
         )
     known = draw(st.sets(st.sampled_from(sorted(members)))) if members else set()
     return progress, {name: tuple(sorted(members[name])) for name in known}
 
 
-def standing_still(states: list[str]) -> st.SearchStrategy[tuple[dict[int, Progress], dict[str, tuple[int, ...]]]]:
+def standing_still(
+    states: list[str],
+) -> st.SearchStrategy[tuple[dict[int, Progress], dict[str, tuple[int, ...]]]]:
     """Draw jobs with complete data in which no rank has finished a step or written a record for 12
     s.
     """
     return jobs(states=states, told=st.just(0.0), names=False).map(
         lambda job: (
             {
-                number: dataclasses.replace(each, since_step_s=SINCE_S, since_mark_s=SINCE_S, usual_step_s=0.05)
+                number: dataclasses.replace(
+                    each, since_step_s=SINCE_S, since_mark_s=SINCE_S, usual_step_s=0.05
+                )
                 for number, each in job[0].items()
             },
             job[1],
@@ -65,12 +84,21 @@ def standing_still(states: list[str]) -> st.SearchStrategy[tuple[dict[int, Progr
     )
 
 
-def levels(progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, int]]:
+def levels(
+    progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[int, int]]:
     """Return the last issued collective by group and member."""
     names = {name for each in progress.values() for name in each.issued} | groups.keys()
-    users = {name: [r for r, each in progress.items() if each.issued.get(name, -1) >= 0] for name in names}
+    users = {
+        name: [r for r, each in progress.items() if each.issued.get(name, -1) >= 0]
+        for name in names
+    }
     return {
-        name: {r: progress[r].issued.get(name, -1) for r in groups.get(name, users[name]) if r in progress}
+        name: {
+            r: progress[r].issued.get(name, -1)
+            for r in groups.get(name, users[name])
+            if r in progress
+        }
         for name in names
     }
 
@@ -85,7 +113,11 @@ def test_random_job_gives_a_consistent_hang_or_none(
     if hang is None:
         return
     line = text(hang)
-    told = {r for r, each in progress.items() if each.report_age_s <= SILENT_S and each.state not in ("dead", "closed")}
+    told = {
+        r
+        for r, each in progress.items()
+        if each.report_age_s <= SILENT_S and each.state not in ("dead", "closed")
+    }
 
     assert re.fullmatch(r"No step for [\d.]+ (s|ms) .+\. Next: .+\.", line), line
     assert "  " not in line
@@ -99,7 +131,9 @@ def test_random_job_gives_a_consistent_hang_or_none(
 
 
 @given(standing_still(["running", "uninterruptible", "unknown", "closed"]))
-def test_rank_that_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
+def test_rank_that_has_entered_all_is_never_blamed(
+    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+) -> None:
     """The named ranks are exactly those that are last where others wait and that do not wait
     themselves. Ended ranks do not wait.
     """
@@ -110,7 +144,11 @@ def test_rank_that_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress
     by_group = levels(progress, groups)
     last, waits = set(), set()
     for table in by_group.values():
-        further = {r for r, level in table.items() if level > min(table.values()) and progress[r].state != "closed"}
+        further = {
+            r
+            for r, level in table.items()
+            if level > min(table.values()) and progress[r].state != "closed"
+        }
         waits |= further
         last |= {r for r, level in table.items() if level == min(table.values()) and further}
 
@@ -176,7 +214,9 @@ def test_rank_with_an_outdated_report_is_not_blamed(
     progress, groups = job
     if number not in progress:
         return
-    stale = dataclasses.replace(progress[number], report_age_s=7200.0 + report_age_s, state="running")
+    stale = dataclasses.replace(
+        progress[number], report_age_s=7200.0 + report_age_s, state="running"
+    )
     hang = find_hang({**progress, number: stale}, groups)
 
     assert hang is None or number not in named(hang) or hang.since_s >= 3600

@@ -23,10 +23,14 @@ def test_mismatched_order_is_shown_as_a_cycle() -> None:
     hang = found(*ranks, count=2)
 
     assert (hang.kind, named(hang), hang.waiting, hang.look_at) == ("mismatch", [], (0, 1), (0, 1))
-    assert hang.cycle == ((0, Collective("a", 5, "allreduce")), (1, Collective("b", 8, "allgather")))
+    assert hang.cycle == (
+        (0, Collective("a", 5, "allreduce")),
+        (1, Collective("b", 8, "allgather")),
+    )
     assert (
-        "Ranks wait for each other in a cycle: rank 0 waits in allreduce 5 of group a for rank 1, rank 1 waits in "
-        "allgather 8 of group b for rank 0. Next: make all ranks issue" in text(hang)
+        "Ranks wait for each other in a cycle: rank 0 waits in allreduce 5 of group a for rank 1,"
+        " rank 1 waits in allgather 8 of group b for rank 0. Next: make all ranks issue"
+        in text(hang)
     )
 
 
@@ -39,7 +43,9 @@ def test_cycle_leaves_out_ranks_that_only_wait_for_it() -> None:
         # This rank became silent after it had waited for 12 s.
         rank(3, issued={"a": 5}, operations={}, report_age_s=20.0),
     ]
-    ranks[:3] = [dataclasses.replace(each, since_step_s=32.0, since_mark_s=32.0) for each in ranks[:3]]
+    ranks[:3] = [
+        dataclasses.replace(each, since_step_s=32.0, since_mark_s=32.0) for each in ranks[:3]
+    ]
     hang = found(*ranks)
 
     assert hang.kind == "mismatch"
@@ -54,8 +60,8 @@ def test_different_operations_under_one_number_are_shown() -> None:
     assert (hang.kind, named(hang)) == ("mismatch", [])
     assert hang.operations == {"allreduce": (0, 1, 3), "broadcast": (2,)}
     assert (
-        "Collective 57 of group 0 differs between ranks: allreduce on ranks 0-1,3, broadcast on rank 2. Next: "
-        in text(hang)
+        "Collective 57 of group 0 differs between ranks: allreduce on ranks 0-1,3, broadcast on"
+        " rank 2. Next: " in text(hang)
     )
     assert hang.look_at == (2, 0)
 
@@ -66,7 +72,10 @@ def test_mismatched_operations_are_shown_instead_of_ranks_behind() -> None:
     """
     usual = {56: "allreduce", 57: "allreduce", 58: "allreduce"}
     others = [rank(number, issued={WORLD: 58}, operations={WORLD: usual}) for number in (0, 1, 3)]
-    hang = found(rank(2, issued={WORLD: 60}, operations={WORLD: {**usual, 57: "broadcast", 58: "x"}}), *others)
+    hang = found(
+        rank(2, issued={WORLD: 60}, operations={WORLD: {**usual, 57: "broadcast", 58: "x"}}),
+        *others,
+    )
 
     assert (hang.kind, hang.collective) == ("mismatch", Collective(WORLD, 57))
 
@@ -75,11 +84,16 @@ def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
     """If all ranks have entered and wait, the text refers to the network and the devices."""
     hang = found()
 
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("together", [], (0, 1, 2, 3), True)
+    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == (
+        "together",
+        [],
+        (0, 1, 2, 3),
+        True,
+    )
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
-        "All 4 ranks have entered allreduce 57 of group 0: no rank keeps the others waiting. Ranks 0-3 are inside "
-        "backward. Next: look at the network and the devices" in text(hang)
+        "All 4 ranks have entered allreduce 57 of group 0: no rank keeps the others waiting. Ranks"
+        " 0-3 are inside backward. Next: look at the network and the devices" in text(hang)
     )
 
 
@@ -102,8 +116,8 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("pause", [], (), False)
     assert (
-        "Rank 3 is inside torch.save; ranks 0-2 are inside torch.save > write. No rank waits for another: a checkpoint"
-        in text(hang)
+        "Rank 3 is inside torch.save; ranks 0-2 are inside torch.save > write. No rank waits for"
+        " another: a checkpoint" in text(hang)
     )
 
 
@@ -123,19 +137,26 @@ def test_rarest_places_come_first_without_a_collective() -> None:
     """The text shows the places with the fewest ranks first. Ranks that do not wait should be
     looked at first.
     """
-    ranks = [*(rank(n, issued={}, operations={}) for n in (0, 1, 3)), behind(2, issued={}, operations={})]
+    ranks = [
+        *(rank(n, issued={}, operations={}) for n in (0, 1, 3)),
+        behind(2, issued={}, operations={}),
+    ]
     hang = found(*ranks)
 
     assert (hang.kind, named(hang), hang.waiting, hang.look_at[0]) == ("apart", [], (0, 1, 3), 2)
     assert (
-        "No recorded collective shows which rank waits for which. Rank 2 is inside forward GPT > blocks.3; ranks "
-        "0-1,3 are inside backward. Next: look at the Python stack of rank 2 first" in text(hang)
+        "No recorded collective shows which rank waits for which. Rank 2 is inside forward GPT >"
+        " blocks.3; ranks 0-1,3 are inside backward. Next: look at the Python stack of rank 2 first"
+        in text(hang)
     )
 
 
 def test_single_waiting_rank_is_not_looked_at_first() -> None:
     """A single waiting rank among several that do not wait is not looked at first."""
-    ranks = [rank(0, issued={}, operations={}), *(behind(n, issued={}, operations={}) for n in (1, 2))]
+    ranks = [
+        rank(0, issued={}, operations={}),
+        *(behind(n, issued={}, operations={}) for n in (1, 2)),
+    ]
 
     assert found(*ranks, count=3).look_at == (1, 2, 0)
 
@@ -149,8 +170,9 @@ def test_stuck_rank_is_named_while_others_make_steps() -> None:
     hang = found(behind(2), *going_on)
 
     assert (hang.kind, named(hang), hang.moving) == ("alone", [2], (0, 1, 3))
-    assert "on rank 2, while 3 other ranks make steps. Rank 2 (node-b) is inside forward GPT > blocks.3, and" in text(
-        hang
+    assert (
+        "on rank 2, while 3 other ranks make steps. Rank 2 (node-b) is inside forward GPT >"
+        " blocks.3, and" in text(hang)
     )
 
 
@@ -175,12 +197,21 @@ def test_nothing_is_reported_while_other_ranks_are_about_to_stop() -> None:
 
 def test_hang_is_found_in_one_of_two_independent_halves_of_a_job() -> None:
     """The two halves do not depend on each other. Only the one that hangs is judged."""
-    going_on = [rank(number, since_step_s=0.03, issued={"b": 900}, operations={}) for number in (4, 5, 6, 7)]
+    going_on = [
+        rank(number, since_step_s=0.03, issued={"b": 900}, operations={}) for number in (4, 5, 6, 7)
+    ]
     hang = found(behind(2), *going_on, count=8)
 
-    assert (hang.kind, named(hang), hang.waiting, hang.moving) == ("missing", [2], (0, 1, 3), (4, 5, 6, 7))
+    assert (hang.kind, named(hang), hang.waiting, hang.moving) == (
+        "missing",
+        [2],
+        (0, 1, 3),
+        (4, 5, 6, 7),
+    )
     assert hang.unheard == ()
-    assert text(hang).startswith("No step for 12.0 s (usually 62.0 ms) on ranks 0-3, while 4 other ranks make steps. ")
+    assert text(hang).startswith(
+        "No step for 12.0 s (usually 62.0 ms) on ranks 0-3, while 4 other ranks make steps. "
+    )
 
 
 # -- each finding is reported once
@@ -194,7 +225,12 @@ def test_hang_keeps_its_key_until_the_next_step() -> None:
     after_step = found(behind(2, step=101), *(rank(n, step=101) for n in (0, 1, 3)))
 
     assert first.key == later.key
-    assert len({first.key, after_step.key, found(behind(3)).key, found(behind(2, state="stopped")).key}) == 4
+    assert (
+        len(
+            {first.key, after_step.key, found(behind(3)).key, found(behind(2, state="stopped")).key}
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -205,9 +241,13 @@ def test_longer_pause_has_a_new_key(busy: bool) -> None:
 
     def at(step: int, since_s: float) -> Hang:
         if busy:
-            late = [rank(n, step=step, since_step_s=since_s, since_mark_s=since_s) for n in (0, 1, 3)]
+            late = [
+                rank(n, step=step, since_step_s=since_s, since_mark_s=since_s) for n in (0, 1, 3)
+            ]
             return found(behind(2, step=step, since_step_s=since_s, since_mark_s=0.1), *late)
-        return found(*every(4, step=step, since_step_s=since_s, since_mark_s=since_s, inside=("save",)))
+        return found(
+            *every(4, step=step, since_step_s=since_s, since_mark_s=since_s, inside=("save",))
+        )
 
     assert at(1000, 15.0).key == at(2000, 16.0).key
     assert at(1000, 40.0).key == at(2000, 45.0).key
@@ -221,7 +261,11 @@ def test_times_and_step_cover_all_ranks() -> None:
     """The duration is that without a step of any rank. The usual time is the slowest rank's, the
     step the furthest rank's.
     """
-    hang = found(rank(0, since_step_s=30.0, usual_step_s=0.5), rank(1, step=103), behind(2, since_step_s=11.0))
+    hang = found(
+        rank(0, since_step_s=30.0, usual_step_s=0.5),
+        rank(1, step=103),
+        behind(2, since_step_s=11.0),
+    )
 
     assert (hang.since_s, hang.usual_s, hang.step) == (11.0, 0.5, 103)
 
@@ -231,7 +275,9 @@ def test_collective_of_the_group_with_most_ranks_is_shown() -> None:
     small = {"z": 3}
     both = found(*(rank(number, issued={WORLD: 57, **small}) for number in (0, 1)))
     missed = found(
-        behind(2, issued={WORLD: 56, "z": 2}), rank(0, issued={WORLD: 57, "z": 3}, operations={}), groups={"z": (0, 2)}
+        behind(2, issued={WORLD: 56, "z": 2}),
+        rank(0, issued={WORLD: 57, "z": 3}, operations={}),
+        groups={"z": (0, 2)},
     )
 
     assert both.collective == Collective(WORLD, 57, "allreduce")
@@ -262,7 +308,11 @@ def test_places_beyond_the_fourth_are_counted_and_nested_spans_shortened() -> No
     are shown.
     """
     deep = tuple(f"m{i}" for i in range(9))
-    line = text(found(*(rank(n, inside=(f"p{n}", *deep), issued={}, operations={}) for n in range(6)), count=6))
+    line = text(
+        found(
+            *(rank(n, inside=(f"p{n}", *deep), issued={}, operations={}) for n in range(6)), count=6
+        )
+    )
 
     assert "Rank 0 is inside p0 > m0 > ... > m6 > m7 > m8; rank 1" in line
     assert "rank 3 is inside p3 > m0 > ... > m6 > m7 > m8; and 2 more places. Next:" in line
@@ -283,7 +333,7 @@ def test_text_of_a_long_cycle_shows_its_start_and_end() -> None:
 
     assert len(hang.cycle) == 6
     assert (
-        "cycle: rank 0 waits in collective 5 of group g0 for rank 1, rank 1 waits in collective 5 of group g1 for rank "
-        "2, rank 2 waits in collective 5 of group g2 for rank 3, ..., rank 5 waits in collective 5 of group g5 for "
-        "rank 0. Next:" in text(hang)
+        "cycle: rank 0 waits in collective 5 of group g0 for rank 1, rank 1 waits in collective 5"
+        " of group g1 for rank 2, rank 2 waits in collective 5 of group g2 for rank 3, ..., rank 5"
+        " waits in collective 5 of group g5 for rank 0. Next:" in text(hang)
     )

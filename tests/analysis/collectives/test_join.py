@@ -21,9 +21,13 @@ WORLD_OF_3 = GroupKey("0", "0-2", "default_pg")
 COMPLETED = int(Flag.COMPLETED)
 
 
-def of(join: CollectiveJoin, operation: str, pair: tuple[int, int] | None = None) -> OperationStatistics:
+def of(
+    join: CollectiveJoin, operation: str, pair: tuple[int, int] | None = None
+) -> OperationStatistics:
     """Return the only row of an operation."""
-    (row,) = [row for row in join.operations() if (row.key.operation, row.key.pair) == (operation, pair)]
+    (row,) = [
+        row for row in join.operations() if (row.key.operation, row.key.pair) == (operation, pair)
+    ]
     return row
 
 
@@ -45,11 +49,19 @@ def test_wait_for_a_late_rank_is_counted() -> None:
     assert counts(late) == Counts(joined=2)
     assert (row.records, row.joined, row.bytes) == (6, 2, 6 << 20)
     totals = row.totals()
-    assert {rank: each["exposed_wait_ns"] for rank, each in totals.items()} == {0: 140, 1: 10, 2: 60}
+    assert {rank: each["exposed_wait_ns"] for rank, each in totals.items()} == {
+        0: 140,
+        1: 10,
+        2: 60,
+    }
     assert {rank: (each["last"], each["exposed_lag_ns"]) for rank, each in totals.items()} == {
         0: (0, 0), 1: (1, 60), 2: (1, 10),
     }  # fmt: skip
-    assert (row.whole("transfer").sum_ns, row.whole("wait").sum_ns, row.duration.sum_ns) == (30, 210, 300)
+    assert (row.whole("transfer").sum_ns, row.whole("wait").sum_ns, row.duration.sum_ns) == (
+        30,
+        210,
+        300,
+    )
     assert row.issue.sum_ns == 6 * 5 * US
 
 
@@ -70,10 +82,14 @@ def test_operations_delayed_by_a_capture_have_no_wait() -> None:
 
 
 def test_asynchronous_waits_are_counted_separately() -> None:
-    """If a rank did not block, or issued on another thread, its earlier issue is not blocked time."""
+    """If a rank did not block, or issued on another thread, its earlier issue is not blocked
+    time.
+    """
     for flag in (Flag.ASYNC, Flag.OTHER_THREAD):
         flags = COMPLETED | int(flag)
-        join = joined({rank: [Issued(NAME, 0, ns, flags=flags)] for rank, ns in enumerate((90, 10))})
+        join = joined(
+            {rank: [Issued(NAME, 0, ns, flags=flags)] for rank, ns in enumerate((90, 10))}
+        )
         totals = of(join, "allreduce").totals()
 
         assert (totals[0]["exposed_wait_ns"], totals[0]["overlapped_wait_ns"]) == (0, 80)
@@ -84,7 +100,9 @@ def test_asynchronous_waits_are_counted_separately() -> None:
 def test_monitored_barrier_blocks() -> None:
     """The call returns no handle, so its flag is asynchronous, but it does block."""
     flags = COMPLETED | int(Flag.ASYNC)
-    join = joined({r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))})
+    join = joined(
+        {r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))}
+    )
 
     assert of(join, "monitored_barrier").totals()[0]["exposed_wait_ns"] == 80
     assert of(join, "monitored_barrier").asynchronous == 0
@@ -94,7 +112,10 @@ def test_bandwidth_is_that_of_the_size_class_with_most_bytes() -> None:
     """Small and large operations of one name have separate bandwidths. The row shows that of most
     bytes.
     """
-    issued = [Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100) for n in range(20)]
+    issued = [
+        Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100)
+        for n in range(20)
+    ]
     row = of(joined({0: issued, 1: issued}), "allreduce")
     main = row.main_size()
 
@@ -113,8 +134,14 @@ def test_send_is_joined_with_its_receive() -> None:
     groups = {"9": {"ranks": "4,6", "description": "mesh_pp"}}
     join = joined(
         {
-            4: [Issued("send group=9 dtype=float16 peer=1", 0, 90), Issued("recv group=9 dtype=float16 peer=1", 0, 50)],
-            6: [Issued("recv group=9 dtype=float16 peer=0", 0, 20), Issued("send group=9 dtype=float16 peer=0", 0, 50)],
+            4: [
+                Issued("send group=9 dtype=float16 peer=1", 0, 90),
+                Issued("recv group=9 dtype=float16 peer=1", 0, 50),
+            ],
+            6: [
+                Issued("recv group=9 dtype=float16 peer=0", 0, 20),
+                Issued("send group=9 dtype=float16 peer=0", 0, 50),
+            ],
         },
         groups,
     )
@@ -126,7 +153,9 @@ def test_send_is_joined_with_its_receive() -> None:
 
 
 def test_gather_is_joined_without_a_type_on_other_ranks() -> None:
-    """The other ranks pass no tensors to gather into, so their records have no type and no bytes."""
+    """The other ranks pass no tensors to gather into, so their records have no type and no
+    bytes.
+    """
     join = joined(
         {
             0: [Issued("gather group=0 dtype=float32 root=0", 0, 90, 4096)],
@@ -157,7 +186,9 @@ def test_local_ranks_of_a_group_are_joined() -> None:
         "1": {"ranks": "0,8", "description": "mesh_dp"},
     }
     other = "allreduce group=1 dtype=float32"
-    join = joined({rank: [Issued(NAME, 0, 10 + rank), Issued(other, 0, 10)] for rank in range(4)}, groups)
+    join = joined(
+        {rank: [Issued(NAME, 0, 10 + rank), Issued(other, 0, 10)] for rank in range(4)}, groups
+    )
     whole = next(row for row in join.operations() if row.key.group.name == "0")
 
     assert (whole.joined, sorted(whole.ranks), len(whole.key.members)) == (1, [0, 1, 2, 3], 16)
@@ -179,7 +210,12 @@ def test_rows_of_two_nodes_are_merged() -> None:
 
     assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
     assert row.whole("transfer").sum_ns == 100
-    assert {rank: each["exposed_wait_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 50, 2: 0, 3: 50}
+    assert {rank: each["exposed_wait_ns"] for rank, each in row.totals().items()} == {
+        0: 0,
+        1: 50,
+        2: 0,
+        3: 50,
+    }
     # The inputs are unchanged.
     assert halves[0][0].joined == 1
     assert sorted(halves[0][0].totals()) == [0, 1]
@@ -197,7 +233,9 @@ def test_rows_of_two_nodes_are_merged() -> None:
     ],
 )
 def test_different_operation_at_the_same_number_counts_as_mismatched(other: Issued) -> None:
-    """Ranks that issued different operations, types or sizes count as mismatched, without a wait."""
+    """Ranks that issued different operations, types or sizes count as mismatched, without a
+    wait.
+    """
     join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
 
     assert counts(join) == Counts(mismatched=1)
@@ -205,7 +243,9 @@ def test_different_operation_at_the_same_number_counts_as_mismatched(other: Issu
 
 
 def test_different_root_at_the_same_number_counts_as_mismatched() -> None:
-    join = joined({rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)})
+    join = joined(
+        {rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)}
+    )
 
     assert counts(join) == Counts(mismatched=1)
 
@@ -238,11 +278,20 @@ def test_groups_of_one_name_are_distinguished_by_members() -> None:
     for rank in range(4):
         members = "0-1" if rank < 2 else "2-3"
         groups = {"1": {"ranks": members, "description": "mesh_tp"}}
-        join.add(rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups)
+        join.add(
+            rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups
+        )
     join.join()
 
-    assert {group.ranks: each.joined for (group, _), each in join.counts().items()} == {(0, 1): 1, (2, 3): 1}
-    waits = {rank: each["exposed_wait_ns"] for row in join.operations() for rank, each in row.totals().items()}
+    assert {group.ranks: each.joined for (group, _), each in join.counts().items()} == {
+        (0, 1): 1,
+        (2, 3): 1,
+    }
+    waits = {
+        rank: each["exposed_wait_ns"]
+        for row in join.operations()
+        for rank, each in row.totals().items()
+    }
     assert waits == {0: 0, 1: 10, 2: 0, 3: 10}
 
 
@@ -294,19 +343,25 @@ def test_kernels_reported_late_by_one_rank_are_skipped() -> None:
     Later ones are not joined, but the kernels after them are.
     """
     ms, device = 1_000_000, int(Flag.COMPLETED | Flag.DEVICE)
-    kernels = [Issued(NAME, number, 50 * US, start_ns=20 * ms * number, flags=device) for number in range(5)]
+    kernels = [
+        Issued(NAME, number, 50 * US, start_ns=20 * ms * number, flags=device)
+        for number in range(5)
+    ]
     late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
     assert counts(joined({0: kernels, 1: late})) == Counts(joined=5)
     ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
     # A record without a partner may still get one.
     assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=8)
-    one = [each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels]
+    one = [
+        each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels
+    ]
     join = joined({0: kernels, 1: one})
     assert (counts(join), join.uncomparable()) == (Counts(joined=4, unmatched_records=2), set())
     assert of(join, "allreduce").joined == 4
 
     on_host = {
-        rank: [each._replace(flags=int(Flag.COMPLETED)) for each in of] for rank, of in enumerate((kernels, late))
+        rank: [each._replace(flags=int(Flag.COMPLETED)) for each in of]
+        for rank, of in enumerate((kernels, late))
     }
     assert counts(joined(on_host)) == Counts(unmatched_records=10)
 
@@ -335,7 +390,9 @@ def test_operations_of_some_ranks_only_stay_pending() -> None:
     """Operations that only some ranks issued stay pending up to a limit and are counted. The rest
     is joined.
     """
-    join = joined({rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)})
+    join = joined(
+        {rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)}
+    )
     assert counts(join) == Counts(joined=10)
     assert join.pending_operations() == 6
 
@@ -400,7 +457,10 @@ def test_rank_that_starts_later_is_waited_for() -> None:
 
 
 def test_restart_begins_a_new_generation() -> None:
-    """Another generation has its own numbers and members. Records of the earlier one are dropped."""
+    """Another generation has its own numbers and members.
+
+    Records of the earlier one are dropped.
+    """
     join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
     assert join.pending_operations() == 2
     add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), generation=1)
@@ -417,7 +477,9 @@ def test_other_processes_have_other_name_ids() -> None:
     """
     first, second = NAME, "broadcast group=0 dtype=float32 root=0"
     join = CollectiveJoin()
-    for generation, (names, used) in enumerate((([first, second], first), ([second, first], second))):
+    for generation, (names, used) in enumerate(
+        (([first, second], first), ([second, first], second))
+    ):
         join.set_ranks(range(2), generation)
         for rank in range(2):
             made, known = records([Issued(used, n, 10 + rank) for n in range(5)], names)
@@ -431,7 +493,9 @@ def test_other_processes_have_other_name_ids() -> None:
         join.add(rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
     join.join()
 
-    assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {"broadcast": (10, 5)}
+    assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {
+        "broadcast": (10, 5)
+    }
     assert (counts(join), join.outdated_records) == (Counts(joined=5), 2)
 
 
@@ -443,7 +507,10 @@ def test_each_process_has_its_own_name_ids() -> None:
         join.add(0, *records([Issued(name, 0, 10)]), world(1), 0, process)
 
     join.join()
-    assert {row.key.operation: row.records for row in join.operations()} == {"allreduce": 1, "broadcast": 1}
+    assert {row.key.operation: row.records for row in join.operations()} == {
+        "allreduce": 1,
+        "broadcast": 1,
+    }
 
 
 def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
@@ -468,7 +535,9 @@ def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
 
 def test_join_continues_after_a_restart() -> None:
     """Pending records are counted as unjoined and not joined with later ones."""
-    join = joined({0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]})
+    join = joined(
+        {0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]}
+    )
     again = saved(join)
     assert encode(again.operations()) == encode(join.operations())
     assert (counts(join).unjoined, counts(again).unjoined) == (0, 2)
@@ -501,13 +570,17 @@ def test_messages_of_different_types_have_one_sequence() -> None:
     got = [Issued(names[n % 2].format("recv", 0), n, 20) for n in range(6)]
     assert counts(joined({0: sent, 1: got}, world(2))) == Counts(joined=6)
 
-    wrong = joined({0: sent[:2], 1: [got[1]._replace(sequence=0), got[0]._replace(sequence=1)]}, world(2))
+    wrong = joined(
+        {0: sent[:2], 1: [got[1]._replace(sequence=0), got[0]._replace(sequence=1)]}, world(2)
+    )
     assert counts(wrong) == Counts(mismatched=2)
 
 
 def test_records_of_steps_and_modules_are_ignored() -> None:
     """Steps, modules and unknown names are ignored."""
-    made, names = records([Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)])
+    made, names = records(
+        [Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)]
+    )
     made["kind"][1] = Kind.MODULE
     made = np.concatenate([made, made[:1]])
     # This name id is beyond the list of names.

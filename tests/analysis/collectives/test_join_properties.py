@@ -39,7 +39,9 @@ def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, 
                 )
         if draw(st.booleans()):
             for rank in range(2):
-                issued = Issued("allreduce group=1 dtype=int8", sequence, draw(st.integers(0, 10**6)))
+                issued = Issued(
+                    "allreduce group=1 dtype=int8", sequence, draw(st.integers(0, 10**6))
+                )
                 by_rank[rank].append(issued)
     return by_rank, {**world(3), "1": {"ranks": "0-1", "description": "mesh_tp"}}
 
@@ -69,8 +71,12 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
     join.join()
 
     def facts(each: CollectiveJoin) -> tuple[object, ...]:
-        rows = {row.key: msgspec.json.decode(encode(row)) for row in each.operations() if row.records}
-        return rows, {place: counted for place, counted in each.counts().items() if counted != Counts()}
+        rows = {
+            row.key: msgspec.json.decode(encode(row)) for row in each.operations() if row.records
+        }
+        return rows, {
+            place: counted for place, counted in each.counts().items() if counted != Counts()
+        }
 
     assert facts(join) == facts(whole)
     assert join.pending_operations() == whole.pending_operations()
@@ -85,14 +91,21 @@ def test_result_equals_a_simple_join(
     expected: dict[str, int] = {}
     for group, members in (("0", (0, 1, 2)), ("1", (0, 1))):
         mine = {
-            rank: {each.sequence: each for each in by_rank[rank] if f"group={group} " in each.name} for rank in members
+            rank: {each.sequence: each for each in by_rank[rank] if f"group={group} " in each.name}
+            for rank in members
         }
         for sequence in set.intersection(*(set(each) for each in mine.values())):
             found = [mine[rank][sequence] for rank in members]
-            if len({(each.name, each.bytes) for each in found}) == 1 and all(each.flags for each in found):
+            if len({(each.name, each.bytes) for each in found}) == 1 and all(
+                each.flags for each in found
+            ):
                 operation = f"{found[0].name.partition(' ')[0]} {group}"
                 expected[operation] = expected.get(operation, 0) + 1
 
     join = joined(by_rank, groups)
-    actual = {f"{row.key.operation} {row.key.group.name}": row.joined for row in join.operations() if row.joined}
+    actual = {
+        f"{row.key.operation} {row.key.group.name}": row.joined
+        for row in join.operations()
+        if row.joined
+    }
     assert actual == expected

@@ -28,7 +28,10 @@ ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is W
     ("name", "operation"),
     [
         ("allreduce group=0 dtype=float32", Operation("allreduce", "0", "float32")),
-        ("broadcast group=12 dtype=bfloat16 root=3", Operation("broadcast", "12", "bfloat16", root=3)),
+        (
+            "broadcast group=12 dtype=bfloat16 root=3",
+            Operation("broadcast", "12", "bfloat16", root=3),
+        ),
         ("send group=0 dtype=float16 peer=1", Operation("send", "0", "float16", peer=1)),
         ("barrier group=a b", Operation("barrier", "a b")),
         ("gather group=0 root=0", Operation("gather", "0", root=0)),
@@ -96,7 +99,11 @@ def test_only_the_root_of_a_gather_waits(operation: str) -> None:
 
     assert found.wait_ns.tolist() == [[0, 0, 0]]
     assert found.wait_upper_bound_ns.tolist() == [[0, 195, 0]]
-    assert (found.last.tolist(), found.lag_ns.tolist(), found.transfer_ns.tolist()) == ([-1], [0], [200])
+    assert (found.last.tolist(), found.lag_ns.tolist(), found.transfer_ns.tolist()) == (
+        [-1],
+        [0],
+        [200],
+    )
 
     unseen = attribute(operation, np.array([[5, 200, 8]]), None)
     assert unseen.wait_upper_bound_ns.tolist() == [[0, 0, 0]]
@@ -119,8 +126,15 @@ def test_unknown_operation_allows_no_conclusion() -> None:
     """An operation of a newer torch has neither a wait nor a transfer."""
     found = attribute("allshuffle", np.array([[50, 20]]), None)
 
-    assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == ([[0, 0]], [-1], [-1])
-    assert "nothing is concluded" in cannot_tell("allshuffle", overlapped=False, all_seen=True, ended=True)[0]
+    assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == (
+        [[0, 0]],
+        [-1],
+        [-1],
+    )
+    assert (
+        "nothing is concluded"
+        in cannot_tell("allshuffle", overlapped=False, all_seen=True, ended=True)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,6 +192,9 @@ def test_limits_of_the_numbers_are_explained() -> None:
     assert "the last to arrive is not known" in cannot_tell("reduce", **told)[0]
     assert "uneven splits" in cannot_tell("alltoall_base", **told)[0]
     assert "queueing" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
-    assert "kernel began" in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
+    assert (
+        "kernel began"
+        in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
+    )
     assert "other nodes" in cannot_tell("allreduce", **{**told, "all_seen": False})[0]
     assert "does not report the end" in cannot_tell("send", **{**told, "ended": False})[0]

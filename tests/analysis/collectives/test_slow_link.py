@@ -56,12 +56,22 @@ def job(
             size = (sizes or {}).get(members, 1_000_000)
             published[name] = {"ranks": ",".join(map(str, members)), "description": description}
             for sequence in range(operations):
-                transfer = TRANSFER_US * (slow or {}).get(members, 1.0) * size / 1e6 * random.lognormal(0, noise)
-                early = random.exponential(0.1 * TRANSFER_US, len(members)) + 5 * TRANSFER_US * (late in members)
+                transfer = (
+                    TRANSFER_US
+                    * (slow or {}).get(members, 1.0)
+                    * size
+                    / 1e6
+                    * random.lognormal(0, noise)
+                )
+                early = random.exponential(0.1 * TRANSFER_US, len(members)) + 5 * TRANSFER_US * (
+                    late in members
+                )
                 early[members.index(late) if late in members else early.argmin()] = 0
                 for rank, wait in zip(members, early.tolist(), strict=True):
                     duration_ns = round(US * (transfer + wait))
-                    issued = Issued(f"allreduce group={name} dtype=float32", sequence, duration_ns, size, flags)
+                    issued = Issued(
+                        f"allreduce group={name} dtype=float32", sequence, duration_ns, size, flags
+                    )
                     by_rank.setdefault(rank, []).append(issued)
     return link_statistics(joined(by_rank, published).operations())
 
@@ -71,10 +81,17 @@ def test_slow_group_is_found(seed: int) -> None:
     """One column of the mesh has half of its bandwidth. The finding has both bandwidths and the
     cost.
     """
-    found = slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS)
+    found = slow_links(
+        job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS
+    )
 
     (link,) = found.links
-    assert (link.ranks, link.description, link.operation, link.pair) == (COLUMNS[2], "mesh_dp", "allreduce", False)
+    assert (link.ranks, link.description, link.operation, link.pair) == (
+        COLUMNS[2],
+        "mesh_dp",
+        "allreduce",
+        False,
+    )
     usual = 1.5 * 1_000_000 / (TRANSFER_US * 1e-6)
     assert link.peers_busbw == pytest.approx(usual, rel=0.15)
     assert link.busbw == pytest.approx(usual / 2, rel=0.15)
@@ -87,7 +104,9 @@ def test_healthy_job_has_no_slow_link() -> None:
     """The jobs differ in seeds, number of operations and noise, which may be larger than usual."""
     for seed in range(SEEDS):
         for noise, operations in ((0.05, MIN_OPERATIONS), (0.3, 40), (0.6, MIN_OPERATIONS)):
-            rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, seed=seed, noise=noise, operations=operations)
+            rows = job(
+                {"mesh_tp": ROWS, "mesh_dp": COLUMNS}, seed=seed, noise=noise, operations=operations
+            )
             found = slow_links(rows, HOSTS)
 
             assert found.links == (), (seed, noise)
@@ -97,7 +116,10 @@ def test_healthy_job_has_no_slow_link() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_rank_common_to_all_slow_groups_is_named(seed: int) -> None:
     """A row and a column are slow. They have one rank in common."""
-    found = slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {ROWS[1]: 2.5, COLUMNS[2]: 2.5}, seed=seed), HOSTS)
+    found = slow_links(
+        job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {ROWS[1]: 2.5, COLUMNS[2]: 2.5}, seed=seed),
+        HOSTS,
+    )
 
     assert {link.ranks for link in found.links} == {ROWS[1], COLUMNS[2]}
     assert found.shared_ranks == (6,)
@@ -115,8 +137,12 @@ def test_node_common_to_all_slow_groups_is_named() -> None:
 
 
 def test_nodes_common_to_all_groups_are_not_named() -> None:
-    """If every group reaches both nodes, the nodes that slow groups have in common are no finding."""
-    pairs = [(rank, rank + 4) for rank in range(4)] + [(rank, 4 + (rank + 1) % 4) for rank in range(4)]
+    """If every group reaches both nodes, the nodes that slow groups have in common are no
+    finding.
+    """
+    pairs = [(rank, rank + 4) for rank in range(4)] + [
+        (rank, 4 + (rank + 1) % 4) for rank in range(4)
+    ]
     found = slow_links(job({"x": pairs}, {pairs[0]: 3.0, pairs[2]: 3.0}), HOSTS)
 
     assert len(found.links) == 2
@@ -140,7 +166,9 @@ def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[Link
             us = 200 * slow.get((sender, sender + 1), 1.0) * random.lognormal(0, 0.1)
             for rank, text in ((sender, f"send group=0 dtype=int8 peer={sender + 1}"),
                                (sender + 1, f"recv group=0 dtype=int8 peer={sender}")):  # fmt: skip
-                by_rank[rank].append(Issued(text, sequence, round(us * US * random.uniform(1, 1.1))))
+                by_rank[rank].append(
+                    Issued(text, sequence, round(us * US * random.uniform(1, 1.1)))
+                )
     return link_statistics(joined(by_rank).operations())
 
 
@@ -161,7 +189,10 @@ def test_rank_common_to_slow_pairs_is_named() -> None:
 def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
     """Groups that wait for a slow rank have long operations and usual transfers."""
     for seed in range(8):
-        assert slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links == ()
+        assert (
+            slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links
+            == ()
+        )
 
 
 def test_group_whose_ranks_arrive_apart_is_no_slow_link() -> None:
@@ -198,7 +229,10 @@ def test_missing_comparison_of_links_is_explained() -> None:
     assert (one.links, one.compared) == ((), 0)
     assert "cannot be distinguished from a slow network" in one.undecided
     assert "no group has 2 others" in slow_links(job({"x": ROWS[:2]}, {ROWS[0]: 9.0})).undecided
-    assert "operations of one kind yet" in slow_links(job({"x": ROWS}, operations=MIN_OPERATIONS - 1)).undecided
+    assert (
+        "operations of one kind yet"
+        in slow_links(job({"x": ROWS}, operations=MIN_OPERATIONS - 1)).undecided
+    )
     assert slow_links([]).undecided == ""
 
 
@@ -215,10 +249,14 @@ def test_text_has_bandwidths_and_cost() -> None:
     """
     found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text = slow_link_text(found)
-    assert text.startswith("the communication of ranks 1-13/4 is slow: allreduce of 1.0 MB takes 1.2")
+    assert text.startswith(
+        "the communication of ranks 1-13/4 is slow: allreduce of 1.0 MB takes 1.2"
+    )
     assert "on its 3 peers" in text
     assert "at most" not in text
 
     flags = int(Flag.COMPLETED | Flag.ASYNC)
-    assert "cost at most" in slow_link_text(slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS))
+    assert "cost at most" in slow_link_text(
+        slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS)
+    )
     assert "the link from rank 2 to 3" in slow_link_text(slow_links(messages({(2, 3): 2.0})))

@@ -44,11 +44,16 @@ def joined(made: np.ndarray, joiner: DeviceSteps | None = None) -> StepTable:
 
 
 def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
-    return {part: ns / MS for part, ns in zip(PARTS, table.parts_ns[row].tolist(), strict=True) if ns}
+    return {
+        part: ns / MS for part, ns in zip(PARTS, table.parts_ns[row].tolist(), strict=True) if ns
+    }
 
 
 def test_parts_of_a_step_are_its_phases_without_stalls_by_the_device_clock() -> None:
-    """Phases do not include their stalls. Recomputation is not part of the enclosing backward pass."""
+    """Phases do not include their stalls.
+
+    Recomputation is not part of the enclosing backward pass.
+    """
     table = joined(
         records(
             (Kind.FORWARD, 0, 0, 1), (Kind.BACKWARD, 0, 1, 1), (Kind.STEP, 0, 0, 3),
@@ -61,18 +66,37 @@ def test_parts_of_a_step_are_its_phases_without_stalls_by_the_device_clock() -> 
     assert parts_ms(table) == {
         "forward": 16, "recompute": 5, "backward": 30 - 8 - 5, "optimizer": 5, "communication": 12, "host": 2
     }  # fmt: skip
-    assert (table.duration_ns[0], table.own_ns[0], table.flags[0]) == (57 * MS, 45 * MS, Flag.CHECKPOINT)
+    assert (table.duration_ns[0], table.own_ns[0], table.flags[0]) == (
+        57 * MS,
+        45 * MS,
+        Flag.CHECKPOINT,
+    )
 
 
 def test_gap_is_divided_by_the_hosts_waits() -> None:
     """A device without work waits for the loader or for a blocking collective of the host. The rest
     is the host's.
     """
-    host = ((Kind.DATA, 0, 100, 30), (Kind.FORWARD, 0, 131, 1), (Kind.WAIT, 0, 140, 6), (Kind.STEP, 0, 100, 60))
-    spans = (device(0, Kind.FORWARD, 131, 9), device(0, Kind.BACKWARD, 150, 10), device(0, Kind.STEP, 100, 60))
+    host = (
+        (Kind.DATA, 0, 100, 30),
+        (Kind.FORWARD, 0, 131, 1),
+        (Kind.WAIT, 0, 140, 6),
+        (Kind.STEP, 0, 100, 60),
+    )
+    spans = (
+        device(0, Kind.FORWARD, 131, 9),
+        device(0, Kind.BACKWARD, 150, 10),
+        device(0, Kind.STEP, 100, 60),
+    )
     table = joined(records(*host, *spans))
 
-    assert parts_ms(table) == {"data": 30, "forward": 9, "communication": 6, "backward": 10, "host": 5}
+    assert parts_ms(table) == {
+        "data": 30,
+        "forward": 9,
+        "communication": 6,
+        "backward": 10,
+        "host": 5,
+    }
 
 
 def test_loader_costs_nothing_while_the_device_has_work() -> None:
@@ -91,7 +115,10 @@ def test_wait_counts_only_where_it_overlaps_the_gap() -> None:
     """A wait of the host while the device was inside of a phase already counts in the phase."""
     table = joined(
         records(
-            (Kind.WAIT, 0, 5, 20), (Kind.STEP, 0, 0, 30), device(0, Kind.BACKWARD, 0, 20), device(0, Kind.STEP, 0, 30)
+            (Kind.WAIT, 0, 5, 20),
+            (Kind.STEP, 0, 0, 30),
+            device(0, Kind.BACKWARD, 0, 20),
+            device(0, Kind.STEP, 0, 30),
         )
     )
 
@@ -116,7 +143,9 @@ def test_step_is_complete_when_its_late_device_times_arrive() -> None:
 
     assert at_once.step.tolist() == list(range(17))
     assert [step for piece in pieces for step in piece.step.tolist()] == at_once.step.tolist()
-    assert np.concatenate([piece.parts_ns for piece in pieces]).tolist() == at_once.parts_ns.tolist()
+    assert (
+        np.concatenate([piece.parts_ns for piece in pieces]).tolist() == at_once.parts_ns.tolist()
+    )
     assert not joined(whole[:0], joiner).step.tolist()
 
 
@@ -154,7 +183,10 @@ def test_memory_is_linear_in_the_spans_of_a_step() -> None:
     for n in range(steps):
         begin_ms = n * 2.0 * stalls
         rows += [device(n, Kind.WAIT, begin_ms + k, 0.5) for k in range(stalls)]
-        rows += [device(n, Kind.BACKWARD, begin_ms, stalls), device(n, Kind.STEP, begin_ms, stalls + 7)]
+        rows += [
+            device(n, Kind.BACKWARD, begin_ms, stalls),
+            device(n, Kind.STEP, begin_ms, stalls + 7),
+        ]
         rows.append((Kind.STEP, n, begin_ms, stalls))
     made = records(*rows)
     tracemalloc.start()
@@ -183,19 +215,33 @@ def test_lack_of_a_cpu_counts_while_the_device_has_no_work() -> None:
 
 
 def test_lack_of_a_cpu_is_none_if_it_was_not_measured() -> None:
-    made = records((Kind.STEP, 0, 0, 30), device(0, Kind.FORWARD, 10, 6), device(0, Kind.STEP, 0, 30))
+    made = records(
+        (Kind.STEP, 0, 0, 30), device(0, Kind.FORWARD, 10, 6), device(0, Kind.STEP, 0, 30)
+    )
 
     assert (joined(made).ready_ns == -1).all()
 
 
-SPAN = st.tuples(st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]), st.integers(0, 20), st.integers(0, 20))
+SPAN = st.tuples(
+    st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
 
 
-@given(st.lists(st.tuples(st.lists(SPAN, max_size=4), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40))))))
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(SPAN, max_size=4), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40)))
+        )
+    )
+)
 def test_parts_of_any_step_add_up_to_its_duration(
     steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]],
 ) -> None:
-    """For any phases, stalls and waits, a step's parts add up to its duration and are not negative."""
+    """For any phases, stalls and waits, a step's parts add up to its duration and
+    are not negative.
+    """
     rows: list[Row] = []
     for number, (spans, waits) in enumerate(steps):
         at = begin = 1000 * number
@@ -216,7 +262,9 @@ def test_parts_of_any_step_add_up_to_its_duration(
 
 
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
-def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(rounding: int) -> None:
+def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(
+    rounding: int,
+) -> None:
     """A stall that ends with the backward pass shares its mark, except for a rounding error of 1
     ns.
     """
@@ -226,14 +274,18 @@ def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(ro
     )  # fmt: skip
     made["duration_ns"][1] += rounding
 
-    assert parts_ms(joined(made)) == pytest.approx({"communication": 10, "backward": 10, "host": 20}, abs=1e-5)
+    assert parts_ms(joined(made)) == pytest.approx(
+        {"communication": 10, "backward": 10, "host": 20}, abs=1e-5
+    )
 
 
 # -- the host's time line
 
 
 def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
-    return {part: ns / MS for part, ns in zip(PARTS, values[row].tolist(), strict=True) if 0 < ns < 1e15}
+    return {
+        part: ns / MS for part, ns in zip(PARTS, values[row].tolist(), strict=True) if 0 < ns < 1e15
+    }
 
 
 def test_host_time_and_device_lag_are_known_for_each_part() -> None:
@@ -245,7 +297,12 @@ def test_host_time_and_device_lag_are_known_for_each_part() -> None:
         )
     )  # fmt: skip
 
-    assert of_ns(table.issue_ns) == {"data": 2, "forward": 5, "backward": 6 - 1, "host": (4 - 2) + 2}
+    assert of_ns(table.issue_ns) == {
+        "data": 2,
+        "forward": 5,
+        "backward": 6 - 1,
+        "host": (4 - 2) + 2,
+    }
     # The host has nothing to do 0.2 ms after the forward pass, and 21 - 15 ms after the backward
     # pass.
     assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
@@ -265,8 +322,12 @@ def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 
     host_times = HostTimes()
     found = []
     for taken_ms, lag_ms, may_be_full in steps:
-        taken_ns, lag_ns, at_end_ns = (np.array([round(ms * MS)]) for ms in (taken_ms, lag_ms, lag_at_end_ms))
-        found.append(float(host_times.own(taken_ns, lag_ns, at_end_ns, np.array([may_be_full]))[0]) / MS)
+        taken_ns, lag_ns, at_end_ns = (
+            np.array([round(ms * MS)]) for ms in (taken_ms, lag_ms, lag_at_end_ms)
+        )
+        found.append(
+            float(host_times.own(taken_ns, lag_ns, at_end_ns, np.array([may_be_full]))[0]) / MS
+        )
     return found
 
 

@@ -28,13 +28,21 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
     made: list[GpuSample] = []
     for index in range(count):
         values = {
-            name: value * index if name in GPU_COUNTERS else value[index] if isinstance(value, list) else value
+            name: (
+                value * index
+                if name in GPU_COUNTERS
+                else value[index]
+                if isinstance(value, list)
+                else value
+            )
             for name, value in fields.items()
         }
         before = vars(made[-1]) if made else None
         interval = SECOND if made else None
         grown = growth(before, values, GPU_COUNTERS)
-        made.append(GpuSample("GPU-1", index * SECOND, index, interval_ns=interval, grown=grown, **values))
+        made.append(
+            GpuSample("GPU-1", index * SECOND, index, interval_ns=interval, grown=grown, **values)
+        )
     return made
 
 
@@ -64,7 +72,11 @@ def test_throttling_is_computed_from_counters() -> None:
         throttle_hw_power_brake_ns=0, clock_reasons=0,
     )  # fmt: skip
     found = gpu_signals(samples)
-    assert (found["power_share"], found["thermal_share"], found["hw_slowdown_share"]) == pytest.approx((0.25, 0.2, 0.2))
+    assert (
+        found["power_share"],
+        found["thermal_share"],
+        found["hw_slowdown_share"],
+    ) == pytest.approx((0.25, 0.2, 0.2))
 
 
 def test_throttling_without_counters_is_computed_from_samples() -> None:
@@ -89,14 +101,23 @@ def test_decreased_counter_counts_from_zero() -> None:
     """A reset GPU's counter has increased by its current value. For an unknown counter nothing is
     known.
     """
-    assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {"a": 2, "b": 2}
+    assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {
+        "a": 2,
+        "b": 2,
+    }
     assert growth(None, {"a": 1}, "a") == {}
 
 
 def test_totals_survive_json() -> None:
     """A later sidecar continues with the sums of an earlier one."""
     samples = gpu(
-        6, sm_clock_hz=[1, 2, 3, 4, 5, 6], sm_clock_max_hz=6, energy_j=500.0, clock_reasons=4, last_xid=13, xids=1
+        6,
+        sm_clock_hz=[1, 2, 3, 4, 5, 6],
+        sm_clock_max_hz=6,
+        energy_j=500.0,
+        clock_reasons=4,
+        last_xid=13,
+        xids=1,
     )
     whole, first = GpuTotals(), GpuTotals()
     for sample in samples:
@@ -108,7 +129,11 @@ def test_totals_survive_json() -> None:
         second.add(sample)
 
     assert second == whole
-    assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (2500, 13, 5)
+    assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (
+        2500,
+        13,
+        5,
+    )
 
 
 def test_network_port_has_its_growth_errors_used_rate_and_time_without_link() -> None:
@@ -116,7 +141,12 @@ def test_network_port_has_its_growth_errors_used_rate_and_time_without_link() ->
     a link.
     """
     first = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000)
-    grown = {"transmitted_bytes": 25_000_000_000, "received_bytes": 0, "symbol_errors": 2, "ack_timeouts": 3}
+    grown = {
+        "transmitted_bytes": 25_000_000_000,
+        "received_bytes": 0,
+        "symbol_errors": 2,
+        "ack_timeouts": 3,
+    }
     second = dataclasses.replace(first, interval_ns=2 * SECOND, active=False, grown=grown)
     assert link_signals([first, second]) == {
         **grown, "errors": 5, "transmitted_share": pytest.approx(0.25), "received_share": 0, "inactive_share": 0.5,

@@ -21,7 +21,16 @@ from torchlens_perf.analysis.statistics.memory import (
 from torchlens_perf.run.ring import Kind, record_dtype
 
 GB, MB = 1 << 30, 1 << 20
-NAMES = ["(other)", "allocated", "reserved", "inactive", "alloc_retries", "ooms", "limit", "device_frees"]
+NAMES = [
+    "(other)",
+    "allocated",
+    "reserved",
+    "inactive",
+    "alloc_retries",
+    "ooms",
+    "limit",
+    "device_frees",
+]
 LIMIT = 80 * GB
 
 
@@ -45,7 +54,10 @@ def statistics_of(readings: Sequence[np.ndarray]) -> MemoryStatistics:
 def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
     """Return readings with these allocations at the ends of steps, one in `every` steps."""
     return statistics_of(
-        [records(every * i, allocated=(int(value), int(value)), limit=LIMIT) for i, value in enumerate(allocated)]
+        [
+            records(every * i, allocated=(int(value), int(value)), limit=LIMIT)
+            for i, value in enumerate(allocated)
+        ]
     )
 
 
@@ -132,7 +144,9 @@ def test_steady_growth_is_found_despite_noise() -> None:
         (lambda now: [value + (30 if i < 20 else 4) * GB for i, value in enumerate(now)], 4 * GB),
     ],
 )
-def test_peaks_within_steps_count_for_a_full_device(peaks: Callable[[list[int]], list[int]], above: int) -> None:
+def test_peaks_within_steps_count_for_a_full_device(
+    peaks: Callable[[list[int]], list[int]], above: int
+) -> None:
     """Memory is full in the middle of a step, when more is allocated than at the end."""
     allocated = [10 * GB + i * 16 * 8 * MB for i in range(200)]
     statistics = statistics_of(
@@ -144,7 +158,11 @@ def test_peaks_within_steps_count_for_a_full_device(peaks: Callable[[list[int]],
     growth = statistics.growth()
 
     assert growth is not None
-    assert (growth["since_step"], growth["until_step"], growth["above_bytes"]) == (800, 16 * 199, above)
+    assert (growth["since_step"], growth["until_step"], growth["above_bytes"]) == (
+        800,
+        16 * 199,
+        above,
+    )
     assert growth["full_at_step"] == pytest.approx((LIMIT - 10 * GB - above) / (8 * MB), rel=0.01)
 
 
@@ -159,7 +177,15 @@ def test_peaks_within_steps_count_for_a_full_device(peaks: Callable[[list[int]],
         [10 * GB + i * 100 * MB for i in range(20)],
         [60 * GB - i * 100 * MB for i in range(200)],
     ],
-    ids=["flat", "alternating", "sawtooth", "slow wave", "harmless", "too early to say", "shrinking"],
+    ids=[
+        "flat",
+        "alternating",
+        "sawtooth",
+        "slow wave",
+        "harmless",
+        "too early to say",
+        "shrinking",
+    ],
 )
 def test_uncertain_growth_is_not_reported(allocated: list[float]) -> None:
     """Growth is not reported if it is uncertain, or if filling the device would take too long."""
@@ -194,5 +220,7 @@ def test_signals_that_were_not_measured_are_missing() -> None:
     assert memory_signals([], 0, 100) == {}
     assert memory_signals([one], 30, 100) == {}
     assert memory_signals([one], 0, 100) == {"memory_used_share": 0.5}
-    assert memory_signals([one, reading(40, alloc_retries=7)], 30, 100) == {"alloc_retries_per_step": 0.0}
+    assert memory_signals([one, reading(40, alloc_retries=7)], 30, 100) == {
+        "alloc_retries_per_step": 0.0
+    }
     assert memory_signals([reading(40, reserved_bytes=0, inactive_bytes=0)], 30, 100) == {}

@@ -7,7 +7,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchlens_perf.analysis.statistics.modules import MAX_MODULES, ModuleTimes, digest, reported_modules
+from torchlens_perf.analysis.statistics.modules import (
+    MAX_MODULES,
+    ModuleTimes,
+    digest,
+    reported_modules,
+)
 
 USUAL = {"head": 4e6, "embedding": 1e6, "layers.0": 2e6}
 NAMES = ["embedding", "head", "layers.0"]
@@ -21,7 +26,10 @@ def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -
 
 
 def test_modules_of_a_rank_on_another_node_are_compared_with_the_median() -> None:
-    """Its modules are compared with the median of all other ranks. One of those may be slow, too."""
+    """Its modules are compared with the median of all other ranks.
+
+    One of those may be slow, too.
+    """
     times = ModuleTimes()
     times.set_local(0, USUAL)
     times.set_local(1, USUAL)
@@ -52,7 +60,9 @@ def test_rank_without_comparable_modules_has_no_excess() -> None:
 
 
 def test_rank_with_different_module_names_is_not_compared() -> None:
-    """A rank that has not yet run one of the modules has other names and is left out until it has."""
+    """A rank that has not yet run one of the modules has other names and is left out until it
+    has.
+    """
     times = ModuleTimes()
     times.set_local(0, USUAL)
     heard(times, 1, 1e6, 6e6, 2e6)

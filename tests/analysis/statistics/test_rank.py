@@ -31,7 +31,12 @@ def test_windows_are_medians_of_aligned_steps() -> None:
     it.
     """
     history = WindowHistory()
-    steps = [{"forward": 10}] * 7 + [{"forward": 500}] + [{"forward": 20, "data": 2}] * 8 + [{"forward": 1}]
+    steps = (
+        [{"forward": 10}] * 7
+        + [{"forward": 500}]
+        + [{"forward": 20, "data": 2}] * 8
+        + [{"forward": 1}]
+    )
     history.add(step_table(steps))
     windows = history.windows()
 
@@ -73,7 +78,9 @@ def test_number_of_windows_is_bounded_in_a_long_run() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9))
-def test_windows_are_the_same_however_steps_are_split_into_batches(durations: list[int], size: int) -> None:
+def test_windows_are_the_same_however_steps_are_split_into_batches(
+    durations: list[int], size: int
+) -> None:
     """Steps added one by one or in pieces of any size give the same windows."""
     whole, pieces = WindowHistory(), WindowHistory()
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
@@ -95,7 +102,11 @@ def test_warm_up_is_counted_separately() -> None:
     assert (statistics.step.count, statistics.step.max_ns) == (5, 10 * MS)
     assert statistics.parts["forward"].sum_ns == 50 * MS
     assert statistics.modules["block"].count == 5
-    assert (statistics.counted_steps, statistics.records, statistics.coverage) == (WARM_UP_STEPS + 5, len(rows), 1.0)
+    assert (statistics.counted_steps, statistics.records, statistics.coverage) == (
+        WARM_UP_STEPS + 5,
+        len(rows),
+        1.0,
+    )
 
 
 def test_lost_steps_lower_the_coverage() -> None:
@@ -113,12 +124,22 @@ def test_modules_of_evaluation_recomputation_and_other_threads_do_not_count() ->
     """
     statistics = RankStatistics()
     rows = [(Kind.MODULE, 1, step, 10 * step) for step in (1, 5, 6, 7)]
-    rows += [(Kind.FORWARD, 0, 7, 200), (Kind.MODULE, 1, 8, 3), (Kind.RECOMPUTE, 0, 8, 5), (Kind.MODULE, 1, 8, 7)]
+    rows += [
+        (Kind.FORWARD, 0, 7, 200),
+        (Kind.MODULE, 1, 8, 3),
+        (Kind.RECOMPUTE, 0, 8, 5),
+        (Kind.MODULE, 1, 8, 7),
+    ]
     made = records([*rows, (Kind.FORWARD, 0, 8, 9)])
     made["flags"][1] = Flag.OTHER_THREAD
     flags = np.zeros(9, np.int64)
     flags[6] = Flag.EVALUATION
-    statistics.add(made, dataclasses.replace(step_table([{}] * 9), flags=flags), ["forward Net", "block"], lost=0)
+    statistics.add(
+        made,
+        dataclasses.replace(step_table([{}] * 9), flags=flags),
+        ["forward Net", "block"],
+        lost=0,
+    )
 
     assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
     assert statistics.usual_steps == 5
@@ -127,8 +148,12 @@ def test_modules_of_evaluation_recomputation_and_other_threads_do_not_count() ->
 
 
 @pytest.mark.parametrize("kind", [Kind.MODULE, Kind.SECTION])
-@pytest.mark.parametrize("in_steps", [(20,), (20, 21, 22, 23)], ids=["one outlier", "some outliers"])
-def test_outliers_do_not_change_the_parts_of_a_typical_step(kind: Kind, in_steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "in_steps", [(20,), (20, 21, 22, 23)], ids=["one outlier", "some outliers"]
+)
+def test_outliers_do_not_change_the_parts_of_a_typical_step(
+    kind: Kind, in_steps: tuple[int, ...]
+) -> None:
     """The longer steps spend their time in one module or section."""
     statistics, ms = RankStatistics(), 1_000_000
     for first in (0, 30):
@@ -136,10 +161,16 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(kind: Kind, in_steps
         steps = []
         for step in range(first, first + 30):
             more_ms = 1000 if step in in_steps else 0
-            rows += [(kind, 1, step, 6 * ms), (kind, 2, step, (2 + more_ms) * ms), (Kind.FORWARD, 0, step, ms)]
-            steps.append({"forward": (10 + more_ms)})
+            rows += [
+                (kind, 1, step, 6 * ms),
+                (kind, 2, step, (2 + more_ms) * ms),
+                (Kind.FORWARD, 0, step, ms),
+            ]
+            steps.append({"forward": 10 + more_ms})
         made = records(rows)
-        statistics.add(made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0)
+        statistics.add(
+            made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0
+        )
 
     alike = saved(statistics).typical_length()
     found = alike.modules if kind == Kind.MODULE else alike.sections
@@ -151,7 +182,10 @@ def test_number_of_kept_step_durations_is_limited() -> None:
     """The steps have all durations. Those of the typical step are kept."""
     statistics, rng = RankStatistics(), np.random.default_rng(0)
     for first in range(0, 2000, 100):
-        durations = [{"forward": 10.0 if step % 2 else float(np.exp(rng.uniform(0, 14)))} for step in range(100)]
+        durations = [
+            {"forward": 10.0 if step % 2 else float(np.exp(rng.uniform(0, 14)))}
+            for step in range(100)
+        ]
         statistics.add(NO_RECORDS, step_table(durations, first_step=first), [], lost=0)
     assert len(statistics.by_length) <= 24
     assert statistics.typical_length().steps >= 900
@@ -174,7 +208,9 @@ def test_records_are_counted_by_kind_and_name() -> None:
         ]
     )
     made["nested_ns"][2], made["value0"][5:7] = 60, 1000
-    statistics.add(made, step_table([{}] * 9), ["forward Net", "block", "log", "allreduce group=0"], lost=0)
+    statistics.add(
+        made, step_table([{}] * 9), ["forward Net", "block", "log", "allreduce group=0"], lost=0
+    )
 
     assert {name: sketch.sum_ns for name, sketch in statistics.modules.items()} == {
         "Net": 40,
@@ -188,7 +224,10 @@ def test_records_are_counted_by_kind_and_name() -> None:
 
 def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
     """Statistics that were written and read continue unchanged."""
-    first, second = step_table([{"data": 3, "host": 1}] * 30, memory=5), step_table([{"data": 4}] * 2, first_step=30)
+    first, second = (
+        step_table([{"data": 3, "host": 1}] * 30, memory=5),
+        step_table([{"data": 4}] * 2, first_step=30),
+    )
     straight, again = RankStatistics(), RankStatistics()
     for statistics in (straight, again):
         statistics.add(records([(Kind.SECTION, 0, 7, 3)]), first, ["log"], lost=2)
@@ -236,7 +275,11 @@ def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
     have a tag.
     """
     table = step_table([{"forward": 10}] * 24)
-    tagged = [(4, Flag.COMPILED), (5, Flag.CHECKPOINT), *((row, Flag.EVALUATION) for row in range(8, 16))]
+    tagged = [
+        (4, Flag.COMPILED),
+        (5, Flag.CHECKPOINT),
+        *((row, Flag.EVALUATION) for row in range(8, 16)),
+    ]
     history = WindowHistory()
     history.add(flagged(table, *tagged, (20, Flag.COLLECTED)))
     windows = history.windows()
@@ -252,7 +295,9 @@ def test_work_and_tags_survive_merging_and_json() -> None:
     """
     straight, restarted = WindowHistory(), WindowHistory()
     for first in range(0, 16_000, 1000):
-        table = flagged(step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT))
+        table = flagged(
+            step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT)
+        )
         for history in (straight, restarted):
             history.add(table)
         restarted = saved(restarted)
@@ -260,19 +305,27 @@ def test_work_and_tags_survive_merging_and_json() -> None:
 
     # The window in progress starts again. Half of it may be missing after a restart, and no step
     # counts twice.
-    assert left.first_step.tolist() == right.first_step.tolist() == sorted(set(right.first_step.tolist()))
+    assert (
+        left.first_step.tolist()
+        == right.first_step.tolist()
+        == sorted(set(right.first_step.tolist()))
+    )
     assert left.work_sum_ns.sum() == (16_000 - WARM_UP_STEPS - 16) * 10 * MS
     assert np.array_equal(left.work_sum_ns / left.work_steps, right.work_sum_ns / right.work_steps)
     assert 0 <= left.work_steps.sum() - right.work_steps.sum() <= 16 * left.width
     assert left.tags == right.tags
-    assert sorted(left.tags) == sorted({(first + 3) // left.width * left.width for first in range(0, 16_000, 1000)})
+    assert sorted(left.tags) == sorted(
+        {(first + 3) // left.width * left.width for first in range(0, 16_000, 1000)}
+    )
 
 
 def test_tags_do_not_grow_with_the_run() -> None:
     """A run that evaluates in every step has no windows and a limited number of tags."""
     history = WindowHistory()
     for first in range(0, 20_000, 1000):
-        history.add(step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION)))
+        history.add(
+            step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION))
+        )
     windows = history.windows()
 
     assert len(windows.first_step) == 0

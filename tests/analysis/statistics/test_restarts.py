@@ -22,7 +22,9 @@ class Node:
 
     def process(self, rank: int, world_size: int, **changed: Any) -> Identity:
         self._pid += 1
-        return identity_of(self._run, rank, world_size, **{"pid": self._pid, "elastic": True, **changed})
+        return identity_of(
+            self._run, rank, world_size, **{"pid": self._pid, "elastic": True, **changed}
+        )
 
     def begins(self, rank: int, world_size: int, **changed: Any) -> int:
         return self.generations.of(self.process(rank, world_size, **changed))
@@ -41,7 +43,12 @@ def test_ranks_of_one_start_have_one_generation(node: Node) -> None:
 
 def test_restart_is_a_new_generation(node: Node) -> None:
     """Late processes of an earlier attempt have no generation."""
-    assert [node.begins(rank, 2, attempt=attempt) for attempt in (0, 1) for rank in (0, 1)] == [0, 0, 1, 1]
+    assert [node.begins(rank, 2, attempt=attempt) for attempt in (0, 1) for rank in (0, 1)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
     assert node.begins(0, 2, attempt=0) == UNRELATED
 
 
@@ -53,18 +60,29 @@ def test_same_ranks_again_are_a_new_generation(node: Node) -> None:
 def test_changed_ranks_are_a_new_generation(node: Node) -> None:
     """The agent's position among the nodes has changed, and so have its ranks."""
     ranks = [(2, 0), (3, 1), (0, 0), (1, 1)]
-    assert [node.begins(rank, 4, local_rank=local, local_world_size=2) for rank, local in ranks] == [0, 0, 1, 1]
+    assert [
+        node.begins(rank, 4, local_rank=local, local_world_size=2) for rank, local in ranks
+    ] == [0, 0, 1, 1]
 
 
 def test_changed_world_size_is_a_new_generation(node: Node) -> None:
     """The world has become smaller, and this agent has no worker that it had before."""
-    assert [node.begins(0, 4), node.begins(1, 2, launcher_pid=7), node.begins(0, 2, launcher_pid=7)] == [0, 1, 1]
+    assert [
+        node.begins(0, 4),
+        node.begins(1, 2, launcher_pid=7),
+        node.begins(0, 2, launcher_pid=7),
+    ] == [0, 1, 1]
 
 
 def test_restart_of_two_agents_on_one_host_is_one_generation(node: Node) -> None:
     """Each agent starts its own workers."""
     places = [(0, 7), (1, 8), (0, 7), (1, 8)]
-    assert [node.begins(rank, 2, local_rank=0, launcher_pid=agent) for rank, agent in places] == [0, 0, 1, 1]
+    assert [node.begins(rank, 2, local_rank=0, launcher_pid=agent) for rank, agent in places] == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_launcher_that_gives_local_rank_0_to_all_has_one_generation(node: Node) -> None:
@@ -87,4 +105,7 @@ def test_ranks_started_by_one_process_are_a_new_generation(node: Node) -> None:
     """torch.multiprocessing.spawn works like this. Only the ranks count."""
     parent = node.process(0, 1, elastic=False)
     assert node.generations.of(parent) == 0
-    assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [1, 1]
+    assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [
+        1,
+        1,
+    ]

@@ -69,7 +69,9 @@ def test_merged_windows_have_the_first_start_and_the_mean_lack() -> None:
 
     assert merged.width == 16
     assert merged.start_ns.tolist() == table.start_ns[merged.first_step].tolist()
-    assert [merged.lack_ns[step][PARTS.index("forward")] for step in merged.first_step.tolist()] == [2 * MS] * 300
+    assert [
+        merged.lack_ns[step][PARTS.index("forward")] for step in merged.first_step.tolist()
+    ] == [2 * MS] * 300
 
 
 def test_grid_is_none_without_windows() -> None:

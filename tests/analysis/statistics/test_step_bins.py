@@ -10,15 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import MS, step_table
-from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBinMaker, StepBins, row_width
+from torchlens_perf.analysis.statistics.step_bins import (
+    OTHER_WORK,
+    StepBinMaker,
+    StepBins,
+    row_width,
+)
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
 
-STEP = {"data": 1.0, "forward": 4.0, "backward": 6.0, "communication": 2.0, "host": 1.0, "tool": 0.5}
+STEP = {
+    "data": 1.0,
+    "forward": 4.0,
+    "backward": 6.0,
+    "communication": 2.0,
+    "host": 1.0,
+    "tool": 0.5,
+}
 
 
 def cut(table: StepTable, first: int, end: int) -> StepTable:
-    return StepTable(**{field.name: getattr(table, field.name)[first:end] for field in dataclasses.fields(StepTable)})
+    return StepTable(
+        **{
+            field.name: getattr(table, field.name)[first:end]
+            for field in dataclasses.fields(StepTable)
+        }
+    )
 
 
 def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndarray]:
@@ -30,9 +47,20 @@ def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndar
 
 @pytest.mark.parametrize(
     ("step_ns", "width"),
-    [(1e3, 1024), (19.6e3, 1024), (19.5e6, 2), (20e6, 1), (5e6, 4), (4.9e6, 8), (1e9, 1), (0.0, 1024)],
+    [
+        (1e3, 1024),
+        (19.6e3, 1024),
+        (19.5e6, 2),
+        (20e6, 1),
+        (5e6, 4),
+        (4.9e6, 8),
+        (1e9, 1),
+        (0.0, 1024),
+    ],
 )
-def test_row_width_is_the_smallest_power_of_two_that_makes_20_ms(step_ns: float, width: int) -> None:
+def test_row_width_is_the_smallest_power_of_two_that_makes_20_ms(
+    step_ns: float, width: int
+) -> None:
     """A width is the smallest power of two that makes 20 ms, and at most 1024 steps."""
     assert row_width(step_ns) == width
     assert row_width(step_ns, 0) == 1
@@ -104,8 +132,13 @@ def test_value_unknown_for_one_step_is_unknown_for_its_row() -> None:
 
 def test_step_with_other_work_does_not_exclude_its_row() -> None:
     """The row is the mean of the other steps. Only a row without other steps counts it."""
-    flags = np.array([0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0])
-    times = [{"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0} for flag in flags.tolist()]
+    flags = np.array(
+        [0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0]
+    )
+    times = [
+        {"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0}
+        for flag in flags.tolist()
+    ]
     rows = StepBinMaker(4).add(dataclasses.replace(step_table(times), flags=flags))
 
     assert rows is not None
@@ -142,7 +175,11 @@ def test_rows_start_at_multiples_of_their_width() -> None:
 def test_incomplete_rows_are_returned_only_by_rest() -> None:
     """Empty tables and incomplete rows give none. A short run gives its rows at the end."""
     empty = step_table([])
-    assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (None, None, None)
+    assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (
+        None,
+        None,
+        None,
+    )
     assert StepBinMaker(4).add(step_table([STEP] * 3)) is None
     maker = StepBinMaker()
     assert maker.add(step_table([STEP] * 5)) is None
@@ -166,12 +203,21 @@ def test_rows_are_the_same_however_steps_are_split_into_tables(
     twice.
     """
     random = np.random.default_rng(seed)
-    table = step_table([{"forward": 5 + random.random(), "communication": 2} for _ in range(count)], first)
-    table = dataclasses.replace(table, flags=random.integers(0, 4, count), workload=random.integers(0, 9, count))
+    table = step_table(
+        [{"forward": 5 + random.random(), "communication": 2} for _ in range(count)], first
+    )
+    table = dataclasses.replace(
+        table, flags=random.integers(0, 4, count), workload=random.integers(0, 9, count)
+    )
     # The width is chosen by the first eight steps, so these are added together.
     edges = sorted({8, *(each for each in cuts if 8 < each < count)})
-    pieces = [cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)]
-    whole, split = collected(StepBinMaker(width or 4), [table]), collected(StepBinMaker(width), pieces)
+    pieces = [
+        cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)
+    ]
+    whole, split = (
+        collected(StepBinMaker(width or 4), [table]),
+        collected(StepBinMaker(width), pieces),
+    )
 
     for name, values in whole.items():
         np.testing.assert_allclose(split[name], values, err_msg=name)

@@ -1,4 +1,6 @@
-"""Steps by kind and duration: the typical step, and classes of longer ones, from any mix of steps."""
+"""Steps by kind and duration: the typical step, and classes of longer ones, from any mix of
+steps.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_parts_of_the_typical_step_add_up_to_its_duration() -> None:
     """Its parts add up to its duration with any noise, and it is close to the median."""
     found = classes(loop(500), noise=0.1)
     assert found.typical is not None
-    assert sum(found.typical.parts_ns.values()) == pytest.approx(found.typical.duration_ns, rel=1e-9)
+    assert sum(found.typical.parts_ns.values()) == pytest.approx(
+        found.typical.duration_ns, rel=1e-9
+    )
     assert found.typical.duration_ns == pytest.approx(16 * MS, rel=0.02)
     assert found.typical.parts_ns["backward"] == pytest.approx(8 * MS, rel=0.02)
     assert (found.count, found.long) == (500, ())
@@ -72,7 +76,13 @@ def test_single_long_step_does_not_change_the_typical_step(noise: float) -> None
     assert odd.typical.duration_ns == pytest.approx(usual.duration_ns, rel=0.02)
     assert odd.typical.parts_ns["host"] == pytest.approx(1 * MS, rel=0.1)
     (long,) = odd.long
-    assert (long.kinds, long.part, long.count, long.steps, long.period) == ((), "host", 1, (59,), None)
+    assert (long.kinds, long.part, long.count, long.steps, long.period) == (
+        (),
+        "host",
+        1,
+        (59,),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,11 @@ def test_several_flags_are_one_class() -> None:
     """An evaluation followed by saving is one class. A flag with little effect is not named."""
     flags = Flag.EVALUATION | Flag.EVALUATED | Flag.CHECKPOINT
     found = classes(
-        [*loop(40), {**NORMAL, "host": 90.0, "flags": flags}, {**NORMAL, "host": 90.0, "flags": flags | Flag.SAMPLED}]
+        [
+            *loop(40),
+            {**NORMAL, "host": 90.0, "flags": flags},
+            {**NORMAL, "host": 90.0, "flags": flags | Flag.SAMPLED},
+        ]
     )
     (long,) = found.long
 
@@ -113,7 +127,9 @@ def test_flagged_steps_of_usual_duration_are_no_class() -> None:
     assert classes(loop(100, every16={"flags": Flag.SAMPLED})).long == ()
 
 
-@pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "communication", "host"])
+@pytest.mark.parametrize(
+    "part", ["data", "forward", "backward", "optimizer", "communication", "host"]
+)
 def test_long_steps_without_flags_are_named_by_their_part(part: str) -> None:
     """The steps have no flag. The class has the part that is longer."""
     (long,) = classes(loop(120, every30={part: 100.0}), noise=0.03).long
@@ -174,13 +190,17 @@ class TestKindsOfSteps:
         found = classes([*[{"forward": 20.0}] * short, *[{"forward": 60.0}] * (100 - short)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (short, 20)
-        assert [(each.count, round(each.more_ns / MS)) for each in found.long] == [(100 - short, 40)]
+        assert [(each.count, round(each.more_ns / MS)) for each in found.long] == [
+            (100 - short, 40)
+        ]
         assert found.short == ()
 
     @pytest.mark.parametrize("steps", [126, 127, 128])
     def test_alternating_steps_do_not_depend_on_where_the_run_ends(self, steps: int) -> None:
         """An actor is trained in every second step."""
-        found = classes([{"forward": 9.0, "optimizer": 18.0 * (number % 2)} for number in range(steps)])
+        found = classes(
+            [{"forward": 9.0, "optimizer": 18.0 * (number % 2)} for number in range(steps)]
+        )
         (long,) = found.long
         assert (long.period, long.part, round(long.more_ns / MS)) == (2, "optimizer", 18)
 
@@ -188,7 +208,12 @@ class TestKindsOfSteps:
         """A warm cache or short sequences make some steps shorter."""
         found = classes([*[{"forward": 60.0}] * 80, *[{"forward": 20.0}] * 20])
         (short,) = found.short
-        assert (short.count, short.part, round(short.more_ns / MS), round(short.duration_ns / MS)) == (
+        assert (
+            short.count,
+            short.part,
+            round(short.more_ns / MS),
+            round(short.duration_ns / MS),
+        ) == (
             20,
             "forward",
             -40,
@@ -201,7 +226,10 @@ class TestKindsOfSteps:
         found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (30, 10)
-        assert sorted((each.count, round(each.duration_ns / MS)) for each in found.long) == [(30, 30), (30, 90)]
+        assert sorted((each.count, round(each.duration_ns / MS)) for each in found.long) == [
+            (30, 30),
+            (30, 90),
+        ]
 
     def test_flagged_steps_of_usual_duration_count_in_the_typical_class(self) -> None:
         found = classes(loop(100, every10={"flags": Flag.EVALUATION}))
@@ -217,7 +245,9 @@ class TestKindsOfSteps:
 class TestSizes:
     """A class's mean describes its members."""
 
-    @pytest.mark.parametrize("flags", [0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.EVALUATION | Flag.COMPILED])
+    @pytest.mark.parametrize(
+        "flags", [0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.EVALUATION | Flag.COMPILED]
+    )
     def test_one_huge_step_is_not_averaged_with_others(self, flags: int) -> None:
         """One step takes 45 s, another of the same kind 100 ms."""
         steps = loop(300)
@@ -278,7 +308,10 @@ class TestSizes:
         steps = loop(800, every20={"host": 500.0, "flags": Flag.EVALUATION})
         for number in range(159, 800, 160):
             steps[number]["host"] = 1_400.0
-        assert sorted((each.count, each.period) for each in classes(steps).long) == [(5, 160), (35, 20)]
+        assert sorted((each.count, each.period) for each in classes(steps).long) == [
+            (5, 160),
+            (35, 20),
+        ]
 
     def test_slow_steps_of_unknown_kind_keep_their_size(self) -> None:
         steps = loop(400, every20={"host": 500.0})
@@ -307,7 +340,9 @@ class TestCauses:
         assert (long.kinds, long.count) == (("sampled backward pass",), 8)
 
     @pytest.mark.parametrize("more", [16.0, 500.0])
-    def test_stall_in_one_sampled_backward_pass_is_not_blamed_on_sampling(self, more: float) -> None:
+    def test_stall_in_one_sampled_backward_pass_is_not_blamed_on_sampling(
+        self, more: float
+    ) -> None:
         """The extra time is not the cost of sampling: other sampled steps take no longer, or the
         extra time is too long.
         """
@@ -423,14 +458,19 @@ def spread_of(found: StepClasses, table: StepTable) -> float:
     assert found.typical is not None
     apart = {step for each in (*found.long, *found.short) for step in each.steps}
     alike = [
-        each for step, each in zip(table.step.tolist(), table.duration_ns.tolist(), strict=True) if step not in apart
+        each
+        for step, each in zip(table.step.tolist(), table.duration_ns.tolist(), strict=True)
+        if step not in apart
     ]
     return max(0.25 * found.typical.duration_ns, max(alike) - found.typical.duration_ns)
 
 
 steps_of_any_kind = st.lists(
     st.fixed_dictionaries(
-        {part: st.floats(0.0, 500.0) for part in ("data", "forward", "backward", "host", "communication")},
+        {
+            part: st.floats(0.0, 500.0)
+            for part in ("data", "forward", "backward", "host", "communication")
+        },
         optional={"flags": st.sampled_from([0, *Flag]), "cpu": st.floats(0.0, 50.0)},
     ),
     min_size=1,
@@ -464,21 +504,31 @@ def test_counts_and_times_of_classes_add_up_to_all_steps(steps: list[dict[str, A
     typical = found.typical
     assert typical is not None
     assert sum(typical.parts_ns.values()) == pytest.approx(typical.duration_ns, rel=1e-6, abs=100)
-    assert given_table.duration_ns.min() - 1 <= typical.duration_ns <= given_table.duration_ns.max() + 1
+    assert (
+        given_table.duration_ns.min() - 1
+        <= typical.duration_ns
+        <= given_table.duration_ns.max() + 1
+    )
     assert found.total_ns == pytest.approx(given_table.duration_ns.sum())
     others = [*found.long, *found.short]
     assert typical.count + sum(each.count for each in others) == found.count == len(steps)
-    time_ns = typical.count * found.alike_mean_ns + sum(each.count * each.duration_ns for each in others)
+    time_ns = typical.count * found.alike_mean_ns + sum(
+        each.count * each.duration_ns for each in others
+    )
     assert time_ns == pytest.approx(found.total_ns)
     assert sum(each.total_ns for each in found.long) <= found.total_ns * (1 + 1e-9)
     assert all(each.more_ns < 0 for each in found.short)
     assert all(each.more_ns > 0 for each in found.long)
     for each in others:
-        assert each.more_ns == pytest.approx(each.duration_ns - typical.duration_ns, rel=1e-6, abs=100)
+        assert each.more_ns == pytest.approx(
+            each.duration_ns - typical.duration_ns, rel=1e-6, abs=100
+        )
         durations_ns = given_table.duration_ns[list(each.steps)] - typical.duration_ns
         # The mean describes the members.
         if len(each.steps) == each.count > 1:
-            assert np.abs(durations_ns).max() <= 4.2 * max(np.abs(durations_ns).min(), spread_of(found, given_table))
+            assert np.abs(durations_ns).max() <= 4.2 * max(
+                np.abs(durations_ns).min(), spread_of(found, given_table)
+            )
         assert len(set(each.steps)) == len(each.steps) <= each.count
         longer = given_table.duration_ns[list(each.steps)].mean() - typical.duration_ns
         if len(each.steps) == each.count:
@@ -490,6 +540,11 @@ def test_number_of_histogram_bins_is_limited() -> None:
     mix = StepMix()
     for first in range(0, 100_000, 20_000):
         durations = np.exp(rng.uniform(0, 22, 20_000)) / 1e6
-        mix.add(mixed_table([{"forward": each, "flags": 1 << int(rng.integers(7, 16))} for each in durations], first))
+        mix.add(
+            mixed_table(
+                [{"forward": each, "flags": 1 << int(rng.integers(7, 16))} for each in durations],
+                first,
+            )
+        )
     assert len(encode(mix)) < 150_000
     assert classify([mix]).count == 100_000

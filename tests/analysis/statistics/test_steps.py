@@ -71,12 +71,17 @@ def test_spans_of_other_threads_add_to_no_part_of_a_step(rig: Rig) -> None:
 
 spans = st.recursive(
     st.tuples(st.sampled_from([*Kind][1:]), st.integers(0, 50), st.just(())),
-    lambda inner: st.tuples(st.sampled_from([*Kind][1:]), st.integers(0, 50), st.lists(inner, max_size=4).map(tuple)),
+    lambda inner: st.tuples(
+        st.sampled_from([*Kind][1:]), st.integers(0, 50), st.lists(inner, max_size=4).map(tuple)
+    ),
     max_leaves=12,
 )
 
 
-@given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4), index=st.sampled_from(range(2)))
+@given(
+    steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4),
+    index=st.sampled_from(range(2)),
+)
 def test_parts_of_any_step_add_up_to_its_duration(
     steps: list, index: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -118,4 +123,7 @@ def test_trace_has_all_spans_of_its_step_and_no_others(rig: Rig) -> None:
     (trace,) = step_traces(records, rig.reader.names(), {1, 7})
 
     assert (trace.step, trace.duration_ns) == (1, 10)
-    assert [(span.kind, span.name) for span in trace.spans] == [("data", "data 1"), ("section", "part")]
+    assert [(span.kind, span.name) for span in trace.spans] == [
+        ("data", "data 1"),
+        ("section", "part"),
+    ]

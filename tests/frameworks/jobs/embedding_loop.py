@@ -26,7 +26,9 @@ class Recommender(nn.Module):
         asked = features.view(BATCH, WORLD_SIZE, -1).transpose(0, 1).contiguous()
         received = torch.empty_like(asked)
         dist.all_to_all_single(received, asked)
-        rows = [table(received[..., index].reshape(-1, 1)) for index, table in enumerate(self.tables)]
+        rows = [
+            table(received[..., index].reshape(-1, 1)) for index, table in enumerate(self.tables)
+        ]
         found = torch.stack(rows, 1).view(WORLD_SIZE, BATCH, -1)
         vectors = exchanged.all_to_all_single(torch.empty_like(found), found)
         return self.dense(vectors.transpose(0, 1).reshape(BATCH, -1))
@@ -44,7 +46,10 @@ def batches():
     for _ in range(STEPS):
         for _ in range(3):
             planted_fault()
-        yield torch.randint(ROWS, (BATCH, TABLES), generator=generator), torch.rand(BATCH, 1, generator=generator)
+        yield (
+            torch.randint(ROWS, (BATCH, TABLES), generator=generator),
+            torch.rand(BATCH, 1, generator=generator),
+        )
 
 
 # -- paste

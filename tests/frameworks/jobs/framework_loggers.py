@@ -34,12 +34,24 @@ if BREAKS:
 
 
 def trainer():
-    from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
 
     from torchlens_perf.integrations.huggingface import TorchlensCallback
 
     set_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     args = TrainingArguments(
         "own", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, use_cpu=True,
         report_to="tensorboard", disable_tqdm=True, eval_strategy="steps", eval_steps=100, save_steps=100,
@@ -108,7 +120,9 @@ def fabric():
     from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    of_user = Fabric(accelerator="cpu", devices=1, loggers=[TensorBoardLogger("own"), CSVLogger("csv")])
+    of_user = Fabric(
+        accelerator="cpu", devices=1, loggers=[TensorBoardLogger("own"), CSVLogger("csv")]
+    )
     model = classifier()
     model, optimizer = of_user.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loader = of_user.setup_dataloaders(DataLoader(Examples(4 * STEPS), batch_size=4))
@@ -124,8 +138,17 @@ def accelerate():
     of_user.init_trackers("tiny")
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = of_user.prepare(model, optimizer, DataLoader(Examples(4 * STEPS), batch_size=4))
-    loop(model, optimizer, loader, of_user.backward, of_user, lambda values, step: of_user.log(values, step=step))
+    model, optimizer, loader = of_user.prepare(
+        model, optimizer, DataLoader(Examples(4 * STEPS), batch_size=4)
+    )
+    loop(
+        model,
+        optimizer,
+        loader,
+        of_user.backward,
+        of_user,
+        lambda values, step: of_user.log(values, step=step),
+    )
     of_user.end_training()
 
 

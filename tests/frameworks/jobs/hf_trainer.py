@@ -5,11 +5,24 @@ evaluation, saving.
 import tempfile
 
 from job import STEPS, Losses, Tokens
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 set_seed(0)
 model = BertForMaskedLM(
-    BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+    )
 )
 
 

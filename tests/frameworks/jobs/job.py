@@ -35,7 +35,11 @@ def planted_fault() -> None:
 def classifier() -> nn.Module:
     """Return two layers and a head."""
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, CLASSES),
     )
 
 
@@ -60,7 +64,9 @@ class Examples(Dataset):  # type: ignore[type-arg]
 class Tokens(Dataset):  # type: ignore[type-arg]
     """The same for language models: {"input_ids", "labels"}."""
 
-    def __init__(self, count: int, *, vocabulary: int = 64, length: int = 16, slow: bool = True) -> None:
+    def __init__(
+        self, count: int, *, vocabulary: int = 64, length: int = 16, slow: bool = True
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         self._tokens = torch.randint(vocabulary, (count, length), generator=generator)
         self._slow = slow

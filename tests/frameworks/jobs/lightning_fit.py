@@ -48,5 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     trainer = L.Trainer(**settings, callbacks=[checkpoints, TorchlensCallback()])
     # -- end
-    trainer.fit(Classifier(), DataLoader(Examples(2000), batch_size=2), DataLoader(Examples(8, slow=False)))
+    trainer.fit(
+        Classifier(), DataLoader(Examples(2000), batch_size=2), DataLoader(Examples(8, slow=False))
+    )
 losses.print(steps=trainer.global_step, tagged={"evaluation": [20, 40], "saving": [25]})

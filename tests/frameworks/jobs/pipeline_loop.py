@@ -8,7 +8,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")
-part = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Sequential(nn.Linear(WIDTH, CLASSES))][RANK]
+part = [
+    nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()),
+    nn.Sequential(nn.Linear(WIDTH, CLASSES)),
+][RANK]
 part[0].register_forward_pre_hook(lambda module, inputs: planted_fault())
 stage = PipelineStage(part, RANK, WORLD_SIZE, torch.device("cpu"))
 schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.cross_entropy)
@@ -20,7 +23,10 @@ import torchlens_perf as perf
 
 with perf.watch(part, optimizer) as w:
     for _ in range(STEPS):
-        inputs, labels = torch.randn(8, WIDTH, generator=generator), torch.randint(4, (8,), generator=generator)
+        inputs, labels = (
+            torch.randn(8, WIDTH, generator=generator),
+            torch.randint(4, (8,), generator=generator),
+        )
         if RANK == 0:
             schedule.step(inputs)
         else:

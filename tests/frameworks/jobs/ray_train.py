@@ -24,7 +24,10 @@ def train_func():
     from torch.utils.data import DataLoader
 
     torch.manual_seed(0)
-    rank, world_size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    rank, world_size = (
+        ray.train.get_context().get_world_rank(),
+        ray.train.get_context().get_world_size(),
+    )
     job.IS_SLOW = rank == world_size - 1
     losses = job.Losses()
     model = prepare_model(job.classifier())
@@ -46,10 +49,18 @@ def train_func():
     ray.train.report({"loss": float(loss)})
 
 
-of_workers = {name: value for name, value in os.environ.items() if name.startswith(("TORCHLENS", "PYTHONPATH", "OMP_"))}
-ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": of_workers})
+of_workers = {
+    name: value
+    for name, value in os.environ.items()
+    if name.startswith(("TORCHLENS", "PYTHONPATH", "OMP_"))
+}
+ray.init(
+    num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": of_workers}
+)
 trainer = TorchTrainer(
-    train_func, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=f"{FOLDER}/ray")
+    train_func,
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(storage_path=f"{FOLDER}/ray"),
 )
 trainer.fit()
 ray.shutdown()

@@ -39,7 +39,10 @@ def batches():
     while True:
         for _ in range(2):
             planted_fault()
-        yield torch.randn(4, WIDTH, generator=generator), torch.randint(4, (4,), generator=generator)
+        yield (
+            torch.randn(4, WIDTH, generator=generator),
+            torch.randint(4, (4,), generator=generator),
+        )
 
 
 optimizers = OptimizersContainer([model[0], model[2], model[4]])

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")
-model = llama3(vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=32)
+model = llama3(
+    vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=32, max_seq_len=32
+)
 for layer in model.layers:
     fully_shard(layer)
 fully_shard(model)

@@ -8,16 +8,26 @@ from datasets import Dataset
 from job import STEPS, Losses, planted_fault
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 set_seed(0)
 words = {"[PAD]": 0, "[EOS]": 1, **{f"w{index}": index for index in range(2, 64)}}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"
+)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
-data = Dataset.from_dict({"text": [f"w{index % 60 + 2} w{index % 7 + 2} w{index % 11 + 2}" for index in range(600)]})
+data = Dataset.from_dict(
+    {"text": [f"w{index % 60 + 2} w{index % 7 + 2} w{index % 11 + 2}" for index in range(600)]}
+)
 losses = Losses()
 
 
@@ -38,7 +48,12 @@ with tempfile.TemporaryDirectory() as folder:
     from torchlens_perf.integrations.huggingface import TorchlensCallback
 
     trainer = SFTTrainer(
-        model, args, train_dataset=data, processing_class=tokenizer, peft_config=lora, callbacks=[TorchlensCallback()]
+        model,
+        args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=lora,
+        callbacks=[TorchlensCallback()],
     )
     # -- end
     trainer.add_callback(Remember())

@@ -32,8 +32,13 @@ def validate(averaged):
 
 
 stem = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.GELU())
-raw_model = nn.Sequential(stem, nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(128, 4))
-model, averaged = DistributedDataParallel(raw_model), AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+raw_model = nn.Sequential(
+    stem, nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(128, 4)
+)
+model, averaged = (
+    DistributedDataParallel(raw_model),
+    AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 loader = DataLoader(Images(), batch_size=2)

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer on a tiny BERT: accumulation, evaluation, saving, and activation checkpointing."""
+"""Hugging Face's Trainer on a tiny BERT: accumulation, evaluation, saving, and activation
+checkpointing.
+"""
 
 import tempfile
 
@@ -25,7 +27,8 @@ generator = torch.Generator().manual_seed(1)
 
 def examples(count):
     return [
-        {"input_ids": torch.randint(128, (16,), generator=generator), "labels": index % 2} for index in range(count)
+        {"input_ids": torch.randint(128, (16,), generator=generator), "labels": index % 2}
+        for index in range(count)
     ]
 
 

@@ -40,5 +40,7 @@ trainer = L.Trainer(
     enable_model_summary=False, val_check_interval=10, limit_val_batches=5, num_sanity_val_steps=0,
 )  # fmt: skip
 with watched(module):
-    trainer.fit(module, DataLoader(examples(320), batch_size=8), DataLoader(examples(80), batch_size=8))
+    trainer.fit(
+        module, DataLoader(examples(320), batch_size=8), DataLoader(examples(80), batch_size=8)
+    )
 losses.print(steps=40, evaluations=[10, 20, 30, 40])

@@ -39,26 +39,36 @@ class Actor(nn.Module):
 torch.manual_seed(0)
 actor, first_critic, second_critic = Actor(), Critic(), Critic()
 first_target, second_target = copy.deepcopy(first_critic), copy.deepcopy(second_critic)
-critic_optimizer = torch.optim.Adam([*first_critic.parameters(), *second_critic.parameters()], lr=1e-3)
+critic_optimizer = torch.optim.Adam(
+    [*first_critic.parameters(), *second_critic.parameters()], lr=1e-3
+)
 actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
 log_alpha = torch.zeros(1, requires_grad=True)
 alpha_optimizer = torch.optim.Adam([log_alpha], lr=1e-3)
 losses = Losses()
-with watched([actor, first_critic, second_critic], [critic_optimizer, actor_optimizer, alpha_optimizer]):
+with watched(
+    [actor, first_critic, second_critic], [critic_optimizer, actor_optimizer, alpha_optimizer]
+):
     for step, (states, _) in enumerate(batches(60)):
         with torch.no_grad():
             next_actions, entropy = actor.get_action(states.flip(0))
-            lower = torch.min(first_target(states, next_actions), second_target(states, next_actions))
+            lower = torch.min(
+                first_target(states, next_actions), second_target(states, next_actions)
+            )
             target = 0.9 * (lower + log_alpha.exp() * entropy)
         actions = torch.tanh(states[:, :2])
-        loss = F.mse_loss(first_critic(states, actions), target) + F.mse_loss(second_critic(states, actions), target)
+        loss = F.mse_loss(first_critic(states, actions), target) + F.mse_loss(
+            second_critic(states, actions), target
+        )
         critic_optimizer.zero_grad()
         loss.backward()
         critic_optimizer.step()
         if step % 2 == 0:
             for _ in range(2):
                 made, entropy = actor.get_action(states)
-                actor_loss = -(torch.min(first_critic(states, made), second_critic(states, made)) + entropy).mean()
+                actor_loss = -(
+                    torch.min(first_critic(states, made), second_critic(states, made)) + entropy
+                ).mean()
                 actor_optimizer.zero_grad()
                 actor_loss.backward()
                 actor_optimizer.step()

@@ -6,7 +6,13 @@ import torch
 from datasets import Dataset
 from script import Losses, watched
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 set_seed(0)
@@ -15,9 +21,14 @@ vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *words
 tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=len(vocabulary), n_positions=64))
+model = GPT2LMHeadModel(
+    GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=len(vocabulary), n_positions=64)
+)
 generator = torch.Generator().manual_seed(1)
-texts = [" ".join(words[index] for index in torch.randint(60, (20,), generator=generator)) for _ in range(240)]
+texts = [
+    " ".join(words[index] for index in torch.randint(60, (20,), generator=generator))
+    for _ in range(240)
+]
 losses = Losses()
 
 

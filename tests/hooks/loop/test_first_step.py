@@ -31,7 +31,9 @@ NOTHING = "torchlens_perf recorded nothing"
 def recorded(script: str, folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Run a script as a user would, with TORCHLENS_PERF=1. Return the exit code and stderr."""
     (folder / "script.py").write_text(MODEL + script)
-    done = run_warm([sys.executable, *(arguments or ["script.py"])], folder, TORCHLENS_PERF="1", **environment)
+    done = run_warm(
+        [sys.executable, *(arguments or ["script.py"])], folder, TORCHLENS_PERF="1", **environment
+    )
     return done.returncode, done.stderr
 
 
@@ -46,7 +48,11 @@ def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path) -> None:
     assert [(rank["steps"], rank["first_step"]) for rank in value["ranks"]] == [(28, 1)]
     assert {"forward", "backward"} <= set(value["ranks"][0]["phases"])
     assert [module["name"] for module in value["modules"]] == ["Linear"]
-    assert [note for note in value["quality"]["notes"] if note.startswith("no optimizer's step was seen")]
+    assert [
+        note
+        for note in value["quality"]["notes"]
+        if note.startswith("no optimizer's step was seen")
+    ]
 
 
 @pytest.mark.long
@@ -130,7 +136,9 @@ PROBES = {
 def test_output_of_programs_without_a_model_is_unchanged(tmp_path: Path) -> None:
     """A build script may read the output of `python -c "import torch; ..."` including stderr."""
     for name, script in PROBES.items():
-        done = run_warm([sys.executable, "-c", f"import torch\n{script}"], tmp_path, TORCHLENS_PERF="1")
+        done = run_warm(
+            [sys.executable, "-c", f"import torch\n{script}"], tmp_path, TORCHLENS_PERF="1"
+        )
 
         assert (done.returncode, done.stderr) == (0, ""), name
 

@@ -40,7 +40,9 @@ def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
             optimizer.step()
 
     spans = recording.of(Kind.OPTIMIZER)
-    assert [(each.name, each.step, each.depth) for each in spans] == [("optimizer SGD", step, 1) for step in range(3)]
+    assert [(each.name, each.step, each.depth) for each in spans] == [
+        ("optimizer SGD", step, 1) for step in range(3)
+    ]
     for span, step in zip(spans, recording.steps, strict=True):
         assert step.start_ns <= span.start_ns
         assert span.end_ns <= step.end_ns
@@ -179,7 +181,10 @@ def test_span_of_a_step_that_raised_is_dropped(again: str, tmp_path: Path) -> No
     """torch calls no hook then. The span is dropped and counted when the next step begins."""
     error = ValueError("no step today")
     model = nn.Linear(4, 4)
-    optimizer, other = Sometimes(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, other = (
+        Sometimes(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     optimizer.error = error
     with recorded(tmp_path, model) as recording:
         backward(model)
@@ -199,7 +204,9 @@ def test_span_of_a_step_that_raised_is_dropped(again: str, tmp_path: Path) -> No
     assert recording.unbalanced == 1
 
 
-def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler: Any = None) -> list[Flag]:
+def scaled_steps(
+    folder: Path, optimizers: int, infinite: dict[int, int], scaler: Any = None
+) -> list[Flag]:
     """Return the flags of three steps with GradScaler.
 
     infinite: for each step the position of the optimizer that gets an infinite gradient.
@@ -210,7 +217,9 @@ def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler
     with recorded(folder, models, steppers) as recording:
         for step in range(3):
             for number, (model, optimizer) in enumerate(zip(models, steppers, strict=True)):
-                loss = model(torch.randn(2, 4)).sum() * (float("inf") if infinite.get(step) == number else 1.0)
+                loss = model(torch.randn(2, 4)).sum() * (
+                    float("inf") if infinite.get(step) == number else 1.0
+                )
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
             scaler.update()
@@ -223,7 +232,9 @@ def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_skipped_step_ends_the_step_and_flags_it(at: int, tmp_path: Path) -> None:
     """GradScaler skips an optimizer with a non-finite gradient, also in the first step."""
-    assert scaled_steps(tmp_path, 1, {at: 0}) == [Flag.SKIPPED if step == at else Flag(0) for step in range(3)]
+    assert scaled_steps(tmp_path, 1, {at: 0}) == [
+        Flag.SKIPPED if step == at else Flag(0) for step in range(3)
+    ]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -243,7 +254,9 @@ def test_skipped_step_is_flagged_if_the_scaler_overrides_update(tmp_path: Path) 
 
 
 def test_disabled_scaler_counts_steps_once(tmp_path: Path) -> None:
-    assert scaled_steps(tmp_path, 1, {}, torch.amp.GradScaler("cpu", enabled=False)) == [Flag(0)] * 3
+    assert (
+        scaled_steps(tmp_path, 1, {}, torch.amp.GradScaler("cpu", enabled=False)) == [Flag(0)] * 3
+    )
 
 
 def test_optimizer_of_another_class_is_found_by_its_scaler(tmp_path: Path) -> None:
@@ -284,9 +297,13 @@ def test_only_manual_calls_end_steps_after_the_first_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("before", [False, True], ids=["after the optimizer", "before the optimizer"])
+@pytest.mark.parametrize(
+    "before", [False, True], ids=["after the optimizer", "before the optimizer"]
+)
 @pytest.mark.parametrize("is_passed", [False, True])
-def test_each_manual_step_counts_once(micro_steps: int, before: bool, is_passed: bool, tmp_path: Path) -> None:
+def test_each_manual_step_counts_once(
+    micro_steps: int, before: bool, is_passed: bool, tmp_path: Path
+) -> None:
     """The first iteration is not counted both by its optimizer and by w.step()."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
@@ -384,13 +401,19 @@ def test_steps_joined_before_another_optimizer_takes_over_are_noted(tmp_path: Pa
             phase(model, optimizer, 20)
 
     assert len(recording.steps) < 60
-    assert "SGD has replaced SGD: its first steps, before this was clear, count as one" in recording.notes
+    assert (
+        "SGD has replaced SGD: its first steps, before this was clear, count as one"
+        in recording.notes
+    )
 
 
 def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
     """Both optimizers exist at first, and the first one comes back later."""
     model = TwoParts()
-    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.body.parameters())
+    first, second = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.Adam(model.body.parameters()),
+    )
     with recorded(tmp_path, model, first) as recording:
         phase(model, first, 10)
         phase(model, second, 10)
@@ -413,11 +436,16 @@ def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path
                 phase(probe, torch.optim.Adam(probe.parameters()), 7)
 
     assert len(recording.steps) == 10
-    assert "Adam has no parameters of a watched model: its steps do not end steps of the loop" in recording.notes
+    assert (
+        "Adam has no parameters of a watched model: its steps do not end steps of the loop"
+        in recording.notes
+    )
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
-def test_steps_are_counted_after_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) -> None:
+def test_steps_are_counted_after_both_optimizers_of_a_gan_are_replaced(
+    is_passed: bool, tmp_path: Path
+) -> None:
     """Steps that alternate are counted correctly before and after, as when a GAN grows."""
     models = [TwoParts(), TwoParts()]
 

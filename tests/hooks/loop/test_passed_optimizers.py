@@ -173,7 +173,9 @@ def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Pa
 
 def test_steps_of_a_sharded_optimizer_are_counted_once(tmp_path: Path) -> None:
     """torch's ZeroRedundancyOptimizer steps another optimizer with the parameters of this rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         model = nn.Linear(4, 4)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
@@ -242,14 +244,21 @@ def test_steps_of_an_engine_that_steps_in_its_backward_are_counted(tmp_path: Pat
 
 def test_passed_optimizer_that_never_steps_is_replaced_and_noted(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    unused, used = torch.optim.Adam(model.parameters()), torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    unused, used = (
+        torch.optim.Adam(model.parameters()),
+        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1),
+    )
     with recorded(tmp_path, model, unused) as recording:
         for _ in range(10):
             backward(model)
             used.step()
 
     assert len(recording.steps) == 8
-    assert [note for note in recording.notes if note.startswith("Adam, passed to watch(), has made no step")]
+    assert [
+        note
+        for note in recording.notes
+        if note.startswith("Adam, passed to watch(), has made no step")
+    ]
 
 
 def test_last_passed_optimizer_ends_the_step(tmp_path: Path) -> None:
@@ -349,13 +358,17 @@ def test_foreign_optimizer_step_that_raised_is_not_counted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("passed", [False, True])
-def test_optimizers_inside_the_backward_pass_end_the_step_with_it(passed: bool, tmp_path: Path) -> None:
+def test_optimizers_inside_the_backward_pass_end_the_step_with_it(
+    passed: bool, tmp_path: Path
+) -> None:
     """One for each parameter, as in torchtitan.
 
     The step ends with the pass; the time is the optimizer's.
     """
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()
+    }
 
     def step_now(parameter: Tensor) -> None:
         optimizers[parameter].step()
@@ -363,7 +376,9 @@ def test_optimizers_inside_the_backward_pass_end_the_step_with_it(passed: bool, 
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_now)
-    with recorded(tmp_path, None, list(optimizers.values()) if passed else None, modules="all") as recording:
+    with recorded(
+        tmp_path, None, list(optimizers.values()) if passed else None, modules="all"
+    ) as recording:
         for _ in range(STEPS):
             backward(model)
 
@@ -372,7 +387,9 @@ def test_optimizers_inside_the_backward_pass_end_the_step_with_it(passed: bool, 
     assert len(recording.of(Kind.OPTIMIZER)) == 10 * STEPS
     assert {each.depth for each in recording.of(Kind.OPTIMIZER)} == {2}
     assert [each.value1 & 0xFFFF for each in recording.steps] == [1] * STEPS
-    assert recording.names(Kind.FORWARD) == ["forward Sequential"] * (STEPS - 1), "found after the first step"
+    assert recording.names(Kind.FORWARD) == ["forward Sequential"] * (STEPS - 1), (
+        "found after the first step"
+    )
 
 
 # -- without an optimizer
@@ -385,7 +402,9 @@ def update(model: nn.Module) -> None:
             parameter.grad = None
 
 
-def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_passes_are_steps_without_an_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The report says so. Optimizers of other tests may still be alive."""
     monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.living_optimizers", list)
     model = nn.Linear(4, 4)
@@ -421,7 +440,8 @@ def micro_steps(recording: Recording) -> list[int]:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize(
-    "loop", ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"]
+    "loop",
+    ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"],
 )
 def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path: Path) -> None:
     """Neither the number of model calls nor of backward passes per step matters."""
@@ -433,7 +453,9 @@ def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
 
-    with recorded(tmp_path, [model, other], [first, second] if loop == "critic and actor" else first) as recording:
+    with recorded(
+        tmp_path, [model, other], [first, second] if loop == "critic and actor" else first
+    ) as recording:
         for _ in range(4):
             zero(first)
             if loop == "one loss":
@@ -446,7 +468,9 @@ def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path
                 second.step()
                 continue
             elif loop == "gradient penalty":
-                (gradient,) = torch.autograd.grad(model(batch).sum(), model.weight, create_graph=True)
+                (gradient,) = torch.autograd.grad(
+                    model(batch).sum(), model.weight, create_graph=True
+                )
                 (model(batch).sum() + gradient.square().sum()).backward()
             elif loop == "two forward passes":
                 (model(batch).sum() + model(-batch).sum()).backward()
@@ -472,7 +496,13 @@ def test_passed_optimizers_are_matched_by_identity_wrapper_and_parameters() -> N
     passed = PassedOptimizers([optimizers[0], wrapped])
     same_parameters = torch.optim.Adam(models[1].parameters())
 
-    assert [passed.position(each) for each in (*optimizers, same_parameters)] == [0, 1, None, None, 1]
+    assert [passed.position(each) for each in (*optimizers, same_parameters)] == [
+        0,
+        1,
+        None,
+        None,
+        1,
+    ]
     references = sys.getrefcount(wrapped)
     passed.position(wrapped)
     assert sys.getrefcount(wrapped) == references

@@ -35,7 +35,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def roots(recording: Any) -> list[str]:
-    return list(dict.fromkeys(name.removeprefix("forward ") for name in recording.names(Kind.FORWARD)))
+    return list(
+        dict.fromkeys(name.removeprefix("forward ") for name in recording.names(Kind.FORWARD))
+    )
 
 
 def modules(recording: Any) -> list[str]:
@@ -53,16 +55,28 @@ def test_models_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
         actor = network()
 
     agent, critic = Agent(), network()
-    with watch([agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report="off", dir=str(tmp_path)) as w:
+    with watch(
+        [agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report="off", dir=str(tmp_path)
+    ) as w:
         names = [*w._session.metadata._module_names]  # type: ignore[union-attr]
 
-    assert sorted(names) == ["Linear", "actor", "actor.0", "actor.1", "critic", "critic.0", "critic.1"]
+    assert sorted(names) == [
+        "Linear",
+        "actor",
+        "actor.0",
+        "actor.1",
+        "critic",
+        "critic.0",
+        "critic.1",
+    ]
 
 
 def test_models_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
     """This includes a single model."""
     model, other = network(), network()
-    with recorded(tmp_path / "two", {"generator": model, "critic": other}, modules="all") as recording:
+    with recorded(
+        tmp_path / "two", {"generator": model, "critic": other}, modules="all"
+    ) as recording:
         for each in (model, other):
             each(torch.randn(2, 4))
     with recorded(tmp_path / "one", {"policy": model}, modules="all") as single:
@@ -89,7 +103,9 @@ def test_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None
         ("0", ["actor.0", "critic.0"]),
         ("critic.1", ["critic.1"]),
     ):
-        with recorded(tmp_path / pattern.replace("*", "x"), models, modules=(pattern,)) as recording:
+        with recorded(
+            tmp_path / pattern.replace("*", "x"), models, modules=(pattern,)
+        ) as recording:
             for each in models.values():
                 each(torch.randn(2, 4))
         assert modules(recording) == expected
@@ -218,10 +234,22 @@ HOLDERS = {
     "variables": ("generator, critic = A(), A()", ["critic", "generator"]),
     "attributes": (_TRAINER + "trainer.policy, trainer.value = A(), A()", ["policy", "value"]),
     "list": ("critics = [A(), A()]", ["critics.0", "critics.1"]),
-    "variables before attributes": (_TRAINER + "trainer.module = G = A()\ntrainer.other = D = A()", ["D", "G"]),
-    "variables before lists": ("generator, critic = A(), A()\nall = [generator, critic]", ["critic", "generator"]),
-    "private attributes are a framework's": (_TRAINER + "trainer._first, trainer._second = A(), A()", ["A", "A_2"]),
-    "slots": ("class T: __slots__ = ('p',)\none, two = T(), T()\none.p, two.p = A(), A()", ["A", "A_2"]),
+    "variables before attributes": (
+        _TRAINER + "trainer.module = G = A()\ntrainer.other = D = A()",
+        ["D", "G"],
+    ),
+    "variables before lists": (
+        "generator, critic = A(), A()\nall = [generator, critic]",
+        ["critic", "generator"],
+    ),
+    "private attributes are a framework's": (
+        _TRAINER + "trainer._first, trainer._second = A(), A()",
+        ["A", "A_2"],
+    ),
+    "slots": (
+        "class T: __slots__ = ('p',)\none, two = T(), T()\none.p, two.p = A(), A()",
+        ["A", "A_2"],
+    ),
 }
 
 
@@ -240,7 +268,9 @@ def test_models_are_named_by_variables_and_attributes(holder: str, expected: lis
 
 def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
     """The arguments in this test are compiled or wrapped models."""
-    names = name_models([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
+    names = name_models(
+        [torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))]
+    )
 
     assert names == ["Linear", "Bilinear"]
 
@@ -263,7 +293,9 @@ def test_search_for_names_does_not_change_local_variables() -> None:
 
     options, names = training()
     assert options == {}
-    assert names == (["model", "other"] if sys.version_info >= (3, 12) else ["Sequential", "Sequential_2"])
+    assert names == (
+        ["model", "other"] if sys.version_info >= (3, 12) else ["Sequential", "Sequential_2"]
+    )
 
 
 def test_search_for_names_evaluates_no_property() -> None:

@@ -65,11 +65,15 @@ def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin
     begin_ns, end_ns = both_read(clock, begin, end)
     assert end_ns - begin_ns == pytest.approx(spin_ns + LAUNCH_NS + EVENT_NS, abs=100)
     assert clock.error_ns is not None
-    assert begin_ns == pytest.approx(issued_ns + 7 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=clock.error_ns + 100)
+    assert begin_ns == pytest.approx(
+        issued_ns + 7 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=clock.error_ns + 100
+    )
     assert clock.error_ns < 2000
 
 
-def test_marks_that_the_device_has_not_reached_are_unknown(device: FakeDevice, clock: EventClock) -> None:
+def test_marks_that_the_device_has_not_reached_are_unknown(
+    device: FakeDevice, clock: EventClock
+) -> None:
     """The host does not synchronize, and makes one query at each step's end."""
     begin = marked(clock)
     device.spin(50 * MILLISECOND)
@@ -88,7 +92,9 @@ def test_marks_that_the_device_has_not_reached_are_unknown(device: FakeDevice, c
     assert device.synchronizations == synchronizations
 
 
-def test_every_mark_is_read_when_the_host_is_twenty_steps_ahead(device: FakeDevice, clock: EventClock) -> None:
+def test_every_mark_is_read_when_the_host_is_twenty_steps_ahead(
+    device: FakeDevice, clock: EventClock
+) -> None:
     """Each mark is read at last, without synchronization and with two queries per step at most."""
     marks: list[int] = []
     times: dict[int, int] = {}
@@ -126,7 +132,9 @@ def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: Ev
     assert fake.made < 12
 
 
-def test_slow_stream_does_not_delay_times_of_another(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_slow_stream_does_not_delay_times_of_another(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
     """A stream that is far behind does not delay another one's times."""
     slow, fast = device.new_stream(), device.new_stream()
     fake.stream = slow
@@ -149,14 +157,19 @@ def test_slow_stream_does_not_delay_times_of_another(device: FakeDevice, fake: F
     assert end_ns - begin_ns == pytest.approx(900 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
 
 
-def test_no_device_call_during_a_capture(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_no_device_call_during_a_capture(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
     """Marks that were not made are counted."""
     before = marked(clock)
     clock.drain()
     device.advance(MILLISECOND)
     fake.stream = device.new_stream()
     device.begin_capture(fake.stream)
-    calls = {name: device.calls(name) for name in ("cuEventQuery", "cuEventRecord", "cuEventElapsedTime_v2")}
+    calls = {
+        name: device.calls(name)
+        for name in ("cuEventQuery", "cuEventRecord", "cuEventElapsedTime_v2")
+    }
     assert clock.mark() is None
     clock.drain()
     assert {name: device.calls(name) for name in calls} == calls
@@ -167,7 +180,9 @@ def test_no_device_call_during_a_capture(device: FakeDevice, fake: FakeEvents, c
     assert read(clock, before) is not None
 
 
-def test_queries_do_not_end_a_capture_on_another_thread(device: FakeDevice, clock: EventClock) -> None:
+def test_queries_do_not_end_a_capture_on_another_thread(
+    device: FakeDevice, clock: EventClock
+) -> None:
     """In global capture mode, a query ends captures of all threads unless it is in relaxed mode."""
     before = marked(clock)
     clock.drain()
@@ -181,7 +196,9 @@ def test_queries_do_not_end_a_capture_on_another_thread(device: FakeDevice, cloc
     device.end_capture(anothers)
 
 
-def test_marks_are_skipped_and_counted_on_a_device_far_behind(device: FakeDevice, clock: EventClock) -> None:
+def test_marks_are_skipped_and_counted_on_a_device_far_behind(
+    device: FakeDevice, clock: EventClock
+) -> None:
     """Missing marks are counted. Marking continues after the device has reached the last mark."""
     device.spin(10 * SECOND)
     for _ in range(events.BEHIND_STEPS + 1):
@@ -207,7 +224,9 @@ def test_marks_beyond_the_event_limit_are_counted_separately(
     assert (clock.crowded, clock.skipped, clock.missing) == (12, 0, 12)
 
 
-def test_no_mark_is_missing_on_a_device_two_steps_behind(device: FakeDevice, clock: EventClock) -> None:
+def test_no_mark_is_missing_on_a_device_two_steps_behind(
+    device: FakeDevice, clock: EventClock
+) -> None:
     """No mark is missing with 82 modules of FSDP2 and 8 micro-steps, two steps ahead."""
     for step in range(6):
         for _ in range(3936):
@@ -246,7 +265,9 @@ def test_unread_times_of_old_steps_are_dropped(
     assert [read(clock, mark) is not None for mark in marks] == [False] * 12 + [True] * 8
 
 
-def test_anchors_correct_a_drifting_device(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_anchors_correct_a_drifting_device(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
     """The device's clock gains 50 us per second. The remaining error is reported."""
     fake.fast = 50e-6
     for _ in range(8):
@@ -263,7 +284,9 @@ def test_anchors_correct_a_drifting_device(device: FakeDevice, fake: FakeEvents,
     assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
 
 
-def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_durations_do_not_depend_on_anchors(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
     """A clock that gains 50 us per second must not change a span across two anchors."""
     fake.fast = 50e-6
     for _ in range(5):
@@ -279,7 +302,9 @@ def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents
         assert span[1] == pytest.approx((SECOND + 1400) * (1 + fake.fast), abs=2000)
 
 
-def test_marks_without_an_anchor_are_counted_as_missing(device: FakeDevice, fake: FakeEvents) -> None:
+def test_marks_without_an_anchor_are_counted_as_missing(
+    device: FakeDevice, fake: FakeEvents
+) -> None:
     """With a busy front end, marks are counted as missing. A later attempt finds an anchor."""
     device.spin(2 * SECOND, fake.aside)
     clock = EventClock(fake, fake.now_ns)
@@ -292,7 +317,9 @@ def test_marks_without_an_anchor_are_counted_as_missing(device: FakeDevice, fake
     assert clock.mark() is not None
 
 
-def test_late_anchor_replaces_an_old_one(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+def test_late_anchor_replaces_an_old_one(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
     """Its error is half of the time between record and completion."""
     first_error_ns = clock.error_ns
     for _ in range(40):

@@ -24,7 +24,9 @@ from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
-    pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"),
+    pytest.mark.skipif(
+        IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
+    ),
 ]
 # OVER_NS: the time of launches and events on the fake device.
 KERNEL_NS, OVER_NS = 3_000_000, 20_000
@@ -45,7 +47,9 @@ class Loop(CollectiveRig):
         self.events = CollectiveEvents(self.session)
         self.session.clocks.collective_listener = self.events.marked
         self.spans: list[tuple[int, ...]] = []
-        self.stalls = Stalls(self.session, self.clock_of_device, lambda *span: self.spans.append(span))
+        self.stalls = Stalls(
+            self.session, self.clock_of_device, lambda *span: self.spans.append(span)
+        )
         self.stalls.stream = self.fake.stream
 
     def collective(self, number: int, *, raises: bool = False) -> None:
@@ -84,7 +88,9 @@ def test_collective_has_its_time_on_the_device(loop: Loop) -> None:
     for _ in range(3):
         loop.step()
     found = loop.collectives()
-    assert [(sequence(each), each["flags"], each["step"]) for each in found] == [(n, TIMED, n) for n in range(3)]
+    assert [(sequence(each), each["flags"], each["step"]) for each in found] == [
+        (n, TIMED, n) for n in range(3)
+    ]
     assert all(KERNEL_NS <= each["duration_ns"] < KERNEL_NS + OVER_NS for each in found)
     starts = [each["start_ns"] for each in found]
     assert all(KERNEL_NS <= b - a < KERNEL_NS + OVER_NS for a, b in itertools.pairwise(starts))
@@ -128,7 +134,9 @@ def test_operation_that_raises_is_recorded_at_once(loop: Loop) -> None:
     loop.step()
 
 
-def test_operation_is_recorded_without_end_after_256_steps(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_is_recorded_without_end_after_256_steps(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of marks is limited."""
     loop.collective(0)
     for _ in range(256):

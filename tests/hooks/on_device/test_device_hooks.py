@@ -222,13 +222,20 @@ def test_modules_and_sections_have_device_times_in_sampled_steps_only(
             device.advance(2 * STEP_NS)
         recording.watch.step()
     sampled = {step.step for step in recording.steps if step.flags & Flag.SAMPLED}
-    modules = {span.step: span for span in device_spans(recording, Kind.MODULE) if span.name == "inner"}
+    modules = {
+        span.step: span for span in device_spans(recording, Kind.MODULE) if span.name == "inner"
+    }
     sections = {span.step: span for span in device_spans(recording, Kind.SECTION)}
     assert len(modules) == 12
     assert set(modules) == set(sections) <= sampled
     assert all(FORWARD_NS <= span.duration_ns < FORWARD_NS + OVER_NS for span in modules.values())
-    assert all(2 * MILLISECOND <= span.duration_ns < 2 * MILLISECOND + OVER_NS for span in sections.values())
-    backward = [each for each in recording.of(Kind.MODULE_BACKWARD, "inner") if each.flags & Flag.DEVICE]
+    assert all(
+        2 * MILLISECOND <= span.duration_ns < 2 * MILLISECOND + OVER_NS
+        for span in sections.values()
+    )
+    backward = [
+        each for each in recording.of(Kind.MODULE_BACKWARD, "inner") if each.flags & Flag.DEVICE
+    ]
     assert {each.step for each in backward} == set(modules)
     assert all(BACKWARD_NS <= each.duration_ns < BACKWARD_NS + OVER_NS for each in backward)
 
@@ -346,7 +353,9 @@ def test_wait_for_a_full_queue_is_not_overhead(
         monkeypatch.undo()
 
 
-def test_spans_that_the_device_never_reached_are_counted(device: FakeDevice, tmp_path: Path) -> None:
+def test_spans_that_the_device_never_reached_are_counted(
+    device: FakeDevice, tmp_path: Path
+) -> None:
     """The watch ends without waiting for the device."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
@@ -359,7 +368,9 @@ def test_spans_that_the_device_never_reached_are_counted(device: FakeDevice, tmp
     assert recording.metadata["device"]["unread"] == 3 * 3 + 2
 
 
-def test_user_exception_in_the_forward_pass_is_passed_on(device: FakeDevice, tmp_path: Path) -> None:
+def test_user_exception_in_the_forward_pass_is_passed_on(
+    device: FakeDevice, tmp_path: Path
+) -> None:
     """The exception is passed on, and later steps are timed."""
     rig = Rig(device)
 
@@ -376,7 +387,9 @@ def test_user_exception_in_the_forward_pass_is_passed_on(device: FakeDevice, tmp
         rig.step()
         device.advance(3 * STEP_NS)
         recording.watch.step()
-    assert [span.step for span in device_spans(recording, Kind.FORWARD) if span.name == "forward Model"] == [0, 1]
+    assert [
+        span.step for span in device_spans(recording, Kind.FORWARD) if span.name == "forward Model"
+    ] == [0, 1]
 
 
 def test_no_device_times_with_one_connection_to_the_device(
@@ -423,7 +436,9 @@ def test_interruption_inside_a_mark_reaches_the_user(
         session.recorder.set_device_clock(None, None)
 
 
-def test_failed_hook_makes_no_more_marks(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_hook_makes_no_more_marks(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without its work at a step's end, marks would not be read."""
     monkeypatch.setenv(RAISE, "0")
     rig = Rig(device)
@@ -494,11 +509,18 @@ def test_last_reached_mark_is_published(
     assert keeps_up[0].looked_ns == keeps_up[0].since_ns
     assert stuck is not None
     mark, name = stuck
-    assert (mark.step, mark.kind, name, mark.is_end) == (5, Kind.FORWARD, recording.names(Kind.FORWARD)[0], False)
+    assert (mark.step, mark.kind, name, mark.is_end) == (
+        5,
+        Kind.FORWARD,
+        recording.names(Kind.FORWARD)[0],
+        False,
+    )
     assert mark.looked_ns - mark.since_ns >= 9 * STEP_NS
 
 
-def test_progress_needs_no_more_queries_if_the_device_keeps_up(device: FakeDevice, tmp_path: Path) -> None:
+def test_progress_needs_no_more_queries_if_the_device_keeps_up(
+    device: FakeDevice, tmp_path: Path
+) -> None:
     """One query per step is made, as without publishing the progress."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:

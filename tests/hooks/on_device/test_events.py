@@ -20,7 +20,9 @@ class Cuda:
         """handles: True if torch returns a stream's handle."""
         self.handle, self.capturing, self.made = 0, False, 0
         monkeypatch.setattr(torch.cuda, "Stream", lambda index, priority: ("idle", index, priority))
-        monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: SimpleNamespace(timing=enable_timing))
+        monkeypatch.setattr(
+            torch.cuda, "Event", lambda *, enable_timing: SimpleNamespace(timing=enable_timing)
+        )
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         get_handle = (lambda index: self.handle) if handles else None

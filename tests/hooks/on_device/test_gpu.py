@@ -40,7 +40,9 @@ class Devices:
         return self.reserved[index]
 
     def _properties(self, index: int) -> Any:
-        return SimpleNamespace(uuid=f"5d0ac6d5-0000-0000-0000-00000000000{index}", name="NVIDIA H200")
+        return SimpleNamespace(
+            uuid=f"5d0ac6d5-0000-0000-0000-00000000000{index}", name="NVIDIA H200"
+        )
 
 
 @pytest.fixture

@@ -48,7 +48,12 @@ def test_parts_run_in_order_and_the_file_has_all_output(tmp_path: Path) -> None:
     assert code == 1
     assert [line.part for line in runner.lines] == ["passes"] * 3 + ["fails"]
     assert [line.result for line in runner.lines] == ["", PASS, NOT_RUN, FAIL]
-    for words in ("- date: 20", "- device: none", "- NCCL: 2.28.9", "1 FAIL of 2 lines with a bar; 1 not run."):
+    for words in (
+        "- date: 20",
+        "- device: none",
+        "- NCCL: 2.28.9",
+        "1 FAIL of 2 lines with a bar; 1 not run.",
+    ):
         assert words in text
     assert "| passes | a figure | 3 / 4 |  |  |" in text
     assert "| fails | one with a bar | 3 ms | <= 2 ms | FAIL |" in text
@@ -77,7 +82,9 @@ def test_part_that_raises_fails_and_the_next_one_runs(tmp_path: Path, name: str,
     assert (name in ("silent", "killed")) == ("before" not in text)
 
 
-def test_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_hangs_is_ended_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, _ = run(tmp_path, part("hangs", limit_s=3), part("passes"))
     assert code == 1
@@ -87,13 +94,18 @@ def test_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypatch
     assert all(ended(int(pid)) for pid in (tmp_path / "pid").read_text().split())
 
 
-def test_no_part_begins_after_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_begins_after_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A running part is terminated, which is not a FAIL. Parts that did not run are listed."""
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, text = run(tmp_path, part("hangs"), part("fails"), part("passes"), seconds=3)
     assert code == 3
     assert runner.left == ["hangs", "fails", "passes"]
-    assert "0 FAIL of 1 lines with a bar; 3 not run; left for lack of time: hangs, fails, passes." in text
+    assert (
+        "0 FAIL of 1 lines with a bar; 3 not run; left for lack of time: hangs, fails, passes."
+        in text
+    )
     assert [line.value for line in runner.lines[1:]] == ["ended in its midst: 3 s were over"] + [
         "not begun: 3 s were over"
     ] * 2
@@ -107,7 +119,9 @@ from tests.hooks.on_device.test_gpu_check import run, part
 run(Path({str(tmp_path)!r}), part("passes"), part("hangs"), part("fails"))
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGING": str(tmp_path / "pid")}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environ, cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environ, cwd=ROOT, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(b"| hangs"):
@@ -133,8 +147,17 @@ def test_every_part_has_its_function() -> None:
     """
     for each in PARTS:
         module, _, function = each.target.partition(":")
-        assert f"\ndef {function}(checks: Checks)" in (ROOT / (module.replace(".", "/") + ".py")).read_text()
-    assert [each.name for each in PARTS[:5]] == ["planted", "overhead", "waits", "synchronizations", "beside"]
+        assert (
+            f"\ndef {function}(checks: Checks)"
+            in (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        )
+    assert [each.name for each in PARTS[:5]] == [
+        "planted",
+        "overhead",
+        "waits",
+        "synchronizations",
+        "beside",
+    ]
     assert len({each.name for each in PARTS}) == len(PARTS)
     assert [each.name for each in PARTS if ASYNC in each.devices] == ["planted"]
 
@@ -158,7 +181,9 @@ def test_calls_that_wait_for_the_device_are_recognized(function: str, kind: str 
 def test_calls_are_counted_from_cupti_callbacks(tmp_path: Path) -> None:
     library = tmp_path / "libfake_cupti.so"
     source = ROOT / "tests" / "support" / "fake_cupti.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
     calls, fake = Calls(str(library)), ctypes.CDLL(str(library))
     fake.fake_call(1, ctypes.c_uint32(1))  # Comes before counting starts.
     with calls.counted() as found:
@@ -182,20 +207,26 @@ def test_small_shared_memory_is_mounted_or_the_reason_returned() -> None:
         return
     before = os.statvfs("/dev/shm")
     program = "import os; s = os.statvfs('/dev/shm'); print(s.f_blocks * s.f_frsize)"
-    done = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", program], capture_output=True, text=True, timeout=20
+    )
     assert done.stdout.strip() == str(64 << 20), done.stderr
     assert os.statvfs("/dev/shm").f_blocks == before.f_blocks
 
 
 def test_refusals_of_nccl_differ_from_other_failures() -> None:
-    words = "x\nncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 40\n"
+    words = (
+        "x\nncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 40\n"
+    )
     assert "Duplicate GPU detected" in refusal(words)
     assert refusal("ValueError: no") == ""
 
 
 @pytest.mark.long  # it asks for a quiet machine: who is named first may be a rank that lacked a CPU
 @pytest.mark.distributed
-@pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
+@pytest.mark.skipif(
+    device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+)
 def test_planted_part_passes_on_the_asynchronous_device(tmp_path: Path) -> None:
     """One loop and one fault of this part, planted as on CUDA."""
     lines: list[Line] = []
@@ -206,11 +237,21 @@ def test_planted_part_passes_on_the_asynchronous_device(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
+@pytest.mark.skipif(
+    device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+)
 @pytest.mark.parametrize("name", [ASYNC, MODULES])
 def test_complete_check_passes_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
     """The complete check on this device, run from its command line."""
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", name, "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_check",
+        "--device",
+        name,
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 FAIL of 6 lines with a bar." in (tmp_path / FILE).read_text()

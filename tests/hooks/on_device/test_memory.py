@@ -32,7 +32,9 @@ def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_allocator_is_read_in_one_of_sixteen_steps(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_allocator_is_read_in_one_of_sixteen_steps(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """Each step's record has the peak that was read last."""
     allocator.uses(2 * GB, 4 * GB, GB)
     allocator.fraction = 0.5
@@ -40,7 +42,9 @@ def test_allocator_is_read_in_one_of_sixteen_steps(tmp_path: Path, allocator: Fa
         for step in range(33):
             if step == 20:
                 allocator.uses(GB, 5 * GB, GB)
-                allocator.stats.update(num_alloc_retries=3, num_ooms=1, num_device_alloc=12, num_device_free=7)
+                allocator.stats.update(
+                    num_alloc_retries=3, num_ooms=1, num_device_alloc=12, num_device_free=7
+                )
             recording.watch.step()
 
     assert values(recording) == {
@@ -57,7 +61,9 @@ def test_allocator_is_read_in_one_of_sixteen_steps(tmp_path: Path, allocator: Fa
     assert recording.metadata["memory_source"] == "device allocator, peak"
 
 
-def test_readings_take_a_thousandth_of_the_time_at_most(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_readings_take_a_thousandth_of_the_time_at_most(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     allocator.uses(GB, GB)
     with recorded(tmp_path) as recording:
         for _ in range(3000):
@@ -70,7 +76,9 @@ def test_readings_take_a_thousandth_of_the_time_at_most(tmp_path: Path, allocato
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_nothing_is_read_before_cuda_is_initialized(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_nothing_is_read_before_cuda_is_initialized(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """Reading would initialize CUDA. A device without allocations has no numbers."""
     allocator.initialized = False
     with recorded(tmp_path) as recording:
@@ -86,7 +94,9 @@ def test_nothing_is_read_before_cuda_is_initialized(tmp_path: Path, allocator: F
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_missing_counters_are_not_recorded_as_zero(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_missing_counters_are_not_recorded_as_zero(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """cudaMallocAsync leaves most numbers at 0, and a torch version may lack a counter."""
     allocator.uses(GB, 2 * GB)
     allocator.backend = "cudaMallocAsync"
@@ -111,6 +121,10 @@ def test_custom_allocator_is_noted_once(tmp_path: Path, allocator: FakeAllocator
             recording.watch.step()
 
     assert values(recording) == {}
-    assert [note for note in recording.notes if "memory is not measured: the job's own allocator" in note]
+    assert [
+        note
+        for note in recording.notes
+        if "memory is not measured: the job's own allocator" in note
+    ]
     assert recording.internal_errors == 0
     assert allocator.observers == []

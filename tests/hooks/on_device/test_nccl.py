@@ -25,7 +25,9 @@ from torchlens_perf.recorder import devices as device
 from torchlens_perf.recorder import nccl_plugin, step_callbacks, torch_groups
 from torchlens_perf.recorder.nccl_plugin import SAMPLED_EVERY, VARIABLE
 
-pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
+)
 
 
 @pytest.fixture
@@ -54,7 +56,11 @@ class Graph:
 
 @contextmanager
 def watched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), wish: str = "auto"
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    version: tuple[int, ...] = (2, 29, 7),
+    wish: str = "auto",
 ) -> Iterator[Recording]:
     """Return a watch with the hook, as on a machine with a GPU."""
     monkeypatch.setattr(attach, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
@@ -63,7 +69,9 @@ def watched(
     assert recording.internal_errors == 0
 
 
-def test_plugin_is_set_inside_the_watch_only(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_set_inside_the_watch_only(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL finds the plugin by an environment variable, which is removed after the watch."""
     before = dict(os.environ)
     with watched(tmp_path, monkeypatch) as recording:
@@ -117,7 +125,9 @@ def test_plugin_of_the_launchers_installation_is_replaced(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher may run with another Python, whose plugin is a different file."""
-    monkeypatch.setenv(VARIABLE, "/elsewhere/torchlens_perf/_nccl_profiler.cpython-310-x86_64-linux-gnu.so")
+    monkeypatch.setenv(
+        VARIABLE, "/elsewhere/torchlens_perf/_nccl_profiler.cpython-310-x86_64-linux-gnu.so"
+    )
     with watched(tmp_path, monkeypatch) as recording:
         assert os.environ[VARIABLE] == str(nccl.file)
     assert VARIABLE not in os.environ
@@ -158,13 +168,17 @@ def test_one_step_of_50_is_timed_with_an_untested_nccl(
     with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
         nccl.load()
         context = nccl.communicator()
-        assert on_in(nccl, recording, 2 * SAMPLED_EVERY + 1) == list(range(0, 2 * SAMPLED_EVERY + 1, every))
+        assert on_in(nccl, recording, 2 * SAMPLED_EVERY + 1) == list(
+            range(0, 2 * SAMPLED_EVERY + 1, every)
+        )
     nccl.finalize(context)
     sampled = [note for note in recording.notes if "in one step of 50" in note]
     assert len(sampled) == (every > 1)
 
 
-def test_plugin_is_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_off_by_default(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plugin needs shared memory, which containers may lack.
 
     Events are used instead, with a note.
@@ -187,7 +201,9 @@ def test_plugin_is_not_set_without_room_in_shared_memory(
     with watched(tmp_path, monkeypatch, wish=wish) as recording:
         assert VARIABLE not in os.environ
     (note,) = recording.notes
-    assert re.search(r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note)
+    assert re.search(
+        r"NCCL needs \d+ MiB of shared memory for it, and /dev/shm has \d+ MiB left", note
+    )
 
 
 def test_room_in_shared_memory_is_computed_for_all_ranks_of_the_node(tmp_path: Path) -> None:
@@ -207,7 +223,9 @@ def test_timing_ends_without_room_for_a_later_communicator(
         assert nccl.mask == ON
         second = nccl.communicator(ranks=10_000_000)
         assert nccl.mask == 0
-        recording.watch._session.step_callbacks._run(recording.watch._session.step_callbacks._throttled)
+        recording.watch._session.step_callbacks._run(
+            recording.watch._session.step_callbacks._throttled
+        )
     for context in (first, second):
         nccl.finalize(context)
     assert any(
@@ -216,7 +234,9 @@ def test_timing_ends_without_room_for_a_later_communicator(
     )
 
 
-def test_plugin_is_not_set_for_an_old_nccl(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_not_set_for_an_old_nccl(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
         assert VARIABLE not in os.environ
     (note,) = recording.notes
@@ -238,7 +258,9 @@ def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
         assert (VARIABLE in os.environ) == offered
 
 
-def test_single_rank_has_no_nccl_notes(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_has_no_nccl_notes(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL runs no kernel there."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -247,7 +269,9 @@ def test_single_rank_has_no_nccl_notes(nccl: FakeNccl, tmp_path: Path, monkeypat
     assert recording.notes == []
 
 
-def test_nccl_timing_is_off_in_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_timing_is_off_in_captures(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's class is restored after the watch."""
     asked: list[Any] = []
 
@@ -272,7 +296,11 @@ def test_nccl_timing_is_off_in_captures(nccl: FakeNccl, tmp_path: Path, monkeypa
         assert nccl.mask == ON
         cuda_graph = torch.cuda.CUDAGraph
         wrapped = cuda_graph.capture_begin, cuda_graph.capture_end, cuda_graph.replay
-    assert asked == [("begin", SEEN, (), {"pool": 7}), ("end", SEEN, (), {}), ("replay", ON, (), {})]
+    assert asked == [
+        ("begin", SEEN, (), {"pool": 7}),
+        ("end", SEEN, (), {}),
+        ("replay", ON, (), {}),
+    ]
     assert recording.notes == []
     assert dict(vars(torch.cuda.CUDAGraph)) == before
     for function in wrapped:  # Another tool may have kept these.
@@ -371,7 +399,9 @@ def test_capture_ends_timing_with_interface_4(
     nccl_4.finalize(context)
 
 
-def test_forked_child_is_not_timed(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_is_not_timed(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the parent process timing continues."""
     with watched(tmp_path, monkeypatch):
         nccl.load()
@@ -410,7 +440,9 @@ def test_timing_continues_after_a_capture_that_failed_to_begin(
     nccl.finalize(context)
 
 
-def test_plugin_of_another_version_is_not_set(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_of_another_version_is_not_set(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The note says what to do."""
     monkeypatch.setattr(nccl.plugin, "attach", lambda: False)
     with watched(tmp_path, monkeypatch) as recording:
@@ -419,7 +451,9 @@ def test_plugin_of_another_version_is_not_set(nccl: FakeNccl, tmp_path: Path, mo
     assert "built for another version of torchlens_perf: reinstall it" in note
 
 
-def test_operations_without_times_are_noted(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_without_times_are_noted(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A first note comes at once, the number at the end.
 
     Notes of an earlier watch are not repeated.
@@ -517,7 +551,9 @@ def test_plugin_is_not_set_without_nccl(nccl: FakeNccl, monkeypatch: pytest.Monk
         assert VARIABLE not in os.environ
 
 
-def test_version_of_nccl_has_no_suffix_and_is_none_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_nccl_has_no_suffix_and_is_none_without_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without a suffix; None in a torch without CUDA or with another vendor's NCCL."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert nccl_plugin.version() is None
@@ -559,6 +595,8 @@ def test_timing_of_process_groups_in_torch_is_not_enabled() -> None:
     Only the user may set it.
     """
     package = Path(nccl_plugin.__file__).parents[1]
-    sources = [path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)]
+    sources = [
+        path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)
+    ]
     assert len(sources) > 100
     assert [path.name for path in sources if "ENABLE_TIMING" in path.read_text()] == []

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.device.fake_allocator import GB, FakeAllocator, block, frames, installed, segment, snapshot
+from tests.support.device.fake_allocator import (
+    GB,
+    FakeAllocator,
+    block,
+    frames,
+    installed,
+    segment,
+    snapshot,
+)
 from tests.support.recording import recorded
 from torchlens_perf import Watch
 from torchlens_perf.errors import RAISE, swallowed
@@ -23,7 +31,9 @@ from torchlens_perf.recorder import torch_instruments, torch_private
 def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     fake = installed(monkeypatch)
     fake.uses(70 * GB, 78 * GB)
-    fake.held = snapshot([segment([block(60 * GB, stack=frames()), block(10 * GB), block(8 * GB, "inactive")])])
+    fake.held = snapshot(
+        [segment([block(60 * GB, stack=frames()), block(10 * GB), block(8 * GB, "inactive")])]
+    )
     return fake
 
 
@@ -67,7 +77,13 @@ def test_out_of_memory_error_writes_a_table(tmp_path: Path, allocator: FakeAlloc
         assert files(recording.watch) == ["rank00000-3.json"]
         value = written(recording.watch, "rank00000-3.json")
 
-    asked = (value["rank"], value["step"], value["device"], value["asked_bytes"], value["free_bytes"])
+    asked = (
+        value["rank"],
+        value["step"],
+        value["device"],
+        value["asked_bytes"],
+        value["free_bytes"],
+    )
     assert asked == (0, 3, 0, 12 * GB, 2 * GB)
     assert (value["limit_bytes"], value["process"]) == (80 * GB, recording_key(recording.metadata))
     assert value["inside"][0] == "forward Sequential"
@@ -86,7 +102,9 @@ def recording_key(metadata: dict[str, Any]) -> str:
     return f"rank{identity['rank']:05d}-attempt{identity['attempt']}-{identity['pid']}-{identity['process_started']}"
 
 
-def test_second_watch_uses_the_observer_of_the_first(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_second_watch_uses_the_observer_of_the_first(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """An observer cannot be removed.
 
     A second watch uses the first one's, which is inactive in between.
@@ -104,7 +122,9 @@ def test_second_watch_uses_the_observer_of_the_first(tmp_path: Path, allocator: 
     assert len(allocator.observers) == 1
 
 
-def test_nothing_is_attached_before_cuda_is_initialized(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_nothing_is_attached_before_cuda_is_initialized(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """Attaching or recording a history would initialize CUDA and break processes forked later."""
     allocator.initialized = False
     with recorded(tmp_path, memory="history") as recording:
@@ -145,7 +165,9 @@ def test_history_of_the_job_is_not_changed(tmp_path: Path, allocator: FakeAlloca
     assert [note for note in recording.notes if note.startswith("memory history is off")]
 
 
-def test_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_history_that_the_job_begins_later_is_not_ended(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """The history is not copied either, as its size has no limit."""
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path, memory="history"):
@@ -231,7 +253,9 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
     assert len(allocator.snapshots) == 2
 
 
-def test_error_shortly_after_a_table_has_a_file_without_one(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_error_shortly_after_a_table_has_a_file_without_one(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """This error may end the job.
 
     The file refers to the last table, and only the newest is kept.
@@ -253,7 +277,9 @@ def test_error_shortly_after_a_table_has_a_file_without_one(tmp_path: Path, allo
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_error_before_later_steps_counts_as_caught(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
+def test_error_before_later_steps_counts_as_caught(
+    tmp_path: Path, allocator: FakeAllocator, fatal: bool
+) -> None:
     """The step in progress does not matter."""
     with pytest.raises(MemoryError) if fatal else nullcontext(), recorded(tmp_path) as recording:
         recording.watch.step()

@@ -60,7 +60,9 @@ def timed(device: FakeDevice, name: str, duration_ns: int, stream: int = 0) -> N
         device.spin(duration_ns, stream)
 
 
-def test_sections_of_eager_code_are_counted(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+def test_sections_of_eager_code_are_counted(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     """Windows last a second, and the host does not wait for the device."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -102,7 +104,9 @@ def test_section_is_counted_in_each_replay_of_a_captured_graph(
     assert statistics(recording).stamped["decode"].count == 1 + 7
 
 
-def test_graph_of_an_earlier_watch_is_timed(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+def test_graph_of_an_earlier_watch_is_timed(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     """Its replays continue to stamp. Stamps between the watches are in neither."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -142,7 +146,9 @@ def test_surplus_of_the_ring_is_counted_as_lost(
     assert found.stamped_lost == 37
 
 
-def test_ring_is_made_when_the_watch_begins(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+def test_ring_is_made_when_the_watch_begins(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     """A function was decorated and the device is in use, so the first step may capture."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -161,7 +167,9 @@ def test_ring_is_made_when_the_watch_begins(device: FakeDevice, torch_device: Fa
     assert recording.notes == []
 
 
-def test_ring_is_not_made_inside_a_step(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+def test_ring_is_not_made_inside_a_step(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     """Without a section before the watch, it is made at a step's end.
 
     Earlier entries are counted.
@@ -188,7 +196,8 @@ def test_ring_is_not_made_inside_a_step(device: FakeDevice, torch_device: FakeTo
     assert "whole" not in found.stamped
     (note,) = recording.notes
     assert note.startswith(
-        "device sections: not timed when entered 4 times (decode, whole): the memory for their times"
+        "device sections: not timed when entered 4 times (decode, whole): the memory for their"
+        " times"
     )
 
 
@@ -224,7 +233,10 @@ def test_entries_are_counted_if_the_device_is_never_used(
 
 
 def test_making_the_ring_counts_as_overhead(
-    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: FakeDevice,
+    torch_device: FakeTorchDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compilation takes a second."""
 
@@ -256,7 +268,9 @@ def test_section_first_entered_in_a_capture_is_noted(
         assert device.calls("cuMemAlloc_v2") == 0
         device.end_capture(torch_device.current_stream)
     assert device.calls("cuMemAlloc_v2") == 0
-    assert any("was captured before there was memory for its times" in note for note in recording.notes)
+    assert any(
+        "was captured before there was memory for its times" in note for note in recording.notes
+    )
     assert any("entered 1 times (decode)" in note for note in recording.notes)
 
 
@@ -321,7 +335,9 @@ def test_result_of_an_ended_watch_is_discarded(
     assert statistics(later).stamped["decode"].max_ns < 2 * MILLISECOND
 
 
-def test_missing_cupy_is_noted_once(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+def test_missing_cupy_is_noted_once(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     """Further sections cost nothing."""
     torch_device.missing = "CuPy is missing: pip install it"
     with recorded(tmp_path) as recording:

@@ -82,7 +82,11 @@ def test_only_outermost_waits_are_stalls(loop: Loop) -> None:
     loop.stalls.end()
     loop.blocked(raised=True)
     assert loop.durations_ms() == [2.0, 5.0, 1.0]
-    assert [name for _, name, *_ in loop.spans] == [loop.ring.intern("wait"), TAIL, loop.ring.intern("wait")]
+    assert [name for _, name, *_ in loop.spans] == [
+        loop.ring.intern("wait"),
+        TAIL,
+        loop.ring.intern("wait"),
+    ]
     assert loop.device_clock.marked == 6
     assert loop.device.synchronizations == synchronizations
 
@@ -184,7 +188,9 @@ def test_pass_with_an_unknown_end_of_computation_is_counted(loop: Loop) -> None:
     assert loop.device_clock.missing == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"]
+)
 @pytest.mark.parametrize("which", ["begin", "end", "begin_tail", "end_tail"])
 def test_failed_mark_makes_the_step_incomplete(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException

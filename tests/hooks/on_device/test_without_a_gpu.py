@@ -38,7 +38,10 @@ def test_no_device_module_is_loaded_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "said"),
-    [((), "no NVIDIA GPU"), *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel"))],
+    [
+        ((), "no NVIDIA GPU"),
+        *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel")),
+    ],
 )
 def test_gpu_check_fails_without_a_gpu(parts: tuple[str, ...], said: str) -> None:
     """The exit code is 2, as for wrong arguments, and no table of results is printed."""

@@ -1,4 +1,6 @@
-"""Jobs under the installed srun, mpirun, DeepSpeed launcher and Ray, on two nodes of this machine."""
+"""Jobs under the installed srun, mpirun, DeepSpeed launcher and Ray, on two nodes of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,26 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.launchers.test_torchrun import run_both
-from tests.support.launched import NODES, SCRIPT, SHELL_NODE, STEPS, Done, by_shell, free_port, why_no_nodes
+from tests.support.launched import (
+    NODES,
+    SCRIPT,
+    SHELL_NODE,
+    STEPS,
+    Done,
+    by_shell,
+    free_port,
+    why_no_nodes,
+)
 from tests.support.processes import SCRIPTS
 from tests.support.slurm import cluster
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
-pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.long,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
 
 
 def store() -> dict[str, str]:
@@ -28,14 +43,21 @@ def store() -> dict[str, str]:
 def need(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (docs/guides/launchers.md lists the packages)")
+        pytest.skip(
+            f"not installed: {', '.join(missing)} (docs/guides/launchers.md lists the packages)"
+        )
 
 
 def check_numbers(done: Done, launcher: str) -> None:
     """Check that rank, local rank and local world size have the values of the launcher's row."""
     (made,) = done.runs
     found = sorted(
-        (each.identity.rank, each.identity.local_rank, each.identity.local_world_size, each.identity.launcher)
+        (
+            each.identity.rank,
+            each.identity.local_rank,
+            each.identity.local_world_size,
+            each.identity.launcher,
+        )
         for node in node_state.load_all(made)
         for each in node.processes.values()
     )
@@ -81,7 +103,10 @@ def test_mpiexec_of_intel_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: 
     """mpiexec of Intel MPI sets a variable that names the job."""
     root = os.environ.get("I_MPI_ROOT", "")
     if not os.path.exists(f"{root}/bin/mpiexec.hydra"):
-        pytest.skip("Intel MPI is not installed; `make test-launchers` does that, and I_MPI_ROOT may name it")
+        pytest.skip(
+            "Intel MPI is not installed; `make test-launchers` does that, and I_MPI_ROOT may"
+            " name it"
+        )
     command = [
         f"{root}/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
         "node-a,node-b", "-ppn", "2", "-n", "4", sys.executable, SCRIPT,
@@ -129,7 +154,9 @@ def test_srun_of_shells_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[s
 def python_with(package: str) -> str:
     """Return a Python that has the package, or skip the test."""
     python = os.environ.get("FRAMEWORKS_PYTHON", sys.executable)
-    found = f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
+    found = (
+        f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
+    )
     if subprocess.run([python, "-c", found]).returncode:
         pytest.skip(f"{package} is not installed; FRAMEWORKS_PYTHON may name a Python that has it")
     return python

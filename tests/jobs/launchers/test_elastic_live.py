@@ -78,7 +78,12 @@ class ElasticJob:
         self._logs += 1
         with open(self.folder / f"log{self._logs}-{node}", "wb") as log:
             self._agents[node] = WarmPython(
-                command, cwd=self.folder, env=self._environ, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=self.folder,
+                env=self._environ,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def leave(self, node: str) -> None:
@@ -101,7 +106,9 @@ class ElasticJob:
         self._agents.clear()
 
     def said(self) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log*")))
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted(self.folder.glob("log*"))
+        )
 
     @property
     def runs(self) -> list[RunDirectory]:
@@ -112,7 +119,9 @@ class ElasticJob:
         """Return the command's current report on the run, or nothing without a run."""
         if len(self.runs) != 1 or not list(self.runs[0].nodes.glob("*.json")):
             return {}
-        value: dict[str, Any] = as_json(build(self.runs[0].run_id, node_state.load_all(self.runs[0])))
+        value: dict[str, Any] = as_json(
+            build(self.runs[0].run_id, node_state.load_all(self.runs[0]))
+        )
         return value
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
@@ -127,7 +136,9 @@ class ElasticJob:
                 assert agent.poll() is None, f"{node}'s agent has ended: {self.said()[-6000:]}"
             time.sleep(0.3)
         report = self.report()
-        raise AssertionError(f"{what}: {report.get('ranks')}, {report.get('verdicts')}, {self.said()[-3000:]}")
+        raise AssertionError(
+            f"{what}: {report.get('ranks')}, {report.get('verdicts')}, {self.said()[-3000:]}"
+        )
 
     def __exit__(self, *raised: object) -> None:
         for agent in self._agents.values():
@@ -156,7 +167,9 @@ def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
 
 
 def hang_of(rank: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda report: (found := verdict(report, "hang")) is not None and found["evidence"]["ranks"] == [rank]
+    return lambda report: (
+        (found := verdict(report, "hang")) is not None and found["evidence"]["ranks"] == [rank]
+    )
 
 
 def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
@@ -196,20 +209,29 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     folder = tmp_path_factory.mktemp("elastic")
     told = {"TORCHLENS_PERF_TRACE_EVERY": "20"}
-    with serving(Collector) as address, ElasticJob(folder, "2", OTEL_EXPORTER_OTLP_ENDPOINT=address, **told) as job:
+    with (
+        serving(Collector) as address,
+        ElasticJob(folder, "2", OTEL_EXPORTER_OTLP_ENDPOINT=address, **told) as job,
+    ):
         seen["before"] = job.wait_for(trains(0, 4), "all ranks train")
         job.tell("fail-3")
         seen["after"] = job.wait_for(trains(1, 4), "all ranks train again")
         (run,) = job.runs
-        seen["codes"] = [main(["capture", str(run.path), "--rank", str(rank), "--steps", "2"]) for rank in (0, 3)]
+        seen["codes"] = [
+            main(["capture", str(run.path), "--rank", str(rank), "--steps", "2"]) for rank in (0, 3)
+        ]
         seen["captures"] = captures(run)
         slow = job.tell("slow-3")
-        seen["slow"] = job.wait_for(lambda report: verdict(report, "straggler"), "the slow rank is named")
+        seen["slow"] = job.wait_for(
+            lambda report: verdict(report, "straggler"), "the slow rank is named"
+        )
         slow.unlink()
         hangs = job.tell("hang-1")
         seen["hang"] = job.wait_for(hang_of(1), "the rank that hangs is named")
         hangs.unlink()
-        seen["over"] = job.wait_for(lambda report: verdict(report, "hang") is None, "the hang is over")
+        seen["over"] = job.wait_for(
+            lambda report: verdict(report, "hang") is None, "the hang is over"
+        )
         job.stop()
         sidecars_ended(folder)
         seen["end"], seen["runs"] = job.report(), job.runs
@@ -230,7 +252,10 @@ def test_all_ranks_continue_after_a_failure(failed: dict[str, Any]) -> None:
 def test_ranks_can_be_captured_after_a_failure(failed: dict[str, Any]) -> None:
     """A rank on either node can be captured in the second attempt."""
     assert failed["codes"] == [0, 0]
-    assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [(0, 1, ""), (3, 1, "")]
+    assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [
+        (0, 1, ""),
+        (3, 1, ""),
+    ]
     assert all(row["last_step"] == row["first_step"] + 1 for row in failed["captures"])
 
 
@@ -282,7 +307,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job.join(first)
         seen["again"] = job.wait_for(trains(2, 4), "both nodes train again")
         slow = job.tell("slow-3")
-        seen["slow"] = job.wait_for(lambda report: verdict(report, "straggler"), "the slow rank is named")
+        seen["slow"] = job.wait_for(
+            lambda report: verdict(report, "straggler"), "the slow rank is named"
+        )
         slow.unlink()
         job.stop()
         sidecars_ended(folder)

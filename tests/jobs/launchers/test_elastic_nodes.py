@@ -14,7 +14,11 @@ from tests.support.launched import SLOW_RANK, free_port, run, why_no_nodes
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
 # torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
 # with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -42,7 +46,9 @@ def test_node_0_judges_all_ranks_after_a_worker_fails(tmp_path: Path) -> None:
     (made,) = done.runs
     nodes = node_state.load_all(made)
     processes = [each.identity for node in nodes for each in node.processes.values()]
-    assert sorted((each.attempt, each.rank) for each in processes) == [(n, rank) for n in range(2) for rank in range(4)]
+    assert sorted((each.attempt, each.rank) for each in processes) == [
+        (n, rank) for n in range(2) for rank in range(4)
+    ]
     # The launchers' restart counts usually differ between the nodes, which is the reason for this
     # test. They are equal if the other node's ranks fail, having lost their peer, before their
     # agent is informed.

@@ -16,7 +16,11 @@ from tests.support.processes import SCRIPTS
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
 
 
 def store() -> dict[str, str]:
@@ -32,7 +36,9 @@ def test_ranks_started_by_a_loop_are_one_run(tmp_path: Path) -> None:
     loops = ([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))
     done = run_both(tmp_path, *on_nodes(*loops), **store())
     (made,) = done.runs
-    processes = [each.identity for node in node_state.load_all(made) for each in node.processes.values()]
+    processes = [
+        each.identity for node in node_state.load_all(made) for each in node.processes.values()
+    ]
     assert {each.local_world_size for each in processes} == {None}
     assert {each.launcher for each in processes} == {"environment"}
 
@@ -43,7 +49,12 @@ def test_ranks_started_by_spawn_are_one_run(tmp_path: Path) -> None:
     variables.
     """
     script = str(SCRIPTS / "launched_spawn.py")
-    run_both(tmp_path, *on_nodes(*([script, first, "4"] for first in ("0", "2"))), **store(), START_METHOD="fork")
+    run_both(
+        tmp_path,
+        *on_nodes(*([script, first, "4"] for first in ("0", "2"))),
+        **store(),
+        START_METHOD="fork",
+    )
 
 
 @pytest.mark.long
@@ -62,7 +73,8 @@ def test_ranks_spawned_as_fresh_interpreters_are_one_run(tmp_path: Path) -> None
     """mp.spawn starts fresh interpreters."""
     script = str(SCRIPTS / "launched_spawn.py")
     commands = [
-        by_shell(node, sys.executable, script, first, "4") for node, first in (("node-a", "0"), ("node-b", "2"))
+        by_shell(node, sys.executable, script, first, "4")
+        for node, first in (("node-a", "0"), ("node-b", "2"))
     ]
     run_both(tmp_path, *commands, **store())
 
@@ -75,7 +87,10 @@ def test_accelerate_launch_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     options = ["--multi_gpu", "--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1",
                "--mixed_precision=no",
                "--dynamo_backend=no", f"--main_process_port={port}"]  # fmt: skip
-    launch = (["-m", "accelerate.commands.launch", *options, f"--machine_rank={node}", SCRIPT] for node in range(2))
+    launch = (
+        ["-m", "accelerate.commands.launch", *options, f"--machine_rank={node}", SCRIPT]
+        for node in range(2)
+    )
     run_both(tmp_path, *on_nodes(*launch))
 
 

@@ -22,7 +22,11 @@ from tests.support.launched import (
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
 
 
 # Same as --rdzv-backend=c10d.
@@ -87,7 +91,11 @@ def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
     run(tmp_path, *job, STEPS="20")
     done = run(tmp_path, *job, STEPS="20")
     for made in done.runs:
-        ranks = [each.identity.rank for node in node_state.load_all(made) for each in node.processes.values()]
+        ranks = [
+            each.identity.rank
+            for node in node_state.load_all(made)
+            for each in node.processes.values()
+        ]
         assert len(ranks) == len(set(ranks)), made.path
     assert len(done.runs) >= 2
 

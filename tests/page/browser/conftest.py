@@ -38,7 +38,12 @@ def tab_of(browser: Any) -> Iterator[TabOf]:
     with contextlib.ExitStack() as leaving:
 
         def make(
-            path: Path, *, dark: bool = False, phone: bool = False, scripts: bool = True, bypass: bool = False
+            path: Path,
+            *,
+            dark: bool = False,
+            phone: bool = False,
+            scripts: bool = True,
+            bypass: bool = False,
         ) -> Tab:
             context = browser.new_context(
                 viewport=PHONE if phone else DESK, color_scheme="dark" if dark else "light", has_touch=phone,
@@ -92,6 +97,10 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder for screenshots: PAGE_SHOTS, or a temporary one."""
-    folder = Path(os.environ["PAGE_SHOTS"]) if "PAGE_SHOTS" in os.environ else tmp_path_factory.mktemp("shots")
+    folder = (
+        Path(os.environ["PAGE_SHOTS"])
+        if "PAGE_SHOTS" in os.environ
+        else tmp_path_factory.mktemp("shots")
+    )
     folder.mkdir(parents=True, exist_ok=True)
     return folder

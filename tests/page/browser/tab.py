@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1",
+]
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 PACKAGES = ("playwright", "axe_playwright_python")
 DEADLINE_S = 60.0
@@ -26,7 +32,9 @@ def need_browser() -> None:
     if missing:
         reason = f"{', '.join(missing)} not installed"
     if reason:
-        pytest.skip(f"{reason}: `make test-page` looks at pages in a browser", allow_module_level=True)
+        pytest.skip(
+            f"{reason}: `make test-page` looks at pages in a browser", allow_module_level=True
+        )
 
 
 class Tab:
@@ -36,7 +44,10 @@ class Tab:
         self.page, self.path = page, path
         self.problems: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: self.problems.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
 
@@ -85,7 +96,9 @@ class Tab:
 
     def show_all(self) -> None:
         """Scroll down the page, so that each chart is drawn."""
-        for section in self.value("[...document.querySelectorAll('main > section')].map(each => each.id)"):
+        for section in self.value(
+            "[...document.querySelectorAll('main > section')].map(each => each.id)"
+        ):
             self.show(section)
 
     def chart(self, name: str) -> Any:
@@ -114,4 +127,8 @@ class Tab:
 
     def foreign(self) -> list[str]:
         """Return requests for other addresses than the page's own."""
-        return [each for each in self.requests if not each.startswith((self.path.as_uri(), "data:", "about:"))]
+        return [
+            each
+            for each in self.requests
+            if not each.startswith((self.path.as_uri(), "data:", "about:"))
+        ]

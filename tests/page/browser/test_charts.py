@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf, written
+from tests.page.browser.conftest import (
+    WIDE_RANKS,
+    WIDE_SINCE,
+    WIDE_SLOW,
+    WIDE_STEPS,
+    TabOf,
+    written,
+)
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
@@ -21,14 +28,19 @@ from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
 need_browser()
 
-DRAWN = "torchlensPage.charts.filter(({plot}) => plot).map(({figure}) => torchlens.figureName(figure)).sort()"
+DRAWN = (
+    "torchlensPage.charts.filter(({plot}) => plot).map(({figure}) =>"
+    " torchlens.figureName(figure)).sort()"
+)
 
 
 def test_every_chart_is_drawn_without_requests_or_errors(tab_of: TabOf, wide_file: Path) -> None:
     """Every canvas has content."""
     tab = tab_of(wide_file).open()
     tab.show_all()
-    assert tab.value(DRAWN) == sorted(["heat", "steps", "step", "memory", "GPU temperature", "SM clock"])
+    assert tab.value(DRAWN) == sorted(
+        ["heat", "steps", "step", "memory", "GPU temperature", "SM clock"]
+    )
     assert (tab.problems, tab.foreign()) == ([], [])
     painted = """torchlensPage.charts.map(({plot}) => plot.ctx.getImageData(0, 0, plot.ctx.canvas.width,
         plot.ctx.canvas.height).data.some(Boolean))"""
@@ -47,7 +59,9 @@ def test_charts_have_titles_axes_with_units_and_legends(tab_of: TabOf, wide_file
     assert labels["GPU temperature"] == ["seconds since the first step", "°C"]
     for name in ("steps", "heat", "memory", "step"):
         assert tab.page.locator(f"figure[data-chart={name}] ul.legend li").count() > 1
-    assert tab.page.locator("figure[data-chart=memory]").inner_text().count(f"rank {WIDE_SLOW}") >= 1
+    assert (
+        tab.page.locator("figure[data-chart=memory]").inner_text().count(f"rank {WIDE_SLOW}") >= 1
+    )
 
 
 def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) -> None:
@@ -62,17 +76,26 @@ def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) 
         ("forward", decoded(matrices["parts"]["forward"], ranks)),
         ("excess", steps.excess()),
     ):
-        found = tab.value(f"Array.from(torchlensPage.steps.values('{name}'), each => Number.isNaN(each) ? null : each)")
+        found = tab.value(
+            f"Array.from(torchlensPage.steps.values('{name}'), each => Number.isNaN(each) ? null :"
+            " each)"
+        )
         values = np.array([np.nan if each is None else each for each in found])
         np.testing.assert_allclose(values, expected.ravel(), rtol=1e-5, atol=1e-6)
 
 
-def test_excess_is_relative_to_all_ranks_only_above_16_ranks(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
-    """More than 16 ranks are compared with the median of all, fewer ranks with the median of the others."""
+def test_excess_is_relative_to_all_ranks_only_above_16_ranks(
+    tab_of: TabOf, wide_file: Path, wide: Contents
+) -> None:
+    """More than 16 ranks are compared with the median of all, fewer ranks with the median of the
+    others.
+    """
     matrices = wide["steps"]
     assert matrices is not None
     tab = tab_of(wide_file).open()
-    found = tab.value("Array.from(torchlensPage.steps.values('excess'), each => Number.isNaN(each) ? null : each)")
+    found = tab.value(
+        "Array.from(torchlensPage.steps.values('excess'), each => Number.isNaN(each) ? null : each)"
+    )
     values = np.array([np.nan if each is None else each for each in found])
     np.testing.assert_allclose(values, Steps(matrices).excess().ravel(), rtol=1e-4, atol=1e-6)
     slow = values.reshape(WIDE_RANKS, WIDE_STEPS)[WIDE_SLOW]
@@ -82,12 +105,22 @@ def test_excess_is_relative_to_all_ranks_only_above_16_ranks(tab_of: TabOf, wide
 def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
     """Durations, shares and amounts have the same figures in charts as in tables."""
     seconds = [0.0, 3e-9, 4.2e-7, 9.996e-4, 1.2345e-3, 0.0999, 0.1, 1.0, 12.34, 123.4, 9999.0]
-    assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [duration(each) for each in seconds]
+    assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [
+        duration(each) for each in seconds
+    ]
     shares = [0.0, 0.0123, 0.0999, 0.1, 0.256, 1.0, 12.0]
-    assert [tab.value(f"torchlens.percent({each})") for each in shares] == [percent(each) for each in shares]
+    assert [tab.value(f"torchlens.percent({each})") for each in shares] == [
+        percent(each) for each in shares
+    ]
     counts = [0, 1, 999, 1000, 123_456, 4.2e9, 7e15]
-    assert [tab.value(f"torchlens.amount({each}, 'B')") for each in counts] == [amount(each, "B") for each in counts]
-    assert tab.value("torchlens.duration(NaN)") == tab.value("torchlens.duration(null)") == "not measured"
+    assert [tab.value(f"torchlens.amount({each}, 'B')") for each in counts] == [
+        amount(each, "B") for each in counts
+    ]
+    assert (
+        tab.value("torchlens.duration(NaN)")
+        == tab.value("torchlens.duration(null)")
+        == "not measured"
+    )
 
 
 def test_axes_are_written_with_units(tab: Tab) -> None:
@@ -110,7 +143,11 @@ def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
     for name in ("p50_s", "p95_s", "max_s"):
         made["steps"]["bands"][name][0] = 100.0
     tab = tab_of(written(tmp_path, "warm", made)).open("#steps")
-    longest = max(each for each in made["steps"]["bands"]["max_s"][made["report"]["steps"]["warm_up"] + 1 :] if each)
+    longest = max(
+        each
+        for each in made["steps"]["bands"]["max_s"][made["report"]["steps"]["warm_up"] + 1 :]
+        if each
+    )
     assert tab.value(f"{tab.named('steps')}.plot.scales.y.max") < 1.3 * longest
     legend = tab.page.locator("#steps ul.legend").inner_text()
     assert "warm-up" in legend
@@ -119,7 +156,9 @@ def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
     assert tab.tip().splitlines()[-1] == "warm-up"
 
 
-def test_memory_is_scaled_to_the_data_with_its_peak(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
+def test_memory_is_scaled_to_the_data_with_its_peak(
+    tab_of: TabOf, wide_file: Path, wide: Contents
+) -> None:
     tab = tab_of(wide_file).open("#memory")
     assert wide["steps"] is not None
     memory = np.array(wide["steps"]["memory_bytes"], float)
@@ -133,21 +172,46 @@ def test_memory_is_scaled_to_the_data_with_its_peak(tab_of: TabOf, wide_file: Pa
     assert painted == [f"peak {amount(memory.max(), 'B')}, rank {WIDE_SLOW}"]
 
 
-def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Contents, tmp_path: Path) -> None:
+def test_colour_begins_where_an_excess_is_detectable(
+    tab_of: TabOf, wide: Contents, tmp_path: Path
+) -> None:
     """Slower is orange and faster blue, stronger for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
-        {**quiet["report"]["verdicts"][0], "kind": "none", "rank": None, "evidence": {"detectable_s": 0.025}}
+        {
+            **quiet["report"]["verdicts"][0],
+            "kind": "none",
+            "rank": None,
+            "evidence": {"detectable_s": 0.025},
+        }
     ]
     of: Any = {}
     for name, contents in (("slow", wide), ("quiet", quiet)):
         tab = tab_of(written(tmp_path, name, contents)).open("#heat")
         heat = tab.named("heat")
         smallest = of[name] = tab.value(f"{heat}.smallest")
-        values = [-0.5, -smallest * 1.01, -smallest * 0.99, 0.0, smallest * 0.99, smallest * 1.01, 0.2, 0.5]
+        values = [
+            -0.5,
+            -smallest * 1.01,
+            -smallest * 0.99,
+            0.0,
+            smallest * 0.99,
+            smallest * 1.01,
+            0.2,
+            0.5,
+        ]
         pixels = tab.value(f"{values}.map(value => [...new Uint8Array(new Uint32Array([{heat}.scaling.at(value, 0)])"
                            ".buffer)])")  # fmt: skip
-        assert [pixel[3] > 0 for pixel in pixels] == [True, True, False, False, False, True, True, True]
+        assert [pixel[3] > 0 for pixel in pixels] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+            True,
+            True,
+            True,
+        ]
         assert all(red > blue for red, _, blue, _ in pixels[5:])
         assert all(blue > red for red, _, blue, _ in pixels[:2])
         assert pixels[5][3] < pixels[6][3] < pixels[7][3] == 255
@@ -161,7 +225,9 @@ def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Conten
 
 
 def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
-    """At most 1 % of the cells of healthy ranks have a colour, and nearly all of the slow rank's."""
+    """At most 1 % of the cells of healthy ranks have a colour, and nearly all of the slow
+    rank's.
+    """
     tab = tab_of(wide_file).open("#heat")
     coloured = """(({scaling, steps}, slow, since) => { const values = steps.values("excess"), found = [0, 0, 0, 0];
         values.forEach((value, at) => { if (Number.isNaN(value)) return;
@@ -174,7 +240,9 @@ def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
     assert healthy_coloured / healthy < 0.01
 
 
-def test_fewer_than_five_ranks_are_drawn_as_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+def test_fewer_than_five_ranks_are_drawn_as_lines(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
     """Below five ranks, each has a line of its compute time."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
     compute = tab.named("compute")
@@ -220,7 +288,14 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
                  row: made.rows[at], column: made.columns[at], count: made.pixels.filter(each => each === 9).length,
                  unknown: made.pixels.filter(each => each === 7).length }; })()"""
     )
-    assert found == {"height": 500, "at": [2, 388], "row": 777, "column": 2, "count": 1, "unknown": 1}
+    assert found == {
+        "height": 500,
+        "at": [2, 388],
+        "row": 777,
+        "column": 2,
+        "count": 1,
+        "unknown": 1,
+    }
 
 
 def test_tip_of_the_heat_map_has_rank_host_step_value_and_flags(tab: Tab) -> None:
@@ -279,13 +354,17 @@ def test_timeline_shows_waits_and_the_last_rank(tab: Tab, shown: Contents) -> No
         for rank, wait in joined["wait_us"].items()
         if wait and joined["last_rank"] != int(rank)
     }
-    drawn = tab.value(f"{line}.laid.spans.filter(each => each.waitUntil).map(each => each.waitUntil - each.left)")
+    drawn = tab.value(
+        f"{line}.laid.spans.filter(each => each.waitUntil).map(each => each.waitUntil - each.left)"
+    )
     assert sorted(drawn) == pytest.approx(sorted(wait / 1e3 for wait in waits.values()), abs=2e-3)
     lasts = sum(joined["last_rank"] is not None for joined in step["collectives"])
     assert tab.value(f"{line}.laid.spans.filter(each => each.isLast).length") == lasts
     words = tab.page.locator("figure[data-chart=step] figcaption").inner_text()
     longest = max(step["ranks"], key=lambda trace: trace["duration_us"])
-    assert words.startswith(f"Step {step['step']} takes {duration(longest['duration_us'] / 1e6)} on rank")
+    assert words.startswith(
+        f"Step {step['step']} takes {duration(longest['duration_us'] / 1e6)} on rank"
+    )
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
 
@@ -294,7 +373,9 @@ def test_tip_of_a_collective_names_its_last_rank(tab: Tab, shown: Contents) -> N
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]
-    joined = max(step["collectives"], key=lambda each: max(wait or 0 for wait in each["wait_us"].values()))
+    joined = max(
+        step["collectives"], key=lambda each: max(wait or 0 for wait in each["wait_us"].values())
+    )
     waiter = max(joined["wait_us"], key=lambda rank: joined["wait_us"][rank] or 0)
     place = tab.value(
         f"""(({{left, right, y}}) => [(left + right) / 2, y + 7])({line}.laid.spans.find(({{rank, key}}) =>
@@ -321,7 +402,9 @@ def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
     assert tab.value(window)[0] > inner[0]
     tab.page.keyboard.press("a")
     assert tab.value(window) == pytest.approx(inner)
-    assert tab.value(f"[{line}.plot.scales.x.min, {line}.plot.scales.x.max]") == pytest.approx(inner)
+    assert tab.value(f"[{line}.plot.scales.x.min, {line}.plot.scales.x.max]") == pytest.approx(
+        inner
+    )
     tab.page.keyboard.press("s")
     assert tab.value(window) == pytest.approx([begin, end])
     since, until = begin + (end - begin) / 4, begin + (end - begin) / 2
@@ -358,8 +441,13 @@ def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents
     assert rank["typical"] is not None
     row = tab.page.locator(f"#phases-host [data-rank='{SLOW_RANK}']")
     forward = row.locator("rect[data-part=forward]")
-    assert f"forward: {duration(rank['typical']['parts']['forward'])}" in forward.locator("title").inner_html()
-    longest = max(each["typical"]["s"] for each in shown["report"]["ranks"] if each["typical"] is not None)
+    assert (
+        f"forward: {duration(rank['typical']['parts']['forward'])}"
+        in forward.locator("title").inner_html()
+    )
+    longest = max(
+        each["typical"]["s"] for each in shown["report"]["ranks"] if each["typical"] is not None
+    )
     expected = rank["typical"]["parts"]["forward"] / longest
     width = forward.bounding_box()["width"] / row.locator("svg").bounding_box()["width"]
     assert width == pytest.approx(expected, abs=0.02)
@@ -427,7 +515,9 @@ def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) ->
     assert tab.problems == []
 
 
-def test_a_chart_without_data_offers_no_export(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+def test_a_chart_without_data_offers_no_export(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
     made: Any = enlarged(shown, 8, 20, 1, 5)
     made["steps"]["memory_bytes"] = [[None] for _ in range(8)]
     tab = tab_of(written(tmp_path, "no-memory", made)).open("#memory")
@@ -443,14 +533,26 @@ def test_exported_numbers_are_those_of_the_page(tab: Tab, shown: Contents) -> No
     tab.show_all()
     matrices = shown["steps"]
     assert matrices is not None
-    rows = list(csv.DictReader(exported(tab, tab.show("steps").locator("figure"), "CSV").decode().splitlines()))
+    rows = list(
+        csv.DictReader(
+            exported(tab, tab.show("steps").locator("figure"), "CSV").decode().splitlines()
+        )
+    )
     assert [float(row["p50_s"]) for row in rows] == pytest.approx(matrices["bands"]["p50_s"])
     assert [int(row["first_step"]) for row in rows] == matrices["columns"]["first_steps"]
-    rows = list(csv.DictReader(exported(tab, tab.show("heat").locator("figure"), "CSV").decode().splitlines()))
-    found = np.array([float(row["excess_share"] or "nan") for row in rows if row["rank"] == str(SLOW_RANK)])
+    rows = list(
+        csv.DictReader(
+            exported(tab, tab.show("heat").locator("figure"), "CSV").decode().splitlines()
+        )
+    )
+    found = np.array(
+        [float(row["excess_share"] or "nan") for row in rows if row["rank"] == str(SLOW_RANK)]
+    )
     np.testing.assert_allclose(found, Steps(matrices).excess()[SLOW_RANK], rtol=1e-5, atol=1e-6)
     phases = tab.show("phases").locator("#phases-host")
-    parts = next(each for each in csv.DictReader(exported(tab, phases, "CSV").decode().splitlines()))
+    parts = next(
+        each for each in csv.DictReader(exported(tab, phases, "CSV").decode().splitlines())
+    )
     typical = shown["report"]["ranks"][SLOW_RANK]["typical"]
     assert typical is not None
     assert parts["label"] == f"rank {SLOW_RANK}"

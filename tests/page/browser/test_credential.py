@@ -1,4 +1,6 @@
-"""The browser's credential for the live page belongs to its origin, and to no other port of the host."""
+"""The browser's credential for the live page belongs to its origin, and to no other port of the
+host.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A run can have only one sidecar at a time, so each process simulates its own run.
     made = folder / f"made-{os.getpid()}"
     command = ["simulate", "--ranks", "2", "--steps", "96", "--out", str(made), "--quiet"]
-    subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", *command],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
     shutil.move(made, folder / "done")
     return folder
 
@@ -111,19 +118,29 @@ def test_another_port_of_the_host_receives_no_credential(
         assert "torchlens" not in request.lower()
 
 
-def test_page_of_another_port_cannot_read_this_one(context: Any, server: PageServer, neighbour: Neighbour) -> None:
+def test_page_of_another_port_cannot_read_this_one(
+    context: Any, server: PageServer, neighbour: Neighbour
+) -> None:
     """Its script cannot read the response, and a capture is refused."""
     opened(context, server.address)
     other = opened(context, f"{neighbour.origin}/tb", "p")
     host = server.stranger().host
-    asked = f"fetch('http://{host}/api/counts', {{ credentials: 'include' }}).then(each => each.status, () => 'closed')"
+    asked = (
+        f"fetch('http://{host}/api/counts', {{ credentials: 'include' }}).then(each => each.status,"
+        " () => 'closed')"
+    )
     assert other.evaluate(asked) == "closed"
-    blind = f"fetch('http://{host}/runs/done/', {{ mode: 'no-cors' }}).then(each => each.type, () => 'closed')"
+    blind = (
+        f"fetch('http://{host}/runs/done/', {{ mode: 'no-cors' }}).then(each => each.type, () =>"
+        " 'closed')"
+    )
     assert other.evaluate(blind) in ("opaque", "closed")
     assert not (server.folder / "done" / "captures").exists()
 
 
-def test_navigation_works_after_the_token_left_the_address(context: Any, server: PageServer) -> None:
+def test_navigation_works_after_the_token_left_the_address(
+    context: Any, server: PageServer
+) -> None:
     """Reload, links, back, a search, a deep link, and new tabs."""
     page = opened(context, server.address)
     assert "token" not in page.url
@@ -133,7 +150,9 @@ def test_navigation_works_after_the_token_left_the_address(context: Any, server:
         page.click("main td a", modifiers=["Control"])
     new.value.wait_for_selector("#live-status")
     assert "/runs/done/" in new.value.url
-    typed = opened(context, f"http://{server.stranger().host}/runs/done/#heat;rank=1", "#live-status")
+    typed = opened(
+        context, f"http://{server.stranger().host}/runs/done/#heat;rank=1", "#live-status"
+    )
     assert typed.url.endswith("#heat;rank=1")
     page.click("main td a")
     page.wait_for_selector("#live-status")

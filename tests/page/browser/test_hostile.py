@@ -22,7 +22,9 @@ HOSTILE = [
 
 
 def hostile(of: Contents) -> Contents:
-    """Return the contents with hostile names in all places that a job, scheduler or driver can name."""
+    """Return the contents with hostile names in all places that a job, scheduler or driver can
+    name.
+    """
     made: Any = copy.deepcopy(of)
     for at, place in enumerate(made["steps"]["places"]):
         name = HOSTILE[at % len(HOSTILE)]
@@ -58,19 +60,23 @@ def hostile(of: Contents) -> Contents:
 
 
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
-def test_hostile_names_are_shown_as_text(tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool) -> None:
+def test_hostile_names_are_shown_as_text(
+    tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool
+) -> None:
     tab = tab_of(written(tmp_path, "hostile", hostile(wide)), phone=phone)
     dialogs: list[str] = []
     tab.page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     tab.open("#heat;rank=11;steps=310-329;step=315")
     for name in ("group", "quantity", "order"):
-        for value in tab.value(f"[...document.querySelector('select[name={name}]').options].map(each => each.value)"):
+        for value in tab.value(
+            f"[...document.querySelector('select[name={name}]').options].map(each => each.value)"
+        ):
             tab.page.select_option(f"#heat select[name={name}]", value)
             tab.settle()
     tab.show_all()
-    for value in tab.value("[...document.querySelector('select[name=recorded-step]').options].map(each => each.value)")[
-        :4
-    ]:
+    for value in tab.value(
+        "[...document.querySelector('select[name=recorded-step]').options].map(each => each.value)"
+    )[:4]:
         tab.page.select_option("select[name=recorded-step]", value)
         tab.settle()
     for name in ("heat", "steps", "step", "memory", "telemetry"):
@@ -79,7 +85,13 @@ def test_hostile_names_are_shown_as_text(tab_of: TabOf, wide: Contents, tmp_path
             tab.page.mouse.move(box["x"] + x * box["width"], box["y"] + 30)
             assert len(tab.tip()) < 2000
     assert (dialogs, tab.problems, tab.foreign()) == ([], [], [])
-    assert tab.value("document.querySelectorAll('img, main script, main style, iframe, object, embed').length") == 0
+    assert (
+        tab.value(
+            "document.querySelectorAll('img, main script, main style, iframe, object,"
+            " embed').length"
+        )
+        == 0
+    )
     assert tab.value("Object.keys(Object.prototype).length + Number('polluted' in {})") == 0
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     shown = tab.value("document.body.innerText")

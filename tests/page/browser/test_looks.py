@@ -1,4 +1,6 @@
-"""The look of pages on desktops, phones and paper, light and dark: nothing is cut off, and text is readable."""
+"""The look of pages on desktops, phones and paper, light and dark: nothing is cut off, and text is
+readable.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ OVERLAPS = """[...document.querySelectorAll("main > section")].flatMap(section =
 
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("fragment", ["", VIEW], ids=["whole", "selection"])
-def test_axe_finds_no_serious_fault(tab_of: TabOf, wide_file: Path, dark: bool, fragment: str) -> None:
+def test_axe_finds_no_serious_fault(
+    tab_of: TabOf, wide_file: Path, dark: bool, fragment: str
+) -> None:
     """axe-core checks both themes with all charts drawn."""
     from axe_playwright_python.sync_playwright import Axe
 
@@ -44,14 +48,18 @@ def test_axe_finds_no_serious_fault(tab_of: TabOf, wide_file: Path, dark: bool, 
 
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
-def test_page_and_charts_fit_the_window(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool) -> None:
-    """The page is as wide as the window, charts are as wide as their containers, and none is too high."""
+def test_page_and_charts_fit_the_window(
+    tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool
+) -> None:
+    """The page is as wide as the window, charts are as wide as their containers, and none is too
+    high.
+    """
     tab = tab_of(wide_file, dark=dark, phone=phone).open(VIEW)
     tab.show_all()
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     sizes = tab.value(
-        "[...document.querySelectorAll('.chart, .bars')].map(place => [place.scrollWidth - place.clientWidth, "
-        "place.clientHeight])"
+        "[...document.querySelectorAll('.chart, .bars')].map(place => [place.scrollWidth -"
+        " place.clientWidth, place.clientHeight])"
     )
     assert all(over <= 0 for over, _ in sizes)
     assert all(60 < height < 1400 for _, height in sizes)
@@ -74,7 +82,9 @@ def test_elements_do_not_overlap_at_any_width(tab_of: TabOf, wide_file: Path) ->
 def test_finger_scrolls_vertically_and_selects_horizontally(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file, phone=True).open("#heat")
     tab.show_all()
-    actions = tab.value("torchlensPage.charts.map(({plot}) => getComputedStyle(plot.over).touchAction)")
+    actions = tab.value(
+        "torchlensPage.charts.map(({plot}) => getComputedStyle(plot.over).touchAction)"
+    )
     assert set(actions) == {"pan-y pinch-zoom"}
     tab.page.touchscreen.tap(*tab.at("heat", 100.5, 3.5))
     tab.settle()
@@ -95,7 +105,9 @@ def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file
                       "getComputedStyle(each).overflowX])")  # fmt: skip
     assert all(left >= 0 and right <= 390 and overflow != "auto" for left, right, overflow in edges)
     assert min(tab.value(SMALLEST)) >= 11
-    fonts = tab.value("torchlensPage.charts.flatMap(({plot}) => plot.axes.map(({font}) => font[0] ?? font))")
+    fonts = tab.value(
+        "torchlensPage.charts.flatMap(({plot}) => plot.axes.map(({font}) => font[0] ?? font))"
+    )
     assert all(int(str(font).partition("px")[0].rpartition(" ")[2]) >= 11 for font in fonts)
 
 

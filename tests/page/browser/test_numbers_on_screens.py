@@ -1,4 +1,6 @@
-"""All screens show the same number for a fact: text in Chromium and tmux is compared with the report's JSON."""
+"""All screens show the same number for a fact: text in Chromium and tmux is compared with the
+report's JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ COMMAND = [sys.executable, "-m", "torchlens_perf"]
 COLUMNS, LINES = 130, 100
 APPEARS_WITHIN_S = 60.0
 SLOW = 5
-SIMULATED = ["--topology", "dp=8,tp=2", "--steps", "120", "--fault", f"constant:rank={SLOW},share=0.25,since=40"]
+SIMULATED = [
+    "--topology",
+    "dp=8,tp=2",
+    "--steps",
+    "120",
+    "--fault",
+    f"constant:rank={SLOW},share=0.25,since=40",
+]
 
 
 def command(*arguments: str) -> str:
@@ -67,7 +76,11 @@ def facts(run: Path) -> dict[str, str]:
 def missing(facts: dict[str, str], text: str, *without: str) -> dict[str, str]:
     """Return the facts that a screen does not show. without: facts that it may omit."""
     shown = re.sub(r"[\s│║┃|]+", " ", text).casefold()
-    return {name: value for name, value in facts.items() if name not in without and value.casefold() not in shown}
+    return {
+        name: value
+        for name, value in facts.items()
+        if name not in without and value.casefold() not in shown
+    }
 
 
 class Terminal:
@@ -82,7 +95,11 @@ class Terminal:
     def _tmux(self, *arguments: str) -> str:
         full = ["tmux", "-L", self.socket, "-f", "/dev/null", *arguments]
         return subprocess.run(
-            full, capture_output=True, text=True, check=False, env={**clean_environ(), "TERM": "xterm"}
+            full,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**clean_environ(), "TERM": "xterm"},
         ).stdout
 
     def screen(self, expected: str) -> str:
@@ -113,7 +130,9 @@ def terminal_of() -> Iterator[Any]:
         each.close()
 
 
-def test_page_shows_the_numbers_of_the_report(run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path) -> None:
+def test_page_shows_the_numbers_of_the_report(
+    run: Path, facts: dict[str, str], tab_of: TabOf, tmp_path: Path
+) -> None:
     file = tmp_path / "page.html"
     command("report", str(run), "--html", str(file), "--quiet")
 
@@ -133,7 +152,9 @@ def test_page_without_scripts_shows_the_numbers_of_the_report(
     assert missing(facts, tab.page.inner_text("body")) == {}
 
 
-def test_run_list_and_live_page_show_the_numbers_of_the_report(run: Path, facts: dict[str, str], tab_of: TabOf) -> None:
+def test_run_list_and_live_page_show_the_numbers_of_the_report(
+    run: Path, facts: dict[str, str], tab_of: TabOf
+) -> None:
     with PageServer(run.parent) as server:
         tab = tab_of(Path("/"))
         tab.page.goto(server.address)
@@ -149,9 +170,13 @@ def test_run_list_and_live_page_show_the_numbers_of_the_report(run: Path, facts:
     assert missing(facts, in_page) == {}
 
 
-def test_report_in_a_terminal_shows_the_numbers(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
+def test_report_in_a_terminal_shows_the_numbers(
+    run: Path, facts: dict[str, str], terminal_of: Any
+) -> None:
     assert missing(facts, terminal_of("report", str(run)).screen("p95")) == {}
 
 
-def test_top_in_a_terminal_shows_the_numbers_of_the_report(run: Path, facts: dict[str, str], terminal_of: Any) -> None:
+def test_top_in_a_terminal_shows_the_numbers_of_the_report(
+    run: Path, facts: dict[str, str], terminal_of: Any
+) -> None:
     assert missing(facts, terminal_of("top", str(run)).screen(facts["share"])) == {}

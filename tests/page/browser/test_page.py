@@ -27,7 +27,8 @@ def shown_ranks(tab: Tab) -> list[str]:
 def test_first_screen_holds_verdict_and_heat_map(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open()
     bottoms = [
-        tab.page.locator(selector).bounding_box()["y"] + tab.page.locator(selector).bounding_box()["height"]
+        tab.page.locator(selector).bounding_box()["y"]
+        + tab.page.locator(selector).bounding_box()["height"]
         for selector in ("#figures", "#verdict-1", "#heat .chart")
     ]
 
@@ -36,12 +37,16 @@ def test_first_screen_holds_verdict_and_heat_map(tab_of: TabOf, wide_file: Path)
 
 
 @pytest.mark.parametrize("pages", ["file", "wide_file", "device_file"])
-def test_page_does_not_scroll_sideways_on_a_phone(tab_of: TabOf, pages: str, request: pytest.FixtureRequest) -> None:
+def test_page_does_not_scroll_sideways_on_a_phone(
+    tab_of: TabOf, pages: str, request: pytest.FixtureRequest
+) -> None:
     tab = tab_of(request.getfixturevalue(pages), phone=True).open()
     tab.show_all()
 
     assert tab.value("document.documentElement.scrollWidth") <= PHONE["width"]
-    tables = tab.value("[...document.querySelectorAll('.scrolls')].map(each => each.getBoundingClientRect().right)")
+    tables = tab.value(
+        "[...document.querySelectorAll('.scrolls')].map(each => each.getBoundingClientRect().right)"
+    )
     assert max(tables) <= PHONE["width"]
 
 
@@ -53,13 +58,17 @@ def test_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -
     assert copied(tab) == shown["headlines"][0].command
 
 
-def test_button_copies_the_command_without_the_clipboard_interface(tab_of: TabOf, file: Path, shown: Contents) -> None:
+def test_button_copies_the_command_without_the_clipboard_interface(
+    tab_of: TabOf, file: Path, shown: Contents
+) -> None:
     """Pages outside a secure context have no clipboard API."""
     tab = tab_of(file).open()
     tab.value("delete Navigator.prototype.clipboard")
     tab.page.locator("#verdict-1 .copies").click()
     tab.page.get_by_text("Copied").wait_for()
-    tab.page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))")
+    tab.page.evaluate(
+        "document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))"
+    )
     tab.page.locator("#paste").focus()
     tab.page.keyboard.press("Control+v")
 
@@ -82,7 +91,9 @@ def test_copied_link_leads_to_the_same_view(tab_of: TabOf, file: Path) -> None:
 
 
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
-def test_rows_that_matter_come_first_and_all_can_be_shown(tab_of: TabOf, wide_file: Path, scripts: bool) -> None:
+def test_rows_that_matter_come_first_and_all_can_be_shown(
+    tab_of: TabOf, wide_file: Path, scripts: bool
+) -> None:
     tab = tab_of(wide_file, scripts=scripts)
     tab.page.goto(wide_file.as_uri())
     first = shown_ranks(tab)
@@ -95,7 +106,12 @@ def test_rows_that_matter_come_first_and_all_can_be_shown(tab_of: TabOf, wide_fi
 
 def test_sorted_table_shows_its_new_first_rows(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open()
-    sort = tab.show("ranks").get_by_role("columnheader", name="rank", exact=True).get_by_role("button").first
+    sort = (
+        tab.show("ranks")
+        .get_by_role("columnheader", name="rank", exact=True)
+        .get_by_role("button")
+        .first
+    )
     sort.click()
 
     assert shown_ranks(tab) == [str(rank) for rank in range(WIDE_RANKS - 1, WIDE_RANKS - 9, -1)]
@@ -142,4 +158,7 @@ def test_link_to_a_heading_is_seen_when_it_has_the_focus(tab_of: TabOf, file: Pa
 
     assert link.evaluate("each => getComputedStyle(each).opacity") == "0"
     link.focus()
-    assert link.evaluate("each => each === document.activeElement && getComputedStyle(each).opacity") == "1"
+    assert (
+        link.evaluate("each => each === document.activeElement && getComputedStyle(each).opacity")
+        == "1"
+    )

@@ -51,7 +51,9 @@ def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
     assert f"{2 * STEPS // 60:02d}:{2 * STEPS % 60:02d} UTC" in tab.page.inner_text("footer")
     assert f"{2 * STEPS} steps" in tab.page.inner_text("header")
     assert tab.value("document.querySelector('#verdict-1 details').open")
-    assert tab.value("document.activeElement === document.querySelector('figure[data-chart=heat] .chart')")
+    assert tab.value(
+        "document.activeElement === document.querySelector('figure[data-chart=heat] .chart')"
+    )
     assert tab.chart("heat").bounding_box()["y"] == pytest.approx(top, abs=30)
     assert "steps 60 to 119" in tab.show("ranks").locator("table:visible caption").inner_text()
     tab.page.mouse.move(*tab.at("heat", STEPS + 20.5, 0.5))
@@ -63,7 +65,10 @@ def test_zoom_stays_and_full_view_follows_new_steps(tab: Tab, shown: Contents) -
     tab.open("#heat;zoom=20-59")
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
     tab.settle()
-    assert tab.value(f"(({{min, max}}) => [min, max])({tab.named('heat')}.plot.scales.x)") == [20, 60]
+    assert tab.value(f"(({{min, max}}) => [min, max])({tab.named('heat')}.plot.scales.x)") == [
+        20,
+        60,
+    ]
     assert tab.view()["zoom"] == [20, 60]
 
 
@@ -76,7 +81,12 @@ def test_new_ranks_and_quantities_appear(tab: Tab, shown: Contents) -> None:
     assert len(tab.value(f"{tab.named('heat')}.order")) == 16
     tab.show("memory")
     tab.show("telemetry")
-    assert tab.value("torchlensPage.charts.filter(({figure, plot}) => figure.dataset.title && plot).length") == 2
+    assert (
+        tab.value(
+            "torchlensPage.charts.filter(({figure, plot}) => figure.dataset.title && plot).length"
+        )
+        == 2
+    )
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(shown))
     tab.show("heat")
     assert tab.value(f"{tab.named('heat')}.order.length") == 8
@@ -84,11 +94,15 @@ def test_new_ranks_and_quantities_appear(tab: Tab, shown: Contents) -> None:
     assert tab.problems == []
 
 
-def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+def test_lines_become_a_heat_map_when_ranks_come(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
     """A young run of few ranks has lines. The newer page of more ranks has rows."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
     assert tab.value(f"{tab.named('compute')}.data.length") == 2
-    tab.page.evaluate("newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20)))
+    tab.page.evaluate(
+        "newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20))
+    )
     tab.settle()
     assert len(tab.value(f"{tab.named('heat')}.order")) == 8
     assert tab.page.locator("#heat .chart").count() == 1
@@ -104,7 +118,9 @@ def test_charts_are_renewed_by_new_contents_without_markup(tab: Tab, shown: Cont
     assert tab.view()["steps"] == [60, 120]
 
 
-def test_number_of_figures_and_listeners_does_not_grow_with_renewals(tab: Tab, shown: Contents) -> None:
+def test_number_of_figures_and_listeners_does_not_grow_with_renewals(
+    tab: Tab, shown: Contents
+) -> None:
     tab.open("#heat")
     tab.show_all()
     tab.show("heat")
@@ -133,9 +149,15 @@ def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]
                 def do_GET(self) -> None:
                     asked.append(self.path)
                     step = self.path.rpartition("/")[2]
-                    text = json.dumps(steps.get(int(step), {"names": [], "steps": []})) if step.isdigit() else page
+                    text = (
+                        json.dumps(steps.get(int(step), {"names": [], "steps": []}))
+                        if step.isdigit()
+                        else page
+                    )
                     self.send_response(200)
-                    self.send_header("Content-Type", "application/json" if step.isdigit() else "text/html")
+                    self.send_header(
+                        "Content-Type", "application/json" if step.isdigit() else "text/html"
+                    )
                     self.end_headers()
                     self.wfile.write(text.encode())
 
@@ -177,13 +199,22 @@ def test_other_steps_are_requested_once_from_the_server(
     tab.value(f"torchlensPage.view.set({{step: {missing}}})")
     tab.settle()
     assert f"This page has no spans of step {missing}" in words.inner_text()
-    assert [each for each in asked if "api" in each] == [f"/run/api/step/{wanted}", f"/run/api/step/{missing}"]
+    assert [each for each in asked if "api" in each] == [
+        f"/run/api/step/{wanted}",
+        f"/run/api/step/{missing}",
+    ]
 
 
-def test_nearest_step_is_shown_without_the_server(tab_of: TabOf, tmp_path: Path, shown: Contents) -> None:
+def test_nearest_step_is_shown_without_the_server(
+    tab_of: TabOf, tmp_path: Path, shown: Contents
+) -> None:
     path = tmp_path / "left.html"
-    path.write_text(document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'), "utf-8")
+    path.write_text(
+        document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'), "utf-8"
+    )
     recorded = {step["step"] for step in shown["traces"]["steps"]}
     missing = next(step for step in range(STEPS) if step not in recorded)
     tab = tab_of(path).open(f"#step;step={missing}")
-    assert f"This page has no spans of step {missing}" in tab.page.inner_text("figure[data-chart=step] p.note")
+    assert f"This page has no spans of step {missing}" in tab.page.inner_text(
+        "figure[data-chart=step] p.note"
+    )

@@ -1,4 +1,6 @@
-"""The live page of a real server in a real browser: it follows a running job and requests captures."""
+"""The live page of a real server in a real browser: it follows a running job
+and requests captures.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ RANKS = 4
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
     """A run with 128 known steps. Rank 2 is slow."""
-    with LiveSimulation(tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward") as run:
+    with LiveSimulation(
+        tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward"
+    ) as run:
         run.goes_on(4)
         run.sidecar.keep()
         yield run
@@ -111,7 +115,10 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
 
 def test_charts_appear_with_their_data(tab_of: TabOf, tmp_path: Path) -> None:
     """A young run has a verdict and no steps. Sections and charts appear without a reload."""
-    with LiveSimulation(tmp_path / "runs" / "young", RANKS) as live, PageServer(tmp_path / "runs") as server:
+    with (
+        LiveSimulation(tmp_path / "runs" / "young", RANKS) as live,
+        PageServer(tmp_path / "runs") as server,
+    ):
         live.goes_on()
         tab: Tab = tab_of(Path("/"))
         tab.page.goto(server.address)
@@ -161,9 +168,16 @@ def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: Live
     tab.page.fill("input[name=ranks]", "1, 3")
     tab.page.fill("input[name=steps]", "2")
     tab.page.get_by_role("button", name="Profile", exact=True).click()
-    tab.until("document.getElementById('capture-status').textContent.includes('Waiting for rank 1, 3.')")
+    tab.until(
+        "document.getElementById('capture-status').textContent.includes('Waiting for rank 1, 3.')"
+    )
     (request,) = capture_files.read_requests(live.run.captures)[0]
-    assert (request.ranks, request.steps, request.python, request.forced) == ((1, 3), 2, False, False)
+    assert (request.ranks, request.steps, request.python, request.forced) == (
+        (1, 3),
+        2,
+        False,
+        False,
+    )
     for rank, wait in ((1, "Waiting for rank 3."), (3, "Done.")):
         folder = capture_files.rank_folder(live.run.captures, request.id, rank)
         folder.mkdir(parents=True)
@@ -179,7 +193,9 @@ def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: Live
     tab.until("document.querySelectorAll('#captured a').length === 2")
     tab.page.fill("input[name=ranks]", "77")
     tab.page.get_by_role("button", name="Profile", exact=True).click()
-    tab.until("document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')")
+    tab.until(
+        "document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')"
+    )
 
 
 def test_end_of_the_server_is_shown(tab: Tab, server: PageServer) -> None:
@@ -218,7 +234,10 @@ def test_step_times_of_two_ticked_runs_are_compared(tab: Tab, live: LiveSimulati
         for run in (faster, third):
             run.goes_on(4)
             run.sidecar.keep()
-        tab.until("[...document.querySelectorAll('main td.run-step')].filter((cell) => cell.textContent).length === 3")
+        tab.until(
+            "[...document.querySelectorAll('main td.run-step')].filter((cell) =>"
+            " cell.textContent).length === 3"
+        )
         steps = {name: float(tab.page.locator(f"input[value={name}]").get_attribute("data-step") or 0)
                  for name in ("live", "faster", "third")}  # fmt: skip
         tab.page.check("input[value=live]")
@@ -272,7 +291,9 @@ def test_hidden_page_sends_no_requests(tab: Tab, server: PageServer) -> None:
         return int(viewer.json("/api/counts")["runs"]["live"]["looks"])
 
     def hide(value: str) -> None:
-        tab.value(f"Object.defineProperty(document, 'hidden', {{ value: {value}, configurable: true }})")
+        tab.value(
+            f"Object.defineProperty(document, 'hidden', {{ value: {value}, configurable: true }})"
+        )
 
     opened(tab)
     tab.until(f"{STATUS}.startsWith('Live, updated ')")

@@ -28,10 +28,14 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Rank 3 is slow in the forward pass from step 100 on.
     """
     folder = tmp_path_factory.mktemp("slow")
-    return written(folder, "slow-rank", contents(recorded(folder, FAULT, steps=300, topology=Topology(4, 2))))
+    return written(
+        folder, "slow-rank", contents(recorded(folder, FAULT, steps=300, topology=Topology(4, 2)))
+    )
 
 
-@pytest.mark.skipif("SHOTS" not in os.environ, reason="SHOTS=1 writes the pictures into docs/images")
+@pytest.mark.skipif(
+    "SHOTS" not in os.environ, reason="SHOTS=1 writes the pictures into docs/images"
+)
 @pytest.mark.parametrize("name", ["light", "dark", "phone"])
 def test_documentation_screenshot_is_taken_within_its_size_limit(
     name: str, tab_of: TabOf, slow_rank_page: Path
@@ -39,7 +43,9 @@ def test_documentation_screenshot_is_taken_within_its_size_limit(
     tab = tab_of(slow_rank_page, dark=name == "dark", phone=name == "phone").open()
     IMAGES.mkdir(exist_ok=True)
     path = IMAGES / f"page-{name}.png"
-    tab.page.set_viewport_size({"width": 390, "height": 1600} if name == "phone" else {"width": 1280, "height": 1700})
+    tab.page.set_viewport_size(
+        {"width": 390, "height": 1600} if name == "phone" else {"width": 1280, "height": 1700}
+    )
     tab.page.wait_for_timeout(500)
     tab.settle()
     tab.page.screenshot(path=path)

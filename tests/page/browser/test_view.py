@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf, written
+from tests.page.browser.conftest import (
+    WIDE_RANKS,
+    WIDE_SINCE,
+    WIDE_SLOW,
+    WIDE_STEPS,
+    TabOf,
+    written,
+)
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import LATE_RANK, LATE_STEPS
@@ -46,7 +53,9 @@ def rows(tab: Tab) -> Any:
 
 
 def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
-    """A brush in the heat map also affects the table of ranks, step times, the timeline and all words."""
+    """A brush in the heat map also affects the table of ranks, step times, the timeline and all
+    words.
+    """
     assert shown["steps"] is not None
     tab.show_all()
     brushed(tab, "heat", SINCE_STEP + 10.5, SINCE_STEP + 39.5, 4)
@@ -58,7 +67,10 @@ def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
     step_s = Steps(shown["steps"]).step_s()[SLOW_RANK, since:until].mean()
     cells = table.locator("table:visible tbody tr").first.locator("th, td").all_inner_texts()
     assert cells[:3] == [str(SLOW_RANK), "node-0001", duration(float(step_s))]
-    assert f"Selected {where}: rank {SLOW_RANK} has the largest excess" in tab.show("heat").inner_text()
+    assert (
+        f"Selected {where}: rank {SLOW_RANK} has the largest excess"
+        in tab.show("heat").inner_text()
+    )
     values = np.sort(Steps(shown["steps"]).step_s()[:, since:until], axis=None)
     longest = duration(float(values[-1]))
     words = tab.show("steps").inner_text()
@@ -72,12 +84,17 @@ def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
     tab.page.get_by_role("button", name="do not select steps").click()
     tab.settle()
     assert tab.view()["steps"] is None
-    assert "Typical step of each rank" in tab.show("ranks").locator("table:visible caption").inner_text()
+    assert (
+        "Typical step of each rank"
+        in tab.show("ranks").locator("table:visible caption").inner_text()
+    )
     assert tab.problems == []
 
 
 def test_missing_steps_of_a_late_rank_are_not_counted(tab_of: TabOf, wide_file: Path) -> None:
-    tab = tab_of(wide_file).open(f"#heat;steps=0-{LATE_STEPS - 1};quantity=step;order=rank;rows=all")
+    tab = tab_of(wide_file).open(
+        f"#heat;steps=0-{LATE_STEPS - 1};quantity=step;order=rank;rows=all"
+    )
     count = LATE_STEPS * (WIDE_RANKS - 1)
     assert tab.value(f"torchlensPage.steps.spread([0, {LATE_STEPS}]).count") == count
     tab.show("ranks").locator("label:visible").click()
@@ -145,7 +162,10 @@ def test_ranks_are_sorted_by_slowness_and_grouped_by_node(tab: Tab) -> None:
     options = dict(
         zip(
             tab.page.locator("select[name=group] option").all_inner_texts(),
-            [each.get_attribute("value") for each in tab.page.locator("select[name=group] option").all()],
+            [
+                each.get_attribute("value")
+                for each in tab.page.locator("select[name=group] option").all()
+            ],
             strict=True,
         )
     )
@@ -184,7 +204,9 @@ def test_quantity_changes_cells_legend_and_words(tab: Tab) -> None:
 def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
     """Timeline and tables show it, or the nearest step of the page with a note."""
     recorded = tab.value("torchlensPage.contents.traces.steps.map(({step}) => step)")
-    missing = next(step for step in range(SINCE_STEP, STEPS) if step not in recorded and step - 1 in recorded)
+    missing = next(
+        step for step in range(SINCE_STEP, STEPS) if step not in recorded and step - 1 in recorded
+    )
     tab.page.mouse.click(*tab.at("heat", missing + 0.5, 0.5))
     tab.settle()
     assert (tab.view()["rank"], tab.view()["step"]) == (SLOW_RANK, missing)
@@ -192,7 +214,9 @@ def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
     words = section.locator("figure p.note").inner_text()
     near = tab.value(f"{tab.named('step')}.trace.step")
     assert abs(near - missing) == 1
-    assert f"This page has no spans of step {missing}; the nearest step with spans is {near}." in words
+    assert (
+        f"This page has no spans of step {missing}; the nearest step with spans is {near}." in words
+    )
     captions = section.locator("caption:visible").all_inner_texts()
     assert [f"step {near} " in f"{each.lower()} " for each in captions[:1]] == [True]
     tab.page.mouse.click(*tab.at("steps", recorded[-1] + 0.5, 0.1))
@@ -220,7 +244,9 @@ def test_links_restore_the_view(tab_of: TabOf, wide_file: Path) -> None:
         "quantity": "work", "group": "mesh tp", "order": "rank",
     }  # fmt: skip
     assert zoomed(tab, "heat") == [50, 350]
-    assert tab.value("document.getElementById('heat').getBoundingClientRect().top") == pytest.approx(50, abs=60)
+    assert tab.value(
+        "document.getElementById('heat').getBoundingClientRect().top"
+    ) == pytest.approx(50, abs=60)
     tab.value("torchlensPage.view.set({rank: 2})")
     assert tab.address() == fragment.replace(f"rank={WIDE_SLOW}", "rank=2")
 
@@ -263,7 +289,9 @@ def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
     tab.page.evaluate("document.querySelector('select[name=order]').focus()")
     for _ in range(4):
         tab.page.keyboard.press("Tab")
-    assert tab.value("document.activeElement === document.querySelector('figure[data-chart=heat] .chart')")
+    assert tab.value(
+        "document.activeElement === document.querySelector('figure[data-chart=heat] .chart')"
+    )
     for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight"):
         tab.page.keyboard.press(key)
     tab.settle()
@@ -341,8 +369,12 @@ def test_zoom_applies_to_all_charts_over_steps(tab_of: TabOf, wide_file: Path) -
     assert zoomed(tab, "steps") == [0, WIDE_STEPS]
 
 
-def test_zoom_of_a_page_without_steps_does_nothing(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
-    tab = tab_of(written(tmp_path, "without-steps", {**shown, "steps": None})).open("#step;zoom=3-9;step=4")
+def test_zoom_of_a_page_without_steps_does_nothing(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
+    tab = tab_of(written(tmp_path, "without-steps", {**shown, "steps": None})).open(
+        "#step;zoom=3-9;step=4"
+    )
     tab.page.locator(".selection button").last.click()
     tab.settle()
 
@@ -416,7 +448,10 @@ def test_rank_number_in_the_table_toggles_the_selection(tab: Tab) -> None:
     tab.settle()
     assert (tab.view()["rank"], button.get_attribute("aria-pressed")) == (2, "true")
     tab.show("steps")
-    assert tab.value(f"{tab.named('steps')}.plot.data[5].filter(value => value !== null).length") == STEPS
+    assert (
+        tab.value(f"{tab.named('steps')}.plot.data[5].filter(value => value !== null).length")
+        == STEPS
+    )
     assert "rank 2" in tab.page.locator("#steps ul.legend").inner_text()
     button.click()
     assert tab.view()["rank"] is None
@@ -435,7 +470,9 @@ def test_printed_page_has_light_charts_without_controls(tab: Tab) -> None:
     dark = tab.value(colour)
     tab.value("dispatchEvent(new Event('beforeprint'))")
     tab.page.emulate_media(media="print")
-    seen = "[...document.querySelectorAll('{}')].filter(each => each.getClientRects().length).length"
+    seen = (
+        "[...document.querySelectorAll('{}')].filter(each => each.getClientRects().length).length"
+    )
     assert tab.value(seen.format(".controls, .selection, .share, .exports, .copies")) == 0
     assert tab.value(seen.format("figure canvas")) == tab.value("torchlensPage.charts.length")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -10,14 +10,21 @@ import pytest
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 
 PID = 7
-STALLED = "some avg10=1.00 avg60=0.50 avg300=0.10 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n"
+STALLED = (
+    "some avg10=1.00 avg60=0.50 avg300=0.10 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00"
+    " total=5\n"
+)
 
 
 class Machine:
     """A folder with files like the kernel's."""
 
     def __init__(self, folder: Path) -> None:
-        self.proc, self.root, self.pressure = folder / "proc", folder / "cgroup", folder / "pressure"
+        self.proc, self.root, self.pressure = (
+            folder / "proc",
+            folder / "cgroup",
+            folder / "pressure",
+        )
 
     def write(self, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +47,12 @@ def test_version_2_uses_the_tightest_limit(machine: Machine) -> None:
     machine.write(pod / "memory.stat", "inactive_file 50\nactive_file 70\n")
     machine.write(pod / "train/memory.current", "400\n")
     machine.write(pod / "train/memory.max", "max\n")
-    machine.write(pod / "train/memory.stat", "anon 5\nworkingset_refault_anon 3\nworkingset_refault_file 40\n")
-    machine.write(pod / "train/cpu.stat", "usage_usec 9\nnr_periods 4\nnr_throttled 2\nthrottled_usec 1500\n")
+    machine.write(
+        pod / "train/memory.stat", "anon 5\nworkingset_refault_anon 3\nworkingset_refault_file 40\n"
+    )
+    machine.write(
+        pod / "train/cpu.stat", "usage_usec 9\nnr_periods 4\nnr_throttled 2\nthrottled_usec 1500\n"
+    )
     machine.write(pod / "train/memory.pressure", STALLED.format(123))
     machine.write(machine.pressure / "io", STALLED.format(456))
 
@@ -62,9 +73,12 @@ def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
     machine.write(machine.root / "memory/memory.usage_in_bytes", "900\n")
     machine.write(machine.root / "memory/memory.limit_in_bytes", "9223372036854771712\n")
     machine.write(
-        machine.root / "memory/job/memory.stat", "cache 1\nworkingset_refault_file 8\ntotal_inactive_file 100\n"
+        machine.root / "memory/job/memory.stat",
+        "cache 1\nworkingset_refault_file 8\ntotal_inactive_file 100\n",
     )
-    machine.write(machine.root / "cpu/other/cpu.stat", "nr_periods 4\nnr_throttled 2\nthrottled_time 77\n")
+    machine.write(
+        machine.root / "cpu/other/cpu.stat", "nr_periods 4\nnr_throttled 2\nthrottled_time 77\n"
+    )
 
     group = machine.group("5:memory:/job\n3:cpu,cpuacct:/other\n0::/\n")
 
@@ -77,7 +91,9 @@ def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
 def test_missing_limits_and_pressure_are_none(machine: Machine) -> None:
     """There are no limits, no quota and no pressure accounting."""
     machine.root.mkdir()
-    machine.write(machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
+    machine.write(
+        machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n"
+    )
 
     # The path is in another namespace, so its files are not visible.
     group = machine.group("0::/../../host/path\n")

@@ -52,7 +52,11 @@ def test_each_sample_is_used_once(rig: Rig) -> None:
     assert first["sm_clock_mhz"] == 1980
     assert second["sm_clock_mhz"] == 1200
     assert second["thermal_share"] == 0.5
-    assert (second["xids_per_s"], second["pcie_replays_per_s"], second["ecc_errors_per_s"]) == (1, 10, 1)
+    assert (second["xids_per_s"], second["pcie_replays_per_s"], second["ecc_errors_per_s"]) == (
+        1,
+        10,
+        1,
+    )
     assert second["nvlink_errors_per_s"] == 2
     assert signals.signals_of_gpu("GPU-unknown", rig.now_ns) == {}
     assert set(second) <= set(METRICS)
@@ -132,6 +136,9 @@ def test_verdict_names_a_throttled_gpu_as_the_cause(run: RunDirectory, rig: Rig)
     assert cause.kind == "gpu_throttled"
     assert cause.explains == pytest.approx(1.0, abs=0.1)
     assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict["text"]
-    assert "below the usual; it was throttled for 77% of the time, for temperature at 9" in verdict["text"]
+    assert (
+        "below the usual; it was throttled for 77% of the time, for temperature at 9"
+        in verdict["text"]
+    )
     assert "Next: look at the cooling of that GPU" in verdict["text"]
     assert verdict["where"] == {"host.name": HOST}

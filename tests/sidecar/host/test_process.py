@@ -42,7 +42,9 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
 
 
 def only(folder: Path, *pids: int) -> Path:
-    """Make a /proc folder with the machine's CPUs and only these real processes, as in a container."""
+    """Make a /proc folder with the machine's CPUs and only these real processes, as
+    in a container.
+    """
     folder.mkdir()
     for name in ("stat", *map(str, pids)):
         (folder / name).symlink_to(Path("/proc") / name)
@@ -108,7 +110,9 @@ class Kernel:
         self.write(self.pid)
         self.write(self.worker)
 
-    def write(self, pid: int, state: str = "S", faults: int = 0, kernel_ticks: int = 0, waited_ns: int = 0) -> None:
+    def write(
+        self, pid: int, state: str = "S", faults: int = 0, kernel_ticks: int = 0, waited_ns: int = 0
+    ) -> None:
         fields = [state, *["0"] * 49]
         fields[9], fields[12] = str(faults), str(kernel_ticks)
         stat = f"{pid} (py (x) y) {' '.join(fields)}\n"
@@ -118,7 +122,9 @@ class Kernel:
         (folder / "cgroup").write_text("0::/\n")
         (folder / "task" / str(pid) / "stat").write_text(stat)
         (folder / "task" / str(pid) / "schedstat").write_text(f"5 {waited_ns} 3\n")
-        (folder / "task" / str(pid) / "children").write_text(f"{self.worker} " if pid == self.pid else "")
+        (folder / "task" / str(pid) / "children").write_text(
+            f"{self.worker} " if pid == self.pid else ""
+        )
 
 
 def test_rates_and_shares_between_two_samples(tmp_path: Path) -> None:
@@ -146,7 +152,9 @@ def test_rates_and_shares_between_two_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "share"), [("S", 1.0), ("R", 0.0)])
-def test_disk_wait_of_a_worker_counts_while_the_main_thread_sleeps(tmp_path: Path, state: str, share: float) -> None:
+def test_disk_wait_of_a_worker_counts_while_the_main_thread_sleeps(
+    tmp_path: Path, state: str, share: float
+) -> None:
     """While the main thread runs, it does not wait for the worker."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
@@ -173,7 +181,9 @@ class Machine:
         self.second += 1.0
         busy_ticks = self._ticks[-1] = self._ticks.get(-1, 0) + round(busy * TICKS_PER_S)
         self.proc.mkdir(exist_ok=True)
-        (self.proc / "stat").write_text(f"cpu 0\ncpu0 {busy_ticks} 0 0 {7000} 0 0 0 0 0 0\nintr 5\n")
+        (self.proc / "stat").write_text(
+            f"cpu 0\ncpu0 {busy_ticks} 0 0 {7000} 0 0 0 0 0 0\nintr 5\n"
+        )
         for name, share in programs.items():
             pid = int(name.removeprefix("pid"))
             ticks = self._ticks[pid] = self._ticks.get(pid, 0) + round(share * TICKS_PER_S)

@@ -80,7 +80,10 @@ def start() -> Iterator[Start]:
 
     def starts(program: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         return process
@@ -194,7 +197,9 @@ def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path
     if os.getuid() == 0:
         setpriv = shutil.which("setpriv")
         if setpriv is None:
-            pytest.skip("root may read all processes, and there is no setpriv to become another user")
+            pytest.skip(
+                "root may read all processes, and there is no setpriv to become another user"
+            )
         victim = start(BLOCKED.format(levels=0))
         ready(victim)
         with tempfile.TemporaryDirectory() as name:  # Other users cannot read tmp_path.
@@ -212,9 +217,11 @@ def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path
 
     assert stack.lines == ()
     assert re.fullmatch(
-        r"not permitted to read the process: the process is user \d+'s, and its sidecar user \d+'s. "
+        r"not permitted to read the process: the process is user \d+'s, and its sidecar user"
+        r" \d+'s. "
         r"Permit it: run both as one user|"
-        r"not permitted to read the process: it has rights that its sidecar lacks, or is not dumpable \(prctl\(2\)\). "
+        r"not permitted to read the process: it has rights that its sidecar lacks, or is not"
+        r" dumpable \(prctl\(2\)\). "
         r"Permit it: the capability CAP_SYS_PTRACE, .*|"
         r"not permitted to read the process: kernel.yama.ptrace_scope is [123].*|"
         r"not permitted to read the process: the container's .*",
@@ -241,13 +248,18 @@ def test_reason_names_both_users_for_another_users_process(tmp_path: Path) -> No
         command = [sys.executable, "-c", code, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    assert "the process is user 0's, and its sidecar user 65534's. Permit it: run both as one user" in done.stdout
+    assert (
+        "the process is user 0's, and its sidecar user 65534's. Permit it: run both as one user"
+        in done.stdout
+    )
 
 
 @needs_py_spy
 def test_reason_names_a_process_that_is_not_dumpable(start: Start) -> None:
     """Even the same user needs CAP_SYS_PTRACE. The reason is one line with a remedy."""
-    process = start("import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + BLOCKED.format(levels=0))
+    process = start(
+        "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + BLOCKED.format(levels=0)
+    )
     ready(process)
     if os.getuid() == 0:  # A process with that capability reads it.
         assert python_stack(process.pid).lines
@@ -258,7 +270,11 @@ def test_reason_names_a_process_that_is_not_dumpable(start: Start) -> None:
 @pytest.mark.parametrize(
     ("scope", "error", "remedy"),
     [
-        ("1", "Permission Denied: Try again with elevated permissions", "`sudo sysctl kernel.yama.ptrace_scope=0`"),
+        (
+            "1",
+            "Permission Denied: Try again with elevated permissions",
+            "`sudo sysctl kernel.yama.ptrace_scope=0`",
+        ),
         ("2", "Error: Permission denied (os error 13)", "`sudo sysctl kernel.yama.ptrace_scope=1`"),
         ("3", "Permission denied", "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"),
         ("0", "Error: Operation not permitted (os error 1)", "`docker run --cap-add=SYS_PTRACE`"),
@@ -300,17 +316,23 @@ def test_ended_process_is_the_reason() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
 
-    assert python_stack(process.pid, program=sys.executable) == Stack((), f"there is no process {process.pid}")
+    assert python_stack(process.pid, program=sys.executable) == Stack(
+        (), f"there is no process {process.pid}"
+    )
 
 
-def test_missing_py_spy_is_the_reason_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_py_spy_is_the_reason_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
     assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
 
 
-def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_py_spy_is_found_next_to_python_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """PATH is searched only if Python's environment has no py-spy."""
     programs = [tmp_path / folder / "py-spy" for folder in ("environment", "path")]
     for program in programs:
@@ -344,7 +366,9 @@ def test_hanging_py_spy_is_killed_after_the_timeout(tmp_path: Path) -> None:
         ("[]", "the main thread runs no Python code"),
     ],
 )
-def test_unexpected_output_of_py_spy_is_the_reason(tmp_path: Path, answer: str, reason: str) -> None:
+def test_unexpected_output_of_py_spy_is_the_reason(
+    tmp_path: Path, answer: str, reason: str
+) -> None:
     """There is no exception."""
     program = tmp_path / "py-spy"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
@@ -358,7 +382,10 @@ def test_py_spy_that_cannot_run_is_the_reason(tmp_path: Path) -> None:
     program = tmp_path / "py-spy"
     program.write_bytes(b"\x7fELF")
 
-    assert python_stack(os.getpid(), program=str(program)).reason == "py-spy cannot be run: Permission denied"
+    assert (
+        python_stack(os.getpid(), program=str(program)).reason
+        == "py-spy cannot be run: Permission denied"
+    )
 
 
 # -- states
@@ -436,12 +463,16 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
         "def stuck():\n"
         # This is one line, so the position is the same at any time.
         "    print('ready', flush=True); sys.stdin.readline()\n"
-        "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off', dir=sys.argv[1])) as w:\n"
+        "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off',"
+        " dir=sys.argv[1])) as w:\n"
         "    stuck()\n"
         "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "runs")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(tmp_path / "runs")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -461,11 +492,16 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_sigusr2_is_not_sent_to_a_process_that_does_not_catch_it(listens: bool, start: Start, tmp_path: Path) -> None:
+def test_sigusr2_is_not_sent_to_a_process_that_does_not_catch_it(
+    listens: bool, start: Start, tmp_path: Path
+) -> None:
     """Nor is it sent to another process with the same pid."""
     file = tmp_path / "left.stack"
     file.touch()
-    listening = f"import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=open({str(file)!r}, 'w'))\n"
+    listening = (
+        "import faulthandler, signal; faulthandler.register(signal.SIGUSR2,"
+        f" file=open({str(file)!r}, 'w'))\n"
+    )
     process = start((listening if listens else "") + BLOCKED.format(levels=0))
     ready(process)
     started = process_started(process.pid)
@@ -525,13 +561,15 @@ def test_signal_that_the_user_ignores_stays_ignored(tmp_path: Path) -> None:
 def test_users_handler_installed_inside_a_watch_stays(tmp_path: Path) -> None:
     """A sidecar does not trigger it, because the stack file is removed."""
     inside = (
-        f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step(); w.step()\n"
-        "    print(len(list(folder.rglob('*.stack'))), flush=True)"
+        f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step();"
+        " w.step()\n    print(len(list(folder.rglob('*.stack'))), flush=True)"
     )
     assert around(tmp_path, inside=inside, after=SEND) == "handler\n0\nhandler\nalive 0 False\n"
 
 
-def test_stack_file_is_removed_before_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_file_is_removed_before_the_handler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sidecar that still finds the file may send the signal."""
     left: list[int] = []
     unregister = faulthandler.unregister

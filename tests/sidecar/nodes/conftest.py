@@ -16,7 +16,9 @@ from torchlens_perf.sidecar.nodes.messages import NodeContact
 from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, exchange_key
 from torchlens_perf.sidecar.nodes.timing import Timing
 
-FAST = Timing(operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4)
+FAST = Timing(
+    operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4
+)
 LONG_S = 60.0  # Only a failing test waits so long.
 KEY = exchange_key(0)
 LOOPBACK = ("127.0.0.1", 1)  # Address of a job's store that does not exist.
@@ -32,7 +34,12 @@ class Nodes:
         self.contacts: Mapping[str, NodeContact] = {}
 
     def start(
-        self, node: str, merges: bool = False, key: str = KEY, timing: Timing = FAST, places: Endpoints | None = None
+        self,
+        node: str,
+        merges: bool = False,
+        key: str = KEY,
+        timing: Timing = FAST,
+        places: Endpoints | None = None,
     ) -> Exchange:
         exchange = Exchange(places or self.places, key, node, merges, timing=timing)
         self._stack.callback(exchange.close)

@@ -29,12 +29,24 @@ class TestExchange:
         for number in range(KEPT_POSTS):
             merger.post({0: b"%d" % number})
             for at, other in enumerate(others):
-                other.post({2 * at + 2: b"%d" % number, 2 * at + 3: b"\x00\xff\n" + bytes([number])})
+                other.post(
+                    {2 * at + 2: b"%d" % number, 2 * at + 3: b"\x00\xff\n" + bytes([number])}
+                )
         nodes.wait(merger, lambda: sum(map(len, nodes.seen.values())) == 5 * KEPT_POSTS)
 
-        assert [nodes.seen[rank] for rank in (0, 2, 4)] == [[b"%d" % number for number in range(KEPT_POSTS)]] * 3
-        assert nodes.seen[3] == nodes.seen[5] == [b"\x00\xff\n" + bytes([number]) for number in range(KEPT_POSTS)]
-        assert {node: c.missed for node, c in nodes.contacts.items()} == {"n0": 0, "n1": 0, "n2/öffentlich": 0}
+        assert [nodes.seen[rank] for rank in (0, 2, 4)] == [
+            [b"%d" % number for number in range(KEPT_POSTS)]
+        ] * 3
+        assert (
+            nodes.seen[3]
+            == nodes.seen[5]
+            == [b"\x00\xff\n" + bytes([number]) for number in range(KEPT_POSTS)]
+        )
+        assert {node: c.missed for node, c in nodes.contacts.items()} == {
+            "n0": 0,
+            "n1": 0,
+            "n2/öffentlich": 0,
+        }
         assert [exchange.notes() for exchange in (merger, *others)] == [[], [], []]
         assert others[0].collect().nodes == {}
 
@@ -108,7 +120,9 @@ class TestExchange:
         assert nodes.seen[1] == [b"first", b"first", b"second"]
         assert contact.missed == 0
         assert nodes.address().token != before.token
-        wait_until(lambda: any("errors in the exchange between nodes" in note for note in other.notes()))
+        wait_until(
+            lambda: any("errors in the exchange between nodes" in note for note in other.notes())
+        )
 
     def test_node_0_is_found_at_the_configured_address(self, nodes: Nodes, tmp_path: Path) -> None:
         """No shared folder or job's store is needed, also after a restart."""
@@ -118,7 +132,10 @@ class TestExchange:
         secret.write_bytes(b"of this job")
         secret.chmod(0o600)
         places = Endpoints(None, None, where, str(secret))
-        other, first = nodes.start("n1", places=places), nodes.start("n0", merges=True, places=places)
+        other, first = (
+            nodes.start("n1", places=places),
+            nodes.start("n0", merges=True, places=places),
+        )
         other.post({1: b"first"})
         nodes.wait(first, lambda: 1 in nodes.seen)
         assert first.close(LONG_S)
@@ -164,7 +181,9 @@ class TestExchange:
             folder = tmp_path / name
             folder.mkdir()
             places = Endpoints(LOOPBACK, folder)
-            other, merger = (Exchange(places, KEY, f"n{1 - n}", bool(n), timing=FAST) for n in range(2))
+            other, merger = (
+                Exchange(places, KEY, f"n{1 - n}", bool(n), timing=FAST) for n in range(2)
+            )
             other.post({1: b"x"})
             wait_until(lambda merger=merger: 1 in ranks(merger.collect()))
             assert other.close(LONG_S)
@@ -178,7 +197,9 @@ class TestExchange:
 
     def test_waiting_post_is_sent_at_close(self, nodes: Nodes) -> None:
         """The node may not have found node 0 before."""
-        short = nodes.start("n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0))
+        short = nodes.start(
+            "n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0)
+        )
         short.post({1: b"last"})
         wait_until(lambda: any("has not published" in note for note in short.notes()))
         merger = nodes.start("n0", merges=True)
@@ -195,7 +216,9 @@ class TestAlone:
             exchange.post({0: b"x"})
 
         assert "3 windows could not be sent to node 0's sidecar" in exchange.notes()
-        wait_until(lambda: any("has not published its address" in note for note in exchange.notes()))
+        wait_until(
+            lambda: any("has not published its address" in note for note in exchange.notes())
+        )
         assert exchange.close(LONG_S)
 
     def test_one_node_imports_no_grpc(self) -> None:
@@ -239,5 +262,7 @@ class TestAlone:
             assert other.close(30) and merger.close(30)
             assert "grpc" in sys.modules and "torch" not in sys.modules
         """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")

@@ -27,7 +27,9 @@ def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) ->
 def found_over_nodes(*ranks: Progress) -> Hang:
     """Return the hang, where ranks 2 and 3 are on another node."""
     payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
-    others = summary.progress(summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5])
+    others = summary.progress(
+        summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5]
+    )
     return found(*ranks[:2], *others)
 
 
@@ -35,18 +37,25 @@ def found_over_nodes(*ranks: Progress) -> Hang:
 def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
     """The rank and the text are the same as on one node, except for the module's name."""
     ranks = [
-        at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0) for number in range(4)
+        at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0)
+        for number in range(4)
     ]
     hang = found_over_nodes(*ranks)
     assert (hang.kind, named(hang), hang.alarm) == ("device", [stuck], True)
     where = "module blocks.3" if stuck < 2 else "a module"
-    assert f"is in step 99 after the beginning of {where}, while the furthest device of ranks" in text(hang)
+    assert (
+        f"is in step 99 after the beginning of {where}, while the furthest device of ranks"
+        in text(hang)
+    )
     assert "is in step 99 after the beginning of the backward pass." in text(hang)
 
 
 def test_single_samples_of_remote_marks_are_not_a_stuck_device() -> None:
     """A summary also contains how long the mark has not changed."""
-    ranks = [at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0) for number in range(4)]
+    ranks = [
+        at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0)
+        for number in range(4)
+    ]
     assert found_over_nodes(*ranks).kind != "device"
 
 

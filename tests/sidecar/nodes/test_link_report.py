@@ -36,7 +36,9 @@ def rows_of(*groups: tuple[int, ...], slow: tuple[int, ...] = ()) -> list[LinkSt
 
 def test_rows_with_enough_operations_are_sent() -> None:
     rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS})
-    packed, left_out = link_report.encode(3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)])
+    packed, left_out = link_report.encode(
+        3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)]
+    )
 
     assert sorted(map(str, link_report.decode(packed, 3, 16))) == sorted(map(str, rows))
     assert link_report.decode(packed, 4, 16) == []
@@ -48,7 +50,11 @@ def test_rows_that_do_not_fit_are_counted() -> None:
     """The rows with most time are sent."""
     (row,) = rows_of((0, 1))
     many = [
-        structs.replace(row, key=structs.replace(row.key, group=f"{zlib.crc32(b'%d' % number):x}"), joined=100 + number)
+        structs.replace(
+            row,
+            key=structs.replace(row.key, group=f"{zlib.crc32(b'%d' % number):x}"),
+            joined=100 + number,
+        )
         for number in range(3000)
     ]
     packed, left_out = link_report.encode(0, many)
@@ -104,7 +110,9 @@ def test_early_rejection_of_candidates_does_not_change_the_result() -> None:
         assert found.links[0].peers_transfer_ns == pytest.approx(TRANSFER_US * US, rel=0.1)
 
 
-def test_node_0_judges_the_links_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_0_judges_the_links_of_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each node has two groups, which are too few to compare.
 
     Node 0 has all of them, and ignores invalid reports and those of other attempts.

@@ -16,7 +16,9 @@ from torchlens_perf.sidecar.nodes.membership import (
 from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generation
 
 
-def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4) -> Membership:
+def node(
+    run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4
+) -> Membership:
     """Return a membership. sets: start time and the launcher's restart count of each set."""
     made = Membership(run_id)
     if leads:
@@ -28,7 +30,9 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
 
 def test_process_set_belongs_to_the_nearest_generation_of_its_size() -> None:
     generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
-    assert match_generations([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
+    assert match_generations(
+        [Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations
+    ) == {
         0: 0,
         1: 1,
         2: 2,
@@ -39,7 +43,9 @@ def test_process_set_belongs_to_the_nearest_generation_of_its_size() -> None:
 
 def test_new_process_set_does_not_match_the_generation_it_replaces() -> None:
     """A node's new processes may start before those of node 0."""
-    assert match_generations([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
+    assert match_generations(
+        [Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]
+    ) == {0: 0}
 
 
 def test_nodes_with_different_restart_counts_agree() -> None:
@@ -47,7 +53,11 @@ def test_nodes_with_different_restart_counts_agree() -> None:
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (0.5, 0), (50.4, 1))
     other.receive(zero.control(60.0), 60.0)
 
-    assert [zero.number(local) for local in range(2)] == [other.number(local) for local in range(2)] == [0, 1]
+    assert (
+        [zero.number(local) for local in range(2)]
+        == [other.number(local) for local in range(2)]
+        == [0, 1]
+    )
     assert other.run_id == "a"
     assert zero.remote_generation("b", 1, 50.4, 4) == 1
 
@@ -102,10 +112,14 @@ def test_messages_work_with_different_clocks() -> None:
 
 def test_control_message_is_bounded() -> None:
     """The job has a long id and many restarts."""
-    zero = node("é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20)
+    zero = node(
+        "é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20
+    )
     data = zero.control(1e6).encode()
     assert len(data) <= MAX_CONTROL_BYTES
-    assert [each.number for each in ControlMessage.decode(data).generations] == [*range(200 - MAX_GENERATIONS, 200)]
+    assert [each.number for each in ControlMessage.decode(data).generations] == [
+        *range(200 - MAX_GENERATIONS, 200)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,14 @@ from torchlens_perf.sidecar.nodes.messages import (
     encode,
 )
 
-payloads_of_ranks = st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=MAX_PAYLOAD_BYTES), max_size=8)
+payloads_of_ranks = st.dictionaries(
+    st.integers(0, 2**32 - 1), st.binary(max_size=MAX_PAYLOAD_BYTES), max_size=8
+)
 
 
-def send(outbox: Outbox, inbox: Inbox, now_s: float = 0.0, *, replied: bool = True, leaving: bool = False) -> None:
+def send(
+    outbox: Outbox, inbox: Inbox, now_s: float = 0.0, *, replied: bool = True, leaving: bool = False
+) -> None:
     """Report until nothing is waiting, without network delay.
 
     Without a reply, the sender gives up.
@@ -50,7 +54,9 @@ def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
 
 class TestWire:
     @given(payloads_of_ranks, st.floats(0, 1e6))
-    def test_report_is_unpacked_as_it_was_packed(self, payloads: dict[int, bytes], posted_s: float) -> None:
+    def test_report_is_unpacked_as_it_was_packed(
+        self, payloads: dict[int, bytes], posted_s: float
+    ) -> None:
         """A report is only a little longer than its payloads."""
         report = Report(1.5e6, 0, False, [Post(posted_s, payloads)])
         data = encode(report)
@@ -109,7 +115,11 @@ class TestWire:
 
 
 class TestAccount:
-    @given(st.lists(st.sampled_from(["post", "post", "send", "no reply", "lost", "collect"]), max_size=80))
+    @given(
+        st.lists(
+            st.sampled_from(["post", "post", "send", "no reply", "lost", "collect"]), max_size=80
+        )
+    )
     def test_every_post_arrives_once_or_is_missed(self, steps: list[str]) -> None:
         """Posts arrive complete and in order, whatever fails.
 
@@ -194,7 +204,11 @@ class TestAccount:
         send(outbox, inbox, 11.0, leaving=True)
         gone = inbox.collect(11.5).nodes
 
-        assert (silent["n1"].silent_s, silent["n1"].left, silent["n0"].silent_s) == (7.0, False, 0.0)
+        assert (silent["n1"].silent_s, silent["n1"].left, silent["n0"].silent_s) == (
+            7.0,
+            False,
+            0.0,
+        )
         assert (gone["n1"].silent_s, gone["n1"].left) == (0.5, True)
 
     def test_counts_continue_with_a_nodes_new_sidecar(self) -> None:
@@ -221,7 +235,11 @@ class TestAccount:
             inbox.enter(sender, "n1", 0.0)
         for at in range(1, 3):
             for sender in ("a1", "b2"):
-                inbox.receive(sender, encode(Report(float(at), 0, False, [Post(float(at), {at: b""})])), float(at))
+                inbox.receive(
+                    sender,
+                    encode(Report(float(at), 0, False, [Post(float(at), {at: b""})])),
+                    float(at),
+                )
 
         assert inbox.duplicate_names() == ["n1"]
         assert len(inbox.collect(3.0).posts) == 4

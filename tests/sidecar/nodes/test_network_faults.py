@@ -28,7 +28,9 @@ from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous
 
 def publish(nodes: Nodes, port: int) -> None:
     """Publish an address of node 0 in the run directory."""
-    Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish(Address(port, "ab" * 16, ("127.0.0.1",)))
+    Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish(
+        Address(port, "ab" * 16, ("127.0.0.1",))
+    )
 
 
 def resident_mb() -> float:
@@ -60,14 +62,18 @@ class Stranger:
 
         async def call() -> grpc.StatusCode:
             options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-            async with aio.insecure_channel(f"127.0.0.1:{self._address.port}", options=options) as channel:
+            async with aio.insecure_channel(
+                f"127.0.0.1:{self._address.port}", options=options
+            ) as channel:
                 nonce = metadata.get(transport.NONCE, b"n" * transport.NONCE_BYTES)
                 proof = transport.proof(self._address.token, transport.SENDER, nonce)
                 about = {
                     transport.NONCE: nonce, transport.PROOF: proof, transport.SENDER: "feedbeef",
                     transport.NODE: b"n9", **metadata,
                 }  # fmt: skip
-                stream = channel.stream_stream(transport.REPORT)(metadata=tuple(about.items()), timeout=10)
+                stream = channel.stream_stream(transport.REPORT)(
+                    metadata=tuple(about.items()), timeout=10
+                )
                 with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                     await stream.write(data)
                     await stream.read()
@@ -100,13 +106,26 @@ def still_works(nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     """Return a frame of HTTP/2 (RFC 9113)."""
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+    return (
+        struct.pack(">I", len(payload))[1:]
+        + bytes([kind, flags])
+        + struct.pack(">I", stream)
+        + payload
+    )
 
 
 def call_headers(method: str, stream: int = 1, **more: str) -> bytes:
     """Return a frame that begins a call, with literal fields (RFC 7541)."""
-    fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "x", "te": "trailers"}
-    fields |= {"content-type": "application/grpc"} | {name.replace("_", "-"): value for name, value in more.items()}
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": method,
+        ":authority": "x",
+        "te": "trailers",
+    }
+    fields |= {"content-type": "application/grpc"} | {
+        name.replace("_", "-"): value for name, value in more.items()
+    }
     block = b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
         for name, value in fields.items()
@@ -144,7 +163,12 @@ class TestNode0:
         pieces = [message[at : at + 16_000] for at in range(0, len(message), 16_000)]
         connections = [
             open_at_end.enter_context(
-                connected(port, b"".join(call_headers(transport.REPORT, stream, **about) for stream in (1, 3, 5, 7)))
+                connected(
+                    port,
+                    b"".join(
+                        call_headers(transport.REPORT, stream, **about) for stream in (1, 3, 5, 7)
+                    ),
+                )
             )
             for _ in range(50)
         ]
@@ -168,22 +192,31 @@ class TestNode0:
             "no call": b"",
             "report without a nonce": call_headers(transport.REPORT),
             "report without a proof": headers,
-            "report with a wrong proof": call_headers(transport.REPORT, proof_bin="bm5ubm5ubm5ubm5ubm5ubg"),
+            "report with a wrong proof": call_headers(
+                transport.REPORT, proof_bin="bm5ubm5ubm5ubm5ubm5ubg"
+            ),
             "unknown method": call_headers("/nonsense"),
             "unfinished headers": frame(1, 0, 1, headers[9:40]),
             "half a frame": headers[:30],
         }
-        connections = {name: open_at_end.enter_context(connected(port, data)) for name, data in calls.items()}
-        connections["no preface"] = open_at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
+        connections = {
+            name: open_at_end.enter_context(connected(port, data)) for name, data in calls.items()
+        }
+        connections["no preface"] = open_at_end.enter_context(
+            socket.create_connection(("127.0.0.1", port))
+        )
         wait_until(lambda: [name for name, each in connections.items() if is_open(each)] == [])
         still_works(nodes, pair)
 
-    def test_call_with_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+    def test_call_with_a_wrong_token_is_refused(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange]
+    ) -> None:
         """Its payload is not read, it is counted, and no node is added."""
         data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
-            Stranger(dataclasses.replace(address, token=token)) for token in ("0" * 32, address.token[:-1], "")
+            Stranger(dataclasses.replace(address, token=token))
+            for token in ("0" * 32, address.token[:-1], "")
         ]
         for stranger in strangers:
             assert stranger.send(data) is grpc.StatusCode.UNAUTHENTICATED
@@ -191,19 +224,27 @@ class TestNode0:
 
         assert set(nodes.contacts) == {"n0", "n1"}
         assert pair[1].notes() == [
-            f"{sum(stranger.calls for stranger in strangers)} calls without this job's token were refused"
+            f"{sum(stranger.calls for stranger in strangers)} calls without this job's token were"
+            " refused"
         ]
 
-    def test_call_without_a_name_or_full_nonce_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+    def test_call_without_a_name_or_full_nonce_is_refused(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange]
+    ) -> None:
         """Both calls have the token."""
         stranger = Stranger(nodes.address())
 
-        assert stranger.send(b"", **{transport.SENDER: "not a sender"}) is grpc.StatusCode.INVALID_ARGUMENT
+        assert (
+            stranger.send(b"", **{transport.SENDER: "not a sender"})
+            is grpc.StatusCode.INVALID_ARGUMENT
+        )
         assert stranger.send(b"", **{transport.NONCE: b"short"}) is grpc.StatusCode.UNAUTHENTICATED
         still_works(nodes, pair)
         assert set(nodes.contacts) == {"n0", "n1"}
 
-    def test_unreadable_message_ends_its_own_call_only(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+    def test_unreadable_message_ends_its_own_call_only(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange]
+    ) -> None:
         """The message is counted for its node, and no payload of another node is lost."""
         pair[0].post({1: b"meanwhile"})
 
@@ -213,15 +254,29 @@ class TestNode0:
         assert nodes.contacts["n1"].missed == 0
         assert pair[1].notes() == [f"{stranger.calls} reports of node n9 could not be read"]
 
-    def test_message_of_10_mb_is_refused_by_its_length(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        assert Stranger(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    def test_message_of_10_mb_is_refused_by_its_length(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange]
+    ) -> None:
+        assert (
+            Stranger(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        )
         still_works(nodes, pair)
 
-    def test_bytes_of_other_protocols_do_no_harm(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+    def test_bytes_of_other_protocols_do_no_harm(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange]
+    ) -> None:
         port = nodes.address().port
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 100_000, preface + b"\xff" * 99):
-            with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
+        for garbage in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00",
+            b"\xff" * 100_000,
+            preface + b"\xff" * 99,
+        ):
+            with (
+                socket.create_connection(("127.0.0.1", port)) as connection,
+                contextlib.suppress(OSError),
+            ):
                 connection.sendall(garbage)
         still_works(nodes, pair)
         assert pair[1].notes() == []
@@ -274,7 +329,9 @@ class TestOthers:
         for each in (listener, *accepted):
             each.close()
 
-    def test_silent_node_0_does_not_block_a_node(self, nodes: Nodes, silent: tuple[int, list[socket.socket]]) -> None:
+    def test_silent_node_0_does_not_block_a_node(
+        self, nodes: Nodes, silent: tuple[int, list[socket.socket]]
+    ) -> None:
         """Each attempt ends without a leak, and close() returns soon."""
         port, accepted = silent
         publish(nodes, port)
@@ -306,7 +363,9 @@ class TestOthers:
         server, port = _in_the_loop(serve)
         publish(nodes, port)
         other = nodes.start("n1")
-        wait_until(lambda: any("something else, or another version" in note for note in other.notes()))
+        wait_until(
+            lambda: any("something else, or another version" in note for note in other.notes())
+        )
         _in_the_loop(lambda: server.stop(None))
 
     @pytest.mark.parametrize("proof", [b"", b"x" * 32])
@@ -343,7 +402,9 @@ class TestOthers:
         assert received
         assert all(isinstance(each, tuple) and "ab" * 16 not in map(str, each) for each in received)
 
-    def test_last_posts_arrive_after_a_silently_cut_link(self, nodes: Nodes, open_at_end: ExitStack) -> None:
+    def test_last_posts_arrive_after_a_silently_cut_link(
+        self, nodes: Nodes, open_at_end: ExitStack
+    ) -> None:
         """Sent bytes are lost without an error.
 
         The node notices, and sends again once the link works.

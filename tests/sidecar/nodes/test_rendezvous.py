@@ -73,7 +73,9 @@ class TestFolder:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
-    def test_file_that_others_could_have_written_is_refused(self, tmp_path: Path, wrong: str) -> None:
+    def test_file_that_others_could_have_written_is_refused(
+        self, tmp_path: Path, wrong: str
+    ) -> None:
         """Reading it does not block."""
         meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
         file = meeting.file
@@ -146,7 +148,9 @@ class TestJobStore:
         wait_until(lambda: any("other nodes may not reach" in note for note in merger.notes()))
 
     @pytest.mark.long
-    def test_node_0_of_another_job_gets_no_token_and_no_payload(self, nodes: Nodes, job_store: TCPStore) -> None:
+    def test_node_0_of_another_job_gets_no_token_and_no_payload(
+        self, nodes: Nodes, job_store: TCPStore
+    ) -> None:
         stranger = nodes.start("other job's n0", merges=True, key="another key")
         wrong = dataclasses.replace(nodes.address("another key"), token="ab" * 16)
         job_store.set(KEY, wrong.encode().decode())
@@ -168,7 +172,16 @@ class TestPlaces:
 
         assert new_token(free, KEY) != new_token(free, KEY)
         assert new_token(fixed, KEY) == new_token(fixed, KEY)
-        assert len({new_token(fixed, KEY), new_token(fixed, "k"), new_token(Endpoints(None, None, "h:1"), KEY)}) == 3
+        assert (
+            len(
+                {
+                    new_token(fixed, KEY),
+                    new_token(fixed, "k"),
+                    new_token(Endpoints(None, None, "h:1"), KEY),
+                }
+            )
+            == 3
+        )
         assert new_token(Endpoints(None, None, "h:1", token="s"), KEY) == new_token(fixed, KEY)
         secret.chmod(0o640)
         with pytest.raises(PermissionError, match="this user alone"):
@@ -181,14 +194,21 @@ class TestPlaces:
             with pytest.raises(ValueError, match="is not host:port"):
                 split_address(text)
 
-    def test_node_0_listens_on_the_interface_to_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_node_0_listens_on_the_interface_to_the_store(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Node 0 listens on loopback only if the store's address is loopback.
 
         If the store's name resolves to loopback on this node only, it listens on all interfaces.
         """
         names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
         monkeypatch.setattr(endpoints_module, "_addresses", lambda host: names.get(host, [host]))
-        routes = {"10.0.0.9": "10.0.0.1", "10.0.0.1": "10.0.0.1", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.1"}
+        routes = {
+            "10.0.0.9": "10.0.0.1",
+            "10.0.0.1": "10.0.0.1",
+            "127.0.1.1": "127.0.0.1",
+            "192.0.2.1": "10.0.0.1",
+        }
         monkeypatch.setattr(endpoints_module, "_own_address_towards", routes.get)
         monkeypatch.setattr(socket, "gethostname", lambda: "here")
         found = {
@@ -218,6 +238,8 @@ class TestPlaces:
             ("h", 1), tmp_path, tls_folder="/tls"
         )
         assert Endpoints.of(None, "grpc://h:1", tmp_path) == Endpoints(None, tmp_path, "h:1")
-        whole = Endpoints.of(None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret")
+        whole = Endpoints.of(
+            None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret"
+        )
         assert whole == Endpoints(None, tmp_path, "h:1", "/t", "/tls", "n0", "secret")
         assert "secret" not in repr(whole)

@@ -26,7 +26,9 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import device_place
 
 PLACE = Placement(
-    "node-a", "0123456789ab/pipeline12", {"dp_replicate": 3, "dp_shard_cp": 7, "pipeline": 12, "tp": 65535}
+    "node-a",
+    "0123456789ab/pipeline12",
+    {"dp_replicate": 3, "dp_shard_cp": 7, "pipeline": 12, "tp": 65535},
 )
 JOB = Job.of(3, 60).slow(1, 20, "data")
 
@@ -54,14 +56,18 @@ def assert_close(found: Progress, expected: Progress) -> None:
     """Compare, except that seconds are 32-bit floats."""
     for field in dataclasses.fields(Progress):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
-        assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), field.name
+        assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), (
+            field.name
+        )
 
 
 class TestSize:
     def test_size_is_the_same_for_all_ranks(self) -> None:
         """A full summary has the same size as one without rows, and fits into a post."""
         empty = RankSummary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
-        full = made_summary(rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)})
+        full = made_summary(
+            rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)}
+        )
         sizes = {len(summary.pack(each)) for each in (empty, full)}
 
         assert sizes == {summary.LAYOUT.itemsize}
@@ -103,20 +109,36 @@ class TestPlaceAndProgress:
         """Missing values are still missing."""
         for sent in (
             ranks.rank(5),
-            ranks.behind(6, state="stopped", issued={"0": 0, "mesh_dp_cp": 4_000_000_000}, since_mark_s=None),
+            ranks.behind(
+                6, state="stopped", issued={"0": 0, "mesh_dp_cp": 4_000_000_000}, since_mark_s=None
+            ),
             ranks.rank(
-                7, step=(1 << 32) - 1, usual_step_s=0.0, inside=(), issued={}, all_groups=False, since_mark_s=0.0
+                7,
+                step=(1 << 32) - 1,
+                usual_step_s=0.0,
+                inside=(),
+                issued={},
+                all_groups=False,
+                since_mark_s=0.0,
             ),
         ):
             found = back(sent)
             # A summary has 16 bits for it.
             assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)
-            assert_close(found, dataclasses.replace(sent, operations={}, usual_step_s=found.usual_step_s))
+            assert_close(
+                found, dataclasses.replace(sent, operations={}, usual_step_s=found.usual_step_s)
+            )
 
     @pytest.mark.parametrize("step", [100, 99, 36, 0])
-    @pytest.mark.parametrize(("kind", "is_end"), [(0, False), (Kind.FORWARD, True), (Kind.BACKWARD, False)])
-    def test_device_mark_is_unpacked_as_it_was_packed(self, step: int, kind: int, is_end: bool) -> None:
-        sent = ranks.rank(5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), ""))
+    @pytest.mark.parametrize(
+        ("kind", "is_end"), [(0, False), (Kind.FORWARD, True), (Kind.BACKWARD, False)]
+    )
+    def test_device_mark_is_unpacked_as_it_was_packed(
+        self, step: int, kind: int, is_end: bool
+    ) -> None:
+        sent = ranks.rank(
+            5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), "")
+        )
 
         assert_close(back(sent), dataclasses.replace(sent, operations={}))
 
@@ -162,7 +184,9 @@ class TestPlaceAndProgress:
         assert back(ranks.rank(0, inside=inside[:INSIDE])).inside == inside[:INSIDE]
 
     def test_long_names_are_cut_between_characters(self) -> None:
-        found = back(ranks.rank(0, inside=("x" * 99, "ä" * 99, "界" * 99), issued={"グループ" * 9: 5}))
+        found = back(
+            ranks.rank(0, inside=("x" * 99, "ä" * 99, "界" * 99), issued={"グループ" * 9: 5})
+        )
 
         assert found.inside == ("x" * 16, "ä" * 8, "界" * 5)
         assert found.issued == {"グループ": 5}
@@ -177,9 +201,13 @@ class TestPlaceAndProgress:
         st.dictionaries(st.text(max_size=20), st.integers(0, 65535), max_size=8),
         st.lists(st.text(max_size=20), max_size=8),
     )
-    def test_any_names_can_be_unpacked(self, population: str, coordinates: dict[str, int], inside: list[str]) -> None:
+    def test_any_names_can_be_unpacked(
+        self, population: str, coordinates: dict[str, int], inside: list[str]
+    ) -> None:
         sent = ranks.rank(1, inside=tuple(inside), issued=dict(coordinates))
-        (value,) = received(made_summary(place=Placement("", population, coordinates), progress=sent))
+        (value,) = received(
+            made_summary(place=Placement("", population, coordinates), progress=sent)
+        )
 
         place = summary.place(value, "")
         assert population.startswith(place.population)
@@ -232,7 +260,9 @@ class TestRows:
         ):
             np.testing.assert_allclose(getattr(block, name)[0, :5], sent, atol=share_ns)
         longest_ns = 4 * rows.duration_ns[:, None]
-        np.testing.assert_allclose(block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns)
+        np.testing.assert_allclose(
+            block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns
+        )
 
     def test_blocks_are_split_by_population_and_width(self) -> None:
         """Ranks without rows are in no block."""
@@ -245,9 +275,15 @@ class TestRows:
             made_summary(4, wider(rows, 2)),
             made_summary(6),
         )
-        blocks = [(name, block.width, block.ranks.tolist()) for name, block in summary.blocks(values)]
+        blocks = [
+            (name, block.width, block.ranks.tolist()) for name, block in summary.blocks(values)
+        ]
 
-        assert sorted(blocks) == [(PLACE.population, 1, [1, 2]), (PLACE.population, 2, [4]), ("other", 1, [3])]
+        assert sorted(blocks) == [
+            (PLACE.population, 1, [1, 2]),
+            (PLACE.population, 2, [4]),
+            ("other", 1, [3]),
+        ]
         assert list(summary.blocks(received(made_summary()))) == []
 
     def test_module_times_are_unpacked_within_half_a_percent(self) -> None:
@@ -259,7 +295,9 @@ class TestRows:
         names = [f"layers.{i:03d}" for i in range(len(times_ns))]
         many = dict(reversed(list(zip(names, times_ns.tolist(), strict=True))))
         values = received(
-            made_summary(modules_ns=dict(list(many.items())[-3:])), made_summary(modules_ns=many), made_summary()
+            made_summary(modules_ns=dict(list(many.items())[-3:])),
+            made_summary(modules_ns=many),
+            made_summary(),
         )
         found = summary.modules_ns(values)
 
@@ -277,7 +315,9 @@ def test_verdicts_are_the_same_as_without_packing(per_summary: int) -> None:
     judge = StragglerDetector()
     for first in range(0, JOB.rows, per_summary):
         window = slice(first, first + per_summary)
-        values = received(*(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3)))
+        values = received(
+            *(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3))
+        )
         for population, block in summary.blocks(values):
             judge.add_block(population, block)
         judge.judge()
@@ -286,9 +326,11 @@ def test_verdicts_are_the_same_as_without_packing(per_summary: int) -> None:
     assert len(direct.episodes) == 1
     for mine, theirs in zip(travelled.episodes, direct.episodes, strict=True):
         for name, value in dataclasses.asdict(theirs).items():
-            assert getattr(mine, name) == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), name
+            assert getattr(mine, name) == (
+                pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+            ), name
     assert (travelled.rows, travelled.last_step) == (direct.rows, direct.last_step)
-    ((mine,), (theirs,)) = travelled.usual, direct.usual
+    (mine,), (theirs,) = travelled.usual, direct.usual
     assert (mine.work_ns, mine.wait_ns) == pytest.approx((theirs.work_ns, theirs.wait_ns), rel=1e-4)
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from tests.sidecar.nodes.conftest import Nodes, wait_until
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no `openssl` command makes certificates")
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="no `openssl` command makes certificates"
+)
 NAME = "node-0.job"
 
 
@@ -23,10 +25,43 @@ def authority(folder: Path) -> Path:
     """Make the folder of a certificate authority with one certificate for all nodes."""
     folder.mkdir()
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=CA of the job", cwd=folder)
-    openssl("req", "-new", *key[:4], "-nodes", "-keyout", "tls.key", "-out", "tls.csr", "-subj", "/CN=n", cwd=folder)
+    openssl(
+        "req",
+        "-x509",
+        *key,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+        "-subj",
+        "/CN=CA of the job",
+        cwd=folder,
+    )
+    openssl(
+        "req",
+        "-new",
+        *key[:4],
+        "-nodes",
+        "-keyout",
+        "tls.key",
+        "-out",
+        "tls.csr",
+        "-subj",
+        "/CN=n",
+        cwd=folder,
+    )
     (folder / "names").write_text(f"subjectAltName=DNS:{NAME}")
-    signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    signed = (
+        "-CA",
+        "ca.crt",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+    )
     openssl("x509", "-req", "-in", "tls.csr", *signed, "-out", "tls.crt", cwd=folder)
     return folder
 
@@ -45,7 +80,9 @@ def copy(files: Path, to: Path, *names: str) -> str:
     return str(to)
 
 
-def test_nodes_without_the_jobs_certificate_are_refused(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_nodes_without_the_jobs_certificate_are_refused(
+    nodes: Nodes, made: tuple[Path, Path], tmp_path: Path
+) -> None:
     """They have no certificate, one of another authority, or no TLS."""
     ours, theirs = made
     places = dataclasses.replace(nodes.places, tls_folder=str(ours), tls_name=NAME)
@@ -63,7 +100,9 @@ def test_nodes_without_the_jobs_certificate_are_refused(nodes: Nodes, made: tupl
     for exchange in refused:
         exchange.post({9: b"theirs"})
     for exchange in refused:
-        wait_until(lambda exchange=exchange: any("UNAVAILABLE" in note for note in exchange.notes()))
+        wait_until(
+            lambda exchange=exchange: any("UNAVAILABLE" in note for note in exchange.notes())
+        )
     other.post({1: b"ours again"})
     nodes.wait(merger, lambda: len(nodes.seen[1]) == 2)
 
@@ -71,11 +110,17 @@ def test_nodes_without_the_jobs_certificate_are_refused(nodes: Nodes, made: tupl
     assert set(nodes.contacts) == {"n0", "n1"}
 
 
-def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
+    nodes: Nodes, made: tuple[Path, Path], tmp_path: Path
+) -> None:
     """They refuse a node 0 with another name."""
     ours, _ = made
-    of_node_0 = dataclasses.replace(nodes.places, tls_folder=copy(ours, tmp_path / "n0", "tls.crt", "tls.key"))
-    of_others = dataclasses.replace(nodes.places, tls_folder=copy(ours, tmp_path / "others", "ca.crt"), tls_name=NAME)
+    of_node_0 = dataclasses.replace(
+        nodes.places, tls_folder=copy(ours, tmp_path / "n0", "tls.crt", "tls.key")
+    )
+    of_others = dataclasses.replace(
+        nodes.places, tls_folder=copy(ours, tmp_path / "others", "ca.crt"), tls_name=NAME
+    )
     merger = nodes.start("n0", merges=True, places=of_node_0)
     other = nodes.start("n1", places=of_others)
     other.post({1: b"x"})
@@ -88,7 +133,9 @@ def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(nodes: Nodes, made: tupl
 
 def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:
     """Nothing is sent without TLS instead."""
-    merger = nodes.start("n0", merges=True, places=dataclasses.replace(nodes.places, tls_folder=str(tmp_path / "no")))
+    merger = nodes.start(
+        "n0", merges=True, places=dataclasses.replace(nodes.places, tls_folder=str(tmp_path / "no"))
+    )
     wait_until(lambda: any("tls.key" in note for note in merger.notes()))
 
     assert list(tmp_path.glob("exchange-*")) == []

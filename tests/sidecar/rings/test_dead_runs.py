@@ -50,11 +50,28 @@ while os.listdir('/dev/shm') and time.monotonic() < deadline_s: time.sleep(.1)
 )
 
 
-def in_own_memory(program: str, folder: Path, *unshare: str, size: str = "1g") -> subprocess.CompletedProcess[str]:
-    script = f'set -e; mount --make-rprivate /; mount -t tmpfs -o size={size} tmpfs /dev/shm; exec "$@"'
-    command = ["unshare", "--mount", *unshare, "sh", "-c", script, "sh", sys.executable, "-c", program]
+def in_own_memory(
+    program: str, folder: Path, *unshare: str, size: str = "1g"
+) -> subprocess.CompletedProcess[str]:
+    script = (
+        f'set -e; mount --make-rprivate /; mount -t tmpfs -o size={size} tmpfs /dev/shm; exec "$@"'
+    )
+    command = [
+        "unshare",
+        "--mount",
+        *unshare,
+        "sh",
+        "-c",
+        script,
+        "sh",
+        sys.executable,
+        "-c",
+        program,
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -142,9 +159,15 @@ assert dead_runs.begin()
 
 def test_rings_stay_if_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
     """Finished steps must not be lost."""
-    refuses = "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
+    refuses = (
+        "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
+    )
     done = in_own_memory(
-        DEAD + DRAIN + refuses + "os.utime(folder, (0, 0)); drain.main(); assert os.path.exists(ring)", tmp_path
+        DEAD
+        + DRAIN
+        + refuses
+        + "os.utime(folder, (0, 0)); drain.main(); assert os.path.exists(ring)",
+        tmp_path,
     )
 
     assert "stay: " in done.stderr
@@ -293,6 +316,8 @@ def test_ring_in_anonymous_memory_is_copied_without_a_sidecar(size: str, tmp_pat
 
 def test_ring_that_cannot_be_copied_is_reported(tmp_path: Path) -> None:
     """There is no sidecar and no space. The message has the ring's place."""
-    done = in_own_memory(COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path)
+    done = in_own_memory(
+        COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path
+    )
 
     assert "Not a directory; it stays in /dev/shm/" in done.stdout

@@ -39,14 +39,20 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
 
     assert eventually(lambda: int(score.read_text()) == min(1000, ours + 500))
     lower = min(19, os.getpriority(os.PRIO_PROCESS, 0) + priority.NICE)
-    assert eventually(lambda: lower in [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads(pid)])
+    assert eventually(
+        lambda: lower in [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads(pid)]
+    )
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert eventually(lambda: resource.prlimit(pid, resource.RLIMIT_DATA)[0] == priority.MEMORY_BYTES)
+    assert eventually(
+        lambda: resource.prlimit(pid, resource.RLIMIT_DATA)[0] == priority.MEMORY_BYTES
+    )
     rank.close()
     wait_for_sidecar(run)
 
 
-def test_last_round_has_the_jobs_priority(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_round_has_the_jobs_priority(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank waits for that round. Another thread runs all other rounds with low priority."""
     rank = Rank(run, 0, 1)
     lock = SidecarLock(sidecar_lock(run.run_id))
@@ -79,6 +85,8 @@ def test_allocation_over_the_limit_raises_memory_error() -> None:
         "except MemoryError: print('refused')\n"
         "print(len(bytearray(50_000_000)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.split() == ["refused", "50000000"]

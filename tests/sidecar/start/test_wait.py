@@ -18,7 +18,14 @@ from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings import waiting
 from torchlens_perf.sidecar.rings.waiting import FULL
-from torchlens_perf.sidecar.start.wait import FILLING, POLL_INTERVAL_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
+from torchlens_perf.sidecar.start.wait import (
+    FILLING,
+    POLL_INTERVAL_S,
+    PRELOAD_AFTER_S,
+    SHORT_RUN_S,
+    STARVED_S,
+    wait,
+)
 
 
 def registrations(run: RunDirectory) -> str:
@@ -63,7 +70,9 @@ class Preparation:
 class Waited:
     """The result of wait(). `during` is called at each sleep with the time that has passed."""
 
-    def __init__(self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False) -> None:
+    def __init__(
+        self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False
+    ) -> None:
         clock = Clock()
         self.preloads: list[Preparation] = []
 
@@ -75,7 +84,9 @@ class Waited:
             clock.sleep(duration_s)
             during(clock.now_s - 1000.0)
 
-        self.rings, _ = wait(registrations(run), prepare, impatient=impatient, now=clock.now, sleep=sleep)
+        self.rings, _ = wait(
+            registrations(run), prepare, impatient=impatient, now=clock.now, sleep=sleep
+        )
         self.took_s = clock.now_s - 1000.0
 
 
@@ -95,7 +106,9 @@ def test_idle_wait_ends_after_its_whole_time(run: RunDirectory, ranks: int) -> N
     waited = Waited(run)
 
     assert SHORT_RUN_S <= waited.took_s < SHORT_RUN_S + 2 * POLL_INTERVAL_S
-    assert [preload.begun_s for preload in waited.preloads] == [pytest.approx(PRELOAD_AFTER_S, abs=2 * POLL_INTERVAL_S)]
+    assert [preload.begun_s for preload in waited.preloads] == [
+        pytest.approx(PRELOAD_AFTER_S, abs=2 * POLL_INTERVAL_S)
+    ]
     assert waited.preloads[0].hurries_s == []
     assert len(waited.rings) == ranks
     for rank in made:
@@ -103,7 +116,16 @@ def test_idle_wait_ends_after_its_whole_time(run: RunDirectory, ranks: int) -> N
 
 
 @pytest.mark.parametrize(
-    "event", ["closes", "one of two closes", "comes later and closes", "fills", "no ring", "unreadable", "empty file"]
+    "event",
+    [
+        "closes",
+        "one of two closes",
+        "comes later and closes",
+        "fills",
+        "no ring",
+        "unreadable",
+        "empty file",
+    ],
 )
 def test_event_ends_the_wait_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
     """A rank has ended, a ring fills up, or a ring cannot be read."""
@@ -124,7 +146,11 @@ def test_event_ends_the_wait_at_once(run: RunDirectory, event: str, tmp_path: Pa
         elif event == "fills":
             ranks[0].steps(int(FULL * 4096 / 5) + 1, **WORK)
         else:
-            content = {"no ring": b"x" * 300_000, "unreadable": ring.MAGIC + bytes(300_000), "empty file": b""}[event]
+            content = {
+                "no ring": b"x" * 300_000,
+                "unreadable": ring.MAGIC + bytes(300_000),
+                "empty file": b"",
+            }[event]
             (tmp_path / "node-1-2.ring").write_bytes(content)
             run.register_ring(HOST, tmp_path / "node-1-2.ring")
 
@@ -169,8 +195,12 @@ def test_starving_imports_get_cpu_time_late(run: RunDirectory, impatient: bool) 
     rank.close()
     (preload,) = waited.preloads
 
-    assert waited.took_s == pytest.approx(SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * POLL_INTERVAL_S)
-    assert preload.hurries_s == ([] if impatient else [pytest.approx(STARVED_S, abs=2 * POLL_INTERVAL_S)])
+    assert waited.took_s == pytest.approx(
+        SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * POLL_INTERVAL_S
+    )
+    assert preload.hurries_s == (
+        [] if impatient else [pytest.approx(STARVED_S, abs=2 * POLL_INTERVAL_S)]
+    )
     assert preload.groups == ([] if impatient else [priority.SLOW_GROUP])
 
 
@@ -197,7 +227,9 @@ def test_filling_ring_starts_the_imports_early(run: RunDirectory, steps: int) ->
 
     (preload,) = waited.preloads
 
-    assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * POLL_INTERVAL_S)
+    assert preload.begun_s == pytest.approx(
+        min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * POLL_INTERVAL_S
+    )
     assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * POLL_INTERVAL_S)]
     assert preload.groups == [priority.SLOW_GROUP if steps == 1 else priority.USUAL_GROUP]
     assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * POLL_INTERVAL_S)
@@ -211,7 +243,9 @@ def test_job_of_several_nodes_waits_only_for_imports(run: RunDirectory, imports_
     waited = Waited(run, imports_s=imports_s, impatient=True)
     rank.close()
 
-    assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * POLL_INTERVAL_S)
+    assert waited.took_s == pytest.approx(
+        min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * POLL_INTERVAL_S
+    )
 
 
 def test_hang_is_timed_from_the_last_step_during_the_wait(run: RunDirectory) -> None:
@@ -224,7 +258,10 @@ def test_hang_is_timed_from_the_last_step_during_the_wait(run: RunDirectory) -> 
         clock = Clock()
         clock.now_s = began_s - SHORT_RUN_S
         rings, _ = wait(
-            registrations(run), functools.partial(Preparation, clock, 0.5), now=clock.now, sleep=clock.sleep
+            registrations(run),
+            functools.partial(Preparation, clock, 0.5),
+            now=clock.now,
+            sleep=clock.sleep,
         )
         made = Sidecar(run, HOST, None, lambda run, asked: None, rings if waits else {})
         made.poll()

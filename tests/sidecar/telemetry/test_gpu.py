@@ -70,8 +70,16 @@ def test_hopper_reports_all_quantities(rig: Rig) -> None:
 
     assert [name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(second, name) is None] == []
     assert (first.sm_active, first.interval_ns, first.grown) == (None, None, {})
-    assert (second.uuid, second.monotonic_ns, second.unix_ns) == (UUIDS[0], 2 * SECOND, 2 * SECOND + 7)
-    assert (second.sm_clock_hz, second.sm_clock_max_hz, second.memory_clock_hz) == (17e8, 198e7, 3201e6)
+    assert (second.uuid, second.monotonic_ns, second.unix_ns) == (
+        UUIDS[0],
+        2 * SECOND,
+        2 * SECOND + 7,
+    )
+    assert (second.sm_clock_hz, second.sm_clock_max_hz, second.memory_clock_hz) == (
+        17e8,
+        198e7,
+        3201e6,
+    )
     assert (second.power_w, second.power_limit_w, second.energy_j) == (498.123, 700, 5e6)
     assert (second.temperature_c, second.memory_temperature_c, second.clock_reasons) == (61, 74, 4)
     assert (second.memory_used_bytes, second.memory_total_bytes) == (100 << 30, 141 << 30)
@@ -92,14 +100,20 @@ def test_hopper_reports_all_quantities(rig: Rig) -> None:
 def test_counters_have_their_growth(rig: Rig) -> None:
     """A counter that fell was reset."""
     rig.one()
-    rig.nvml.gpus[0].update({"field 74": 600 * MS, "field 83": 5_000_500_000, "field 161.3": 4, "field 161.7": 1})
+    rig.nvml.gpus[0].update(
+        {"field 74": 600 * MS, "field 83": 5_000_500_000, "field 161.3": 4, "field 161.7": 1}
+    )
     rig.nvml.write()
     sample = rig.one(after_s=11)  # Errors are read every ten seconds.
     rig.nvml.gpus[0].update({"field 74": 100 * MS})
     rig.nvml.write()
     fell = rig.one()
 
-    assert (sample.interval_ns, sample.throttle_power_ns, sample.nvlink_replays) == (11 * SECOND, 600 * MS, 5)
+    assert (sample.interval_ns, sample.throttle_power_ns, sample.nvlink_replays) == (
+        11 * SECOND,
+        600 * MS,
+        5,
+    )
     assert {name: more for name, more in sample.grown.items() if more} == {
         "throttle_power_ns": 600 * MS, "energy_j": 500, "nvlink_replays": 5,
     }  # fmt: skip
@@ -114,16 +128,30 @@ def test_unsupported_quantities_are_missing_and_read_only_once(rig: Rig) -> None
         hopper, ampere, workstation = rig.sample().values()
 
     assert hopper.throttle_hw_thermal_ns == 0
-    assert (ampere.throttle_hw_thermal_ns, ampere.sm_active, ampere.throttle_thermal_ns) == (None, None, 0)
-    assert (ampere.nvlink_replays, ampere.nvlink_recoveries, ampere.nvlink_errors, ampere.busy) == (3, 1, 2, 0.97)
+    assert (ampere.throttle_hw_thermal_ns, ampere.sm_active, ampere.throttle_thermal_ns) == (
+        None,
+        None,
+        0,
+    )
+    assert (ampere.nvlink_replays, ampere.nvlink_recoveries, ampere.nvlink_errors, ampere.busy) == (
+        3,
+        1,
+        2,
+        0.97,
+    )
     assert (workstation.power_w, workstation.temperature_c, workstation.busy) == (310.5, 70, 0.5)
-    known = {name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(workstation, name) is not None}
+    known = {
+        name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(workstation, name) is not None
+    }
     assert known == {
         "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "temperature_c", "memory_used_bytes",
         "memory_total_bytes", "busy", "xids",
     }  # fmt: skip
 
-    before = {name: rig.nvml.calls(name) for name in ("nvmlGpmQueryDeviceSupport", "nvmlDeviceGetFieldValues")}
+    before = {
+        name: rig.nvml.calls(name)
+        for name in ("nvmlGpmQueryDeviceSupport", "nvmlDeviceGetFieldValues")
+    }
     rig.sample(UUIDS[2])
     assert {name: rig.nvml.calls(name) for name in before} == before
     assert rig.telemetry.notes == []
@@ -136,10 +164,16 @@ def test_unsupported_quantities_are_missing_and_read_only_once(rig: Rig) -> None
         ("570.211.01", None), ("535.54.03", None), ("r.unknown", None),
     ],
 )  # fmt: skip
-def test_ids_of_throttle_times_depend_on_the_driver(rig: Rig, driver: str, first_id: int | None) -> None:
+def test_ids_of_throttle_times_depend_on_the_driver(
+    rig: Rig, driver: str, first_id: int | None
+) -> None:
     """In other drivers the same ids are settings of power smoothing, which must not be read."""
     power_smoothing = {f"field {number}": 7 for number in (*range(251, 255), *range(256, 275))}
-    theirs = {} if first_id is None else {f"field {first_id + place}": 1000 + place for place in range(3)}
+    theirs = (
+        {}
+        if first_id is None
+        else {f"field {first_id + place}": 1000 + place for place in range(3)}
+    )
     rig.nvml.gpus = [HOPPER | power_smoothing | theirs]
     rig.nvml.write(f"driver {driver}")
     sample = rig.one()
@@ -149,7 +183,10 @@ def test_ids_of_throttle_times_depend_on_the_driver(rig: Rig, driver: str, first
         sample.throttle_hw_thermal_ns,
         sample.throttle_hw_power_brake_ns,
     ) == expected
-    assert (sample.throttle_power_ns, sample.pcie_replays) == (0, 0), "what has not moved is asked for with any driver"
+    assert (sample.throttle_power_ns, sample.pcie_replays) == (
+        0,
+        0,
+    ), "what has not moved is asked for with any driver"
 
 
 def test_throttle_times_are_missing_without_a_driver_version(rig: Rig) -> None:
@@ -175,7 +212,10 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
     rig.nvml.write()
     rig.sample()
     rig.nvml.gpus[0]["field 94"] = 2
-    failures = [f"fail nvmlDeviceGetFieldValues {LOST} 0 0", f"fail nvmlDeviceGetHandleByUUID {LOST}"]
+    failures = [
+        f"fail nvmlDeviceGetFieldValues {LOST} 0 0",
+        f"fail nvmlDeviceGetHandleByUUID {LOST}",
+    ]
     rig.nvml.write(*failures, "gpu 0 xid 79")
     lost = [set(rig.sample()) for _ in range(16)]
     calls = rig.nvml.calls("nvmlDeviceGetHandleByUUID")
@@ -190,8 +230,8 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
     assert again[UUIDS[0]].pcie_replays == 2
     assert rig.telemetry.losses == {UUIDS[0]: 1}
     (note,) = rig.telemetry.notes
-    assert note == (
-        f"{UUIDS[0]}: no telemetry while the driver reports: GPU is lost; "
+    assert (
+        note == f"{UUIDS[0]}: no telemetry while the driver reports: GPU is lost; "
         "see the kernel's log (dmesg), its last XID is 79"
     )
 
@@ -208,7 +248,11 @@ def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
     rig.nvml.write()
     again = rig.one(after_s=2)
 
-    assert (without.memory_temperature_c, without.power_w, again.memory_temperature_c) == (None, 498.123, 74)
+    assert (without.memory_temperature_c, without.power_w, again.memory_temperature_c) == (
+        None,
+        498.123,
+        74,
+    )
     assert lost == {}
     assert rig.telemetry.losses == {UUIDS[0]: 1}
 
@@ -228,7 +272,9 @@ def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize("events", ["with XIDs", "without"])
 @pytest.mark.parametrize("how", ["reloaded", "gone for a while"])
-def test_library_is_initialised_again_after_a_driver_reload(rig: Rig, how: str, events: str) -> None:
+def test_library_is_initialised_again_after_a_driver_reload(
+    rig: Rig, how: str, events: str
+) -> None:
     """All handles are invalid, and counters begin at 0."""
     rights = ["fail nvmlEventSetCreate 4"] * (events == "without")
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
@@ -254,7 +300,10 @@ def test_library_is_initialised_again_after_a_driver_reload(rig: Rig, how: str, 
         # Retries come after 1, 2 and 4 s, and once more.
         assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1
     assert rig.telemetry.losses == {"": 1}
-    assert "GPU telemetry was interrupted because the driver was reloaded: Uninitialized" in rig.telemetry.notes
+    assert (
+        "GPU telemetry was interrupted because the driver was reloaded: Uninitialized"
+        in rig.telemetry.notes
+    )
 
 
 def test_xids_are_counted_per_gpu_without_waiting(rig: Rig) -> None:
@@ -310,10 +359,14 @@ def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
     assert soon.sm_active is None
     assert [each.sm_active for each in later] == [None, 0.8]
     (note,) = rig.telemetry.notes
-    assert note.startswith(f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM reports ")
+    assert note.startswith(
+        f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM reports "
+    )
 
 
-@pytest.mark.parametrize(("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"])
+@pytest.mark.parametrize(
+    ("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"]
+)
 def test_driver_without_gpm_is_asked_once(rig: Rig, code: int, notes: int) -> None:
     """A missing permission is noted, but an unsupported function is not."""
     rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
@@ -354,12 +407,19 @@ def test_mig_instance_is_found_by_its_uuid(rig: Rig) -> None:
     rig.nvml.write("fail nvmlDeviceRegisterEvents 3")
     sample = rig.one()
 
-    assert (sample.uuid, sample.memory_used_bytes, sample.power_w, sample.xids) == (UUIDS[0], 5 << 30, None, None)
+    assert (sample.uuid, sample.memory_used_bytes, sample.power_w, sample.xids) == (
+        UUIDS[0],
+        5 << 30,
+        None,
+        None,
+    )
 
 
 def test_gpu_that_nvml_does_not_show_is_noted(rig: Rig) -> None:
     assert rig.sample(UUIDS[3]) == {}
-    assert rig.telemetry.notes == [f"{UUIDS[3]}: no telemetry because NVML cannot open it: Not Found"]
+    assert rig.telemetry.notes == [
+        f"{UUIDS[3]}: no telemetry because NVML cannot open it: Not Found"
+    ]
 
 
 def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
@@ -377,7 +437,9 @@ def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
     assert found == ({UUIDS[0]}, 0)
     # NVML has two clocks, so this is called twice.
     rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")
-    answers = [(bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)]
+    answers = [
+        (bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)
+    ]
 
     assert answers == [(True, {}, 0), (True, {}, 0), (True, {}, 1)]
     assert rig.telemetry.slow_samples == {UUIDS[0]: 3}
@@ -397,9 +459,13 @@ other.kill()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel has no schedstat")
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="this kernel has no schedstat"
+)
 def test_time_without_a_cpu_does_not_count_as_a_slow_call() -> None:
-    done = subprocess.run([sys.executable, "-c", _BESIDE_ANOTHER], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _BESIDE_ANOTHER], capture_output=True, text=True, check=True
+    )
     assert 0.01 < float(done.stdout) < 0.9
 
 
@@ -420,9 +486,14 @@ def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.nvml.write("fail nvmlInitWithFlags 12")
     without, _ = map(str, doctor.telemetry())
 
-    assert line == "ok      GPU telemetry: NVML, driver 580.126.09; activity of SMs and memory: GPM on 1 of 1 GPUs"
+    assert (
+        line
+        == "ok      GPU telemetry: NVML, driver 580.126.09; activity of SMs and memory: GPM on 1 of"
+        " 1 GPUs"
+    )
     assert without.startswith(
-        "limited GPU telemetry: none: NVML reports NVML Shared Library Not Found; install the driver's"
+        "limited GPU telemetry: none: NVML reports NVML Shared Library Not Found; install the"
+        " driver's"
     )
 
 
@@ -437,15 +508,19 @@ def test_missing_nvml_library_is_noted_with_a_remedy(tmp_path: Path) -> None:
         ctypes.CDLL("libnvidia-ml.so.1")
         pytest.skip("this machine has NVML")
     code = (
-        "from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry\n"
-        f"made = GpuTelemetry(); print(made.sample(['{UUIDS[0]}'], 1, 1), made.sample(['{UUIDS[0]}'], 2, 2))\n"
-        "print(*made.notes, sep='\\n')"
+        "from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry\nmade = GpuTelemetry();"
+        f" print(made.sample(['{UUIDS[0]}'], 1, 1), made.sample(['{UUIDS[0]}'], 2,"
+        " 2))\nprint(*made.notes, sep='\\n')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert done.stdout.splitlines() == [
         "{} {}",
-        "GPU telemetry is not measured: NVML Shared Library Not Found; in a container, set NVIDIA_DRIVER_CAPABILITIES "
-        "to compute,utility",
+        (
+            "GPU telemetry is not measured: NVML Shared Library Not Found; in a container, set"
+            " NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+        ),
     ]
 
 

@@ -16,7 +16,13 @@ from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.ranks import HOST, Rank
 from tests.support.saved import saved
 from tests.support.telemetry import read_gpus, read_links
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, Telemetry, growth
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    GpuFacts,
+    GpuSample,
+    Telemetry,
+    growth,
+)
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
@@ -48,7 +54,9 @@ class Gpus:
         self.closed = False
         self._before: dict[str, GpuSample] = {}
 
-    def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
+    def sample(
+        self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
+    ) -> dict[str, GpuSample]:
         """Return samples of the GPUs that have values."""
         self.asked.append(tuple(uuids))
         samples = {}
@@ -74,7 +82,9 @@ class Rig:
     def __init__(self, run: RunDirectory, root: Path, saved: Telemetry | None = None) -> None:
         self.gpus = Gpus()
         self.now_ns = 1000 * SECOND
-        self.log = TelemetryLog(run, HOST, saved or Telemetry(), self.gpus, LinkTelemetry(root), self.now)
+        self.log = TelemetryLog(
+            run, HOST, saved or Telemetry(), self.gpus, LinkTelemetry(root), self.now
+        )
 
     def now(self) -> Anchor:
         """Return the present time of both clocks."""
@@ -102,7 +112,9 @@ def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: P
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU)] * 10
     assert len(rig.log.samples(FIRST, 0, 1 << 62)) == 10
-    assert [each.sm_clock_hz for each in rig.log.samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)] == [6] * 3
+    assert [
+        each.sm_clock_hz for each in rig.log.samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
+    ] == [6] * 3
     assert rig.log.links == ["mlx5_0/1"]
     assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
 
@@ -137,8 +149,15 @@ def test_samples_are_read_back_from_files(rig: Rig, run: RunDirectory, tmp_path:
     assert samples == rig.log.samples(FIRST, 0, 1 << 62)
     assert of_link == rig.log.link_samples("mlx5_0/1", 0, 1 << 62)
     assert (set(rows["host"]), rows["time"].is_monotonic_increasing) == ({HOST}, True)
-    assert (rows["time"][0].value, rows["monotonic_ns"][0]) == (STARTED_NS + 1000 * SECOND, 1000 * SECOND)
-    assert (rows["sm_active"].isna().all(), rows["sm_active"].dtype, rows["xids"].max()) == (True, "float64", 2)
+    assert (rows["time"][0].value, rows["monotonic_ns"][0]) == (
+        STARTED_NS + 1000 * SECOND,
+        1000 * SECOND,
+    )
+    assert (rows["sm_active"].isna().all(), rows["sm_active"].dtype, rows["xids"].max()) == (
+        True,
+        "float64",
+        2,
+    )
 
 
 def test_files_are_written_more_rarely_in_an_old_run(rig: Rig, run: RunDirectory) -> None:
@@ -169,10 +188,14 @@ def test_oldest_files_are_removed_beyond_the_disk_limit(rig: Rig, run: RunDirect
     assert read_gpus(run, HOST)[FIRST][-1] == rig.log.samples(FIRST, 0, 1 << 62)[-1]
     state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
     (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
-    assert note.endswith("oldest telemetry files were removed to stay below disk_bytes; totals include their samples")
+    assert note.endswith(
+        "oldest telemetry files were removed to stay below disk_bytes; totals include their samples"
+    )
 
 
-def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_samples_for_later(
+    rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next file has the unwritten samples, and no partial file is left."""
     write = writer.pq.write_table
 
@@ -193,7 +216,9 @@ def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypa
     assert len(read_gpus(run, HOST)[FIRST]) == 24
 
 
-def test_unwritten_samples_are_bounded(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_samples_are_bounded(
+    rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest samples are kept. The report has the number of dropped ones."""
     monkeypatch.setattr(log, "_MAX_UNWRITTEN", 10)
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
@@ -201,7 +226,9 @@ def test_unwritten_samples_are_bounded(rig: Rig, run: RunDirectory, monkeypatch:
     rig.log.write(1 << 24)
     state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
 
-    assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [*range(1004, 1014)]
+    assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [
+        *range(1004, 1014)
+    ]
     assert (
         "4 samples of GPUs and ports could not be written to the run directory; totals include them"
         in (build("run", [state])["quality"]["notes"])
@@ -231,7 +258,9 @@ def test_full_disk_for_telemetry_does_not_keep_rings(
     sidecar.close()
 
 
-def test_totals_continue_after_a_restart_of_the_sidecar(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+def test_totals_continue_after_a_restart_of_the_sidecar(
+    rig: Rig, run: RunDirectory, tmp_path: Path
+) -> None:
     """Losses and file numbers continue too."""
     rig.gpus.values = {FIRST: {"pcie_replays": 0}}
     rig.gpus.losses[FIRST] = 1
@@ -267,7 +296,9 @@ def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
     return made
 
 
-def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any) -> Rank:
+def with_gpu(
+    run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any
+) -> Rank:
     """Return a rank that has published that it computes on these GPUs."""
     made = Rank(run, rank, world_size, **settings)
     made.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids])
@@ -276,7 +307,9 @@ def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **s
     return made
 
 
-def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
+def test_sidecar_samples_the_gpus_of_live_ranks(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar
+) -> None:
     """A GPU of two processes is sampled once.
 
     It is no longer sampled after its processes have ended.
@@ -299,13 +332,18 @@ def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sid
     sidecar.close()
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU), (SECOND_GPU,)]
-    assert [[gpu.uuid for gpu in each.gpus] for each in exporter.hardware] == [[FIRST, SECOND_GPU], [SECOND_GPU]]
+    assert [[gpu.uuid for gpu in each.gpus] for each in exporter.hardware] == [
+        [FIRST, SECOND_GPU],
+        [SECOND_GPU],
+    ]
     assert exporter.hardware[0].names == dict.fromkeys((FIRST, SECOND_GPU), "NVIDIA H200")
     assert rig.gpus.closed
     assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
 
 
-def test_telemetry_can_be_switched_off(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+def test_telemetry_can_be_switched_off(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path
+) -> None:
     port(tmp_path / "infiniband")
     rank = with_gpu(run, 0, FIRST, world_size=1, telemetry=False)
     run_round(sidecar)
@@ -315,7 +353,9 @@ def test_telemetry_can_be_switched_off(run: RunDirectory, rig: Rig, sidecar: Sid
     sidecar.close()
 
 
-def test_report_has_a_row_for_each_gpu(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+def test_report_has_a_row_for_each_gpu(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path
+) -> None:
     """A row has the ranks, the clock and the reason of a low clock.
 
     "-" stands for missing values.
@@ -346,7 +386,12 @@ def test_report_has_a_row_for_each_gpu(run: RunDirectory, rig: Rig, sidecar: Sid
     assert (hot["uuid"], hot["ranks"], cool["ranks"], hot["samples"]) == (FIRST, [0, 1], [2], 10)
     assert hot["signals"]["sm_clock_share"] == 0.5
     assert hot["throttled"] == {"thermal": 0.5, "hw_slowdown": 0.5}
-    assert (hot["xids"], hot["last_xid"], hot["ecc_uncorrected"], hot["pcie_replays"]) == (1, 63, 0, None)
+    assert (hot["xids"], hot["last_xid"], hot["ecc_uncorrected"], hot["pcie_replays"]) == (
+        1,
+        63,
+        0,
+        None,
+    )
     assert (cool["sm_clock_hz"], cool["throttled"], cool["xids"]) == (None, {}, None)
     assert "0-1 990 50% thermal 50%, hardware 50% 1 XID (last 63), needs a reset 300 88" in lines
     assert "2 - - - - - 60" in lines
@@ -403,7 +448,9 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     sidecar.close()
 
 
-def test_state_of_an_older_version_without_telemetry_is_read(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
+def test_state_of_an_older_version_without_telemetry_is_read(
+    run: RunDirectory, rig: Rig, sidecar: Sidecar
+) -> None:
     rank = with_gpu(run, 0, FIRST, world_size=1)
     run_round(sidecar)
     sidecar.save()
@@ -415,6 +462,9 @@ def test_state_of_an_older_version_without_telemetry_is_read(run: RunDirectory, 
     path.write_text(json.dumps(value))
     loaded = node_state.load(path)
 
-    assert (loaded.telemetry, [process.gpus for process in loaded.processes.values()]) == (Telemetry(), [[]])
+    assert (loaded.telemetry, [process.gpus for process in loaded.processes.values()]) == (
+        Telemetry(),
+        [[]],
+    )
     rank.close()
     sidecar.close()

@@ -87,7 +87,10 @@ class TwinDriver:
         self._copy(to, address, size, stream)
 
     def copy_to_device(self, address: int, values: np.ndarray[Any, Any], stream: int) -> None:
-        pinned = any(each <= values.ctypes.data < each + made.nbytes for each, made in list(self._memory.items()))
+        pinned = any(
+            each <= values.ctypes.data < each + made.nbytes
+            for each, made in list(self._memory.items())
+        )
         # Unpinned memory may change as soon as this call has returned.
         kept = values if pinned else values.copy()
         device.call(stream, lambda _: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
@@ -126,7 +129,9 @@ class TwinDriver:
     def has_passed(self, event: int) -> bool:
         return self._events[event] is None or bool(self._events[event].query())
 
-    def launch(self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: Arguments) -> None:
+    def launch(
+        self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: Arguments
+    ) -> None:
         values = [each.value for each in arguments._values]
         kernel = KERNELS[NAMES[function - 1]]
         self.launches += 1
@@ -150,7 +155,9 @@ def _stamp(now_ns: int, grid: int, *values: Any) -> None:
 def _reduce_window(now_ns: int, grid: int, *values: Any) -> None:
     start, duration, heads, tails, _, *rows, mask = values
     head, tail = (array(each, np.uint32, grid) for each in (heads, tails))
-    made = twins.reduce_window(*(array(each, np.uint64, grid, mask + 1) for each in (start, duration)), head, tail)
+    made = twins.reduce_window(
+        *(array(each, np.uint64, grid, mask + 1) for each in (start, duration)), head, tail
+    )
     for address, width, table in zip(rows, ROW_WIDTHS, made, strict=True):
         array(address, np.int64, grid, width)[:] = table
     tail[:] = head
@@ -158,7 +165,9 @@ def _reduce_window(now_ns: int, grid: int, *values: Any) -> None:
 
 def _merged_quantiles(now_ns: int, grid: int, *values: Any) -> None:
     sums, slots, parts, quantiles, buckets = values
-    found = twins.merged_quantiles(array(sums, np.int64, slots, SUM_ROW), array(parts, np.uint32, quantiles))
+    found = twins.merged_quantiles(
+        array(sums, np.int64, slots, SUM_ROW), array(parts, np.uint32, quantiles)
+    )
     array(buckets, np.int32, slots, quantiles)[:] = found
 
 

@@ -37,9 +37,17 @@ def frames() -> list[dict[str, Any]]:
     return list(stack[1:])
 
 
-def block(size: int, state: str = "active_allocated", stack: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def block(
+    size: int, state: str = "active_allocated", stack: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Return a block. segment() sets its address."""
-    return {"address": 0, "size": size, "requested_size": size, "state": state, "frames": stack or []}
+    return {
+        "address": 0,
+        "size": size,
+        "requested_size": size,
+        "state": state,
+        "frames": stack or [],
+    }
 
 
 def segment(
@@ -58,7 +66,9 @@ def segment(
     }  # fmt: skip
 
 
-def snapshot(segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]] | None = None) -> dict[str, Any]:
+def snapshot(
+    segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]] | None = None
+) -> dict[str, Any]:
     """Return a snapshot. `traces` is a list per device."""
     return {
         "segments": segments,
@@ -75,7 +85,12 @@ class FakeAllocator:
         self.initialized = True
         self.backend = "native"
         self.stats: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
-        self.stats.update({name: {pool: _stat() for pool in ("all", "small_pool", "large_pool")} for name in _ARRAYS})
+        self.stats.update(
+            {
+                name: {pool: _stat() for pool in ("all", "small_pool", "large_pool")}
+                for name in _ARRAYS
+            }
+        )
         self.stats.update(oversize_allocations=_stat(), oversize_segments=_stat())
         self.readings = 0
         self.fraction = 1.0
@@ -86,7 +101,11 @@ class FakeAllocator:
 
     def uses(self, allocated: int, reserved: int, inactive: int = 0) -> None:
         """Set the bytes that are reported from now on."""
-        for name, value in (("allocated", allocated), ("reserved", reserved), ("inactive_split", inactive)):
+        for name, value in (
+            ("allocated", allocated),
+            ("reserved", reserved),
+            ("inactive_split", inactive),
+        ):
             total = self.stats[f"{name}_bytes"]["all"]
             total["current"], total["peak"] = value, max(value, total["peak"])
 

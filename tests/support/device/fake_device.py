@@ -71,7 +71,9 @@ class FakeDevice:
     def functions(self, *names: str) -> dict[str, int]:
         """Return the kernels' handles by name."""
         return {
-            name: self.call_for_handle("cuModuleGetFunction", ctypes.c_void_p(self._module), name.encode())
+            name: self.call_for_handle(
+                "cuModuleGetFunction", ctypes.c_void_p(self._module), name.encode()
+            )
             for name in names
         }
 
@@ -152,7 +154,9 @@ class FakeEvent:
         Raises RuntimeError if one has not been reached.
         """
         milliseconds = ctypes.c_float()
-        status = self._library.cuEventElapsedTime_v2(ctypes.byref(milliseconds), self._handle, later._handle)
+        status = self._library.cuEventElapsedTime_v2(
+            ctypes.byref(milliseconds), self._handle, later._handle
+        )
         if status:
             raise RuntimeError(f"CUDA error {status}")
         return milliseconds.value

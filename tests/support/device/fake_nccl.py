@@ -32,7 +32,17 @@ NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000
 def compile_nccl(target: Path, *flags: str) -> Path:
     """Compile fake_nccl.c. Raises CalledProcessError."""
     compiler = shutil.which("gcc") or "cc"
-    command = [compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", *flags, "-o", str(target)]
+    command = [
+        compiler,
+        "-std=gnu11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *flags,
+        "-o",
+        str(target),
+    ]
     command += [str(HERE / "fake_nccl.c"), "-ldl", "-lpthread"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return target
@@ -57,19 +67,34 @@ class FakeNccl:
         self.library = ctypes.CDLL(str(own))
         for name in ("fake_communicator", "fake_call", "fake_collective"):
             getattr(self.library, name).restype = ctypes.c_void_p
-        self.library.fake_call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        self.library.fake_call.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
         self.library.fake_collective.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         self.library.fake_group_end.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         self.library.fake_replay.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
         times = [ctypes.c_uint64, ctypes.c_uint64]
         self.library.fake_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *times]
-        self.library.fake_kernel_began.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, times[0]]
+        self.library.fake_kernel_began.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            times[0],
+        ]
         self.library.fake_kernel_ended.argtypes = [ctypes.c_void_p, ctypes.c_int, times[0]]
         self.library.fake_finalize.argtypes = [ctypes.c_void_p]
         for name in ("fake_number_works", "fake_progress", "fake_posted"):
             getattr(self.library, name).argtypes = [ctypes.c_void_p]
         self.library.fake_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *times]
-        self.library.fake_cost_ns.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self.library.fake_cost_ns.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
         self.library.fake_cost_ns.restype = ctypes.c_double
 
     def load(self) -> int:
@@ -99,7 +124,9 @@ class FakeNccl:
 class NcclRig(CollectiveRig):
     """A recorder on the host's real clock, and an NCCL whose plugin writes to it."""
 
-    def __init__(self, implementation: ModuleType, folder: Path, library: Path, interface: int) -> None:
+    def __init__(
+        self, implementation: ModuleType, folder: Path, library: Path, interface: int
+    ) -> None:
         rings = folder / "rings"
         rings.mkdir()
         super().__init__(implementation, rings, clock=None, capacity=1 << 14)

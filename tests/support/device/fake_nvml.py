@@ -54,7 +54,12 @@ def compile_nvml(target: Path) -> Path:
         "-fPIC",
         "-fvisibility=hidden",
     ]
-    subprocess.run([*command, "-o", str(target), str(HERE / "fake_nvml.c")], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [*command, "-o", str(target), str(HERE / "fake_nvml.c")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return target
 
 

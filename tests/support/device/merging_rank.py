@@ -45,7 +45,10 @@ def device_step(forward_ns: int) -> list[int]:
     """
     phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
     stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
-    return rows_of([(int(kind), start, duration) for kind, start, duration in (*phases, stall)], forward_ns + 5_000_000)
+    return rows_of(
+        [(int(kind), start, duration) for kind, start, duration in (*phases, stall)],
+        forward_ns + 5_000_000,
+    )
 
 
 def main() -> None:
@@ -70,7 +73,9 @@ def main() -> None:
         if "--off" in options and rank == 1:
             decline_merging(torch_device)
         else:
-            session.attach([StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)])
+            session.attach(
+                [StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)]
+            )
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
                 # A model's forward passes before training end steps of this kind.
@@ -86,8 +91,14 @@ def main() -> None:
                 with perf.device_section(name):
                     device.spin(duration_ns)
                 planted[-1].setdefault(name, []).append(duration_ns)
-            forward_ns[-1].append((12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND)
-            known.add([1, 2] if "--broken-steps" in options and rank == 1 else device_step(forward_ns[-1][-1]))
+            forward_ns[-1].append(
+                (12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND
+            )
+            known.add(
+                [1, 2]
+                if "--broken-steps" in options and rank == 1
+                else device_step(forward_ns[-1][-1])
+            )
             device.advance(1000 * MICROSECOND)
             capture = "--captures" in options and rank == 1 and (step + 1) % MERGE_STEPS == 0
             if capture:
@@ -101,7 +112,11 @@ def main() -> None:
     statistics = DeviceStatistics()
     statistics.add(records_of(recording), recording.interned)
     merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
-    rows = [unpacked(each, recording.interned) for each in records_of(recording) if each["kind"] == Kind.MERGED]
+    rows = [
+        unpacked(each, recording.interned)
+        for each in records_of(recording)
+        if each["kind"] == Kind.MERGED
+    ]
     told = {
         "forward": forward_ns, "rows": [each._asdict() for each in rows if each.row >= 0],
         "rank": rank, "planted": planted, "windows": merged, "last": statistics.merged, "waited": waited,

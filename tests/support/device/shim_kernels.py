@@ -14,10 +14,21 @@ import numpy as np
 
 HERE = Path(__file__).parent
 # scripts/mutate_kernels.py replaces the kernels by changed ones.
-KERNELS = Path(os.environ.get("MUTATED_KERNELS", HERE.parents[2] / "torchlens_perf" / "cuda" / "kernels.cu"))
+KERNELS = Path(
+    os.environ.get("MUTATED_KERNELS", HERE.parents[2] / "torchlens_perf" / "cuda" / "kernels.cu")
+)
 COMPILER = shutil.which("g++")
 WITHOUT_COMPILER = "the kernels run on a CPU through g++, which is not here"
-_FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC")
+_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-shared",
+    "-fPIC",
+)
 # The fortified longjmp takes jumps between fibers for a smashed stack.
 _FIBERS = ("-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 # Several such libraries are loaded in one process, and each must have its own kernels.
@@ -27,12 +38,27 @@ UNDEFINED_BEHAVIOUR = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined"
 
 def compile_kernels(target: Path, *flags: str, kernels: Path = KERNELS) -> Path:
     """Compile kernels.cu, or a changed copy of it, through the shim. Raises CalledProcessError."""
-    source = (HERE / "shim_kernels.cpp").read_text().replace("../../../torchlens_perf/cuda/kernels.cu", str(kernels))
+    source = (
+        (HERE / "shim_kernels.cpp")
+        .read_text()
+        .replace("../../../torchlens_perf/cuda/kernels.cu", str(kernels))
+    )
     copy = target.with_suffix(".cpp")
     copy.write_text(source)
     shim = str(HERE / "shim.h")
     subprocess.run(
-        [str(COMPILER), *_FLAGS, *_FIBERS, *_APART, *flags, "-include", shim, "-o", str(target), str(copy)],
+        [
+            str(COMPILER),
+            *_FLAGS,
+            *_FIBERS,
+            *_APART,
+            *flags,
+            "-include",
+            shim,
+            "-o",
+            str(target),
+            str(copy),
+        ],
         check=True,
         capture_output=True,
         text=True,
@@ -63,14 +89,20 @@ class ShimKernels:
         self._clock = kind() if now_ns is None else kind(now_ns)
         self._library.shim_set_clock(self._clock)
 
-    def launch(self, name: str, grid: int, threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
+    def launch(
+        self, name: str, grid: int, threads: int, arguments: Sequence[Any], shared_bytes: int = 0
+    ) -> None:
         """Run the kernel. Arrays are passed by address, NumPy scalars by value."""
         values = [
-            ctypes.c_void_p(each.ctypes.data)
-            if isinstance(each, np.ndarray)
-            else np.ctypeslib.as_ctypes_type(each.dtype)(each.item())
+            (
+                ctypes.c_void_p(each.ctypes.data)
+                if isinstance(each, np.ndarray)
+                else np.ctypeslib.as_ctypes_type(each.dtype)(each.item())
+            )
             for each in arguments
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        status = self._library.shim_launch(name.encode(), grid, threads, shared_bytes, pointers, self._schedule)
+        status = self._library.shim_launch(
+            name.encode(), grid, threads, shared_bytes, pointers, self._schedule
+        )
         assert status == 0, f"no kernel {name}"

@@ -94,7 +94,9 @@ def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     return limbs.view(np.int64)
 
 
-def merged_quantiles(sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+def merged_quantiles(
+    sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.int32]:
     """Return the buckets of the quantiles of merged sums, [slots, quantiles]. -1 stands for an
     empty row.
 

@@ -32,7 +32,10 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
     history = MetricHistory()
     for second in range(10):
         history.add(
-            np.array([0, 3]), np.full(2, 10 * second), np.stack([vector({"gc_share": 0.1}), vector({})]), second
+            np.array([0, 3]),
+            np.full(2, 10 * second),
+            np.stack([vector({"gc_share": 0.1}), vector({})]),
+            second,
         )
     found = history.usual_before(3, 100)
 
@@ -124,7 +127,9 @@ def test_rare_sample_counts_once() -> None:
     """One sample in five rounds does not count for the rounds in between."""
     history = MetricHistory()
     for round_ in range(100):
-        values = {"gc_share": 0.1} | ({"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {})
+        values = {"gc_share": 0.1} | (
+            {"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {}
+        )
         history.add(np.array([1]), np.array([round_]), vector(values)[None], float(round_))
 
     assert named(history.means([1], 0)[1])["link_errors_per_s"] == 0.5

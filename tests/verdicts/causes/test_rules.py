@@ -61,27 +61,55 @@ def only(found: Diagnosis) -> Cause:
 @pytest.mark.parametrize(
     ("kind", "phase", "changed", "words"),
     [
-        ("gc", "host", {"gc_share": 0.2}, "collector runs in it for 20% of the time, against 0.0% on the others"),
+        (
+            "gc",
+            "host",
+            {"gc_share": 0.2},
+            "collector runs in it for 20% of the time, against 0.0% on the others",
+        ),
         (
             "busy_neighbour",
             "cpu",
             {"cpu_wait_share": 0.2, "neighbour_share": 0.6},
             "keep 60% of its CPUs busy, most of all yes (pid 7)",
         ),
-        ("own_threads", "cpu", {"cpu_wait_share": 0.2, "neighbour_share": 0.0}, "threads, workers and ranks compete"),
-        ("no_cpu", "cpu", {"cpu_wait_share": 0.2}, "is runnable but has no CPU for 20% of the time"),
+        (
+            "own_threads",
+            "cpu",
+            {"cpu_wait_share": 0.2, "neighbour_share": 0.0},
+            "threads, workers and ranks compete",
+        ),
+        (
+            "no_cpu",
+            "cpu",
+            {"cpu_wait_share": 0.2},
+            "is runnable but has no CPU for 20% of the time",
+        ),
         (
             "cpu_quota",
             "cpu",
             {"cpu_wait_share": 0.2, "cpu_quota_share": 0.18},
             "control group /pod uses up its CPU quota in 18% of",
         ),
-        ("slow_storage", "data", {"asleep_share": 0.2, "disk_wait_share": 0.2}, "for a disk for 20% of the time"),
+        (
+            "slow_storage",
+            "data",
+            {"asleep_share": 0.2, "disk_wait_share": 0.2},
+            "for a disk for 20% of the time",
+        ),
         (
             "memory_pressure",
             "data",
-            {"asleep_share": 0.15, "kernel_share": 0.06, "major_faults_per_s": 800.0, "refaults_per_s": 700.0},
-            "its control group /pod has to evict pages that it needs again: it waits for 800 pages a second, against 0",
+            {
+                "asleep_share": 0.15,
+                "kernel_share": 0.06,
+                "major_faults_per_s": 800.0,
+                "refaults_per_s": 700.0,
+            },
+            (
+                "its control group /pod has to evict pages that it needs again: it waits for 800"
+                " pages a second, against 0"
+            ),
         ),
         (
             "memory_pressure",
@@ -89,13 +117,25 @@ def only(found: Diagnosis) -> Cause:
             {"asleep_share": 0.2, "major_faults_per_s": 300.0, "memory_stall_share": 0.3},
             "memory is short on its node: it waits for 300 pages a second, against 0",
         ),
-        ("cpu_clock", "host", {"cpu_clock_share": 0.6}, "CPU runs at 60% of its highest clock, against 90% usually"),
+        (
+            "cpu_clock",
+            "host",
+            {"cpu_clock_share": 0.6},
+            "CPU runs at 60% of its highest clock, against 90% usually",
+        ),
         (
             "gpu_throttled",
             "compute",
-            {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.606, "thermal_share": 0.8, "temperature_c": 91.0},
-            "GPU 5's SM clock is 1.20 GHz, 39% below the usual; it was throttled for 80% of the time, for temperature "
-            "at 91 C",
+            {
+                "sm_clock_mhz": 1200.0,
+                "sm_clock_share": 0.606,
+                "thermal_share": 0.8,
+                "temperature_c": 91.0,
+            },
+            (
+                "GPU 5's SM clock is 1.20 GHz, 39% below the usual; it was throttled for 80% of the"
+                " time, for temperature at 91 C"
+            ),
         ),
         (
             "gpu_throttled",
@@ -115,16 +155,43 @@ def only(found: Diagnosis) -> Cause:
             {"sm_clock_mhz": 1410.0, "sm_clock_share": 0.71},
             "SM clock is 1.41 GHz, 29% below the usual",
         ),
-        ("gpu_errors", "compute", {"xids_per_s": 0.05}, "errors of the driver (XID): 3 a minute, against none"),
-        ("gpu_errors", "compute", {"ecc_errors_per_s": 0.5}, "uncorrectable ECC errors: 30 a minute"),
+        (
+            "gpu_errors",
+            "compute",
+            {"xids_per_s": 0.05},
+            "errors of the driver (XID): 3 a minute, against none",
+        ),
+        (
+            "gpu_errors",
+            "compute",
+            {"ecc_errors_per_s": 0.5},
+            "uncorrectable ECC errors: 30 a minute",
+        ),
         ("gpu_errors", "compute", {"remapped_rows_per_s": 0.02}, "memory rows that were remapped"),
-        ("pcie", "compute", {"pcie_replays_per_s": 40.0}, "PCIe replays: 40 a second, against 6 a minute"),
+        (
+            "pcie",
+            "compute",
+            {"pcie_replays_per_s": 40.0},
+            "PCIe replays: 40 a second, against 6 a minute",
+        ),
         ("nvlink", "compute", {"nvlink_errors_per_s": 2.0}, "NVLink errors: 2 a second"),
-        ("network", "compute", {"link_errors_per_s": 2.0}, "its node has InfiniBand errors: 2 a second"),
-        ("alloc_retries", "forward", {"alloc_retries_per_step": 0.25}, "runs out of memory once in 4 steps"),
+        (
+            "network",
+            "compute",
+            {"link_errors_per_s": 2.0},
+            "its node has InfiniBand errors: 2 a second",
+        ),
+        (
+            "alloc_retries",
+            "forward",
+            {"alloc_retries_per_step": 0.25},
+            "runs out of memory once in 4 steps",
+        ),
     ],
 )
-def test_planted_cause_is_the_only_one_named(kind: str, phase: str, changed: dict[str, float], words: str) -> None:
+def test_planted_cause_is_the_only_one_named(
+    kind: str, phase: str, changed: dict[str, float], words: str
+) -> None:
     """The cause has its numbers, its evidence and an action."""
     details = {"neighbour": "yes (pid 7)", "control_group": "/pod", "gpu": "GPU 5"}
     cause = only(diagnosis(changed, slow=episode(SLOW, phase=phase), **details))
@@ -132,7 +199,10 @@ def test_planted_cause_is_the_only_one_named(kind: str, phase: str, changed: dic
     assert cause.kind == kind
     assert words in cause.text
     assert cause.action.endswith(".")
-    assert all(cause.evidence[signal] == pytest.approx(value, rel=0.01) for signal, value in changed.items())
+    assert all(
+        cause.evidence[signal] == pytest.approx(value, rel=0.01)
+        for signal, value in changed.items()
+    )
 
 
 def test_healthy_rank_has_no_cause() -> None:
@@ -154,10 +224,18 @@ def test_lack_of_cpu_is_not_listed_as_ruled_out_for_a_rank_in_phase_cpu() -> Non
 
     The autograd thread may be the one that waits.
     """
-    unmeasured = {rank: vector({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32) for rank in range(4)}
+    unmeasured = {
+        rank: vector({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32)
+        for rank in range(4)
+    }
 
-    assert diagnose(episode(SLOW), unmeasured, None).looked_at == ("garbage collection", "waits for a CPU")
-    assert diagnose(episode(SLOW, phase="cpu"), unmeasured, None).looked_at == ("garbage collection",)
+    assert diagnose(episode(SLOW), unmeasured, None).looked_at == (
+        "garbage collection",
+        "waits for a CPU",
+    )
+    assert diagnose(episode(SLOW, phase="cpu"), unmeasured, None).looked_at == (
+        "garbage collection",
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,10 +245,25 @@ def test_lack_of_cpu_is_not_listed_as_ruled_out_for_a_rank_in_phase_cpu() -> Non
         {"asleep_share": 0.07, "disk_wait_share": 0.07},
         {"asleep_share": 0.3},  # asleep, but not for a disk
         {"major_faults_per_s": 500.0},  # page faults that take no time
-        {"sm_clock_mhz": 1950.0, "sm_clock_share": 0.985, "power_share": 0.6},  # usual difference of clocks
-        {"sm_clock_mhz": 1900.0, "sm_clock_share": 0.96, "power_share": 0.9},  # explains a sixth of the excess
-        {"sm_clock_mhz": 1410.0, "sm_clock_share": 1.0},  # another kind of GPU, at its highest clock
-        {"asleep_share": 0.1, "major_faults_per_s": 900.0, "memory_limit_share": 0.99},  # first reads of pages
+        {
+            "sm_clock_mhz": 1950.0,
+            "sm_clock_share": 0.985,
+            "power_share": 0.6,
+        },  # usual difference of clocks
+        {
+            "sm_clock_mhz": 1900.0,
+            "sm_clock_share": 0.96,
+            "power_share": 0.9,
+        },  # explains a sixth of the excess
+        {
+            "sm_clock_mhz": 1410.0,
+            "sm_clock_share": 1.0,
+        },  # another kind of GPU, at its highest clock
+        {
+            "asleep_share": 0.1,
+            "major_faults_per_s": 900.0,
+            "memory_limit_share": 0.99,
+        },  # first reads of pages
         {"nvlink_errors_per_s": 1 / 1200},
         {"pcie_replays_per_s": 0.5},
         {"alloc_retries_per_step": 0.02},
@@ -222,7 +315,14 @@ def test_ranks_that_are_slow_together_are_not_compared() -> None:
 
 def test_causes_are_ordered_by_explained_share() -> None:
     """Evidence that takes no time by itself comes last."""
-    found = diagnosis({"gc_share": 0.08, "asleep_share": 0.12, "disk_wait_share": 0.12, "nvlink_errors_per_s": 1.0})
+    found = diagnosis(
+        {
+            "gc_share": 0.08,
+            "asleep_share": 0.12,
+            "disk_wait_share": 0.12,
+            "nvlink_errors_per_s": 1.0,
+        }
+    )
 
     assert [cause.kind for cause in found.causes] == ["slow_storage", "gc", "nvlink"]
     assert [cause.explains for cause in found.causes] == [
@@ -242,9 +342,13 @@ def verdict(found: Diagnosis, **changed: Any) -> Any:
 def test_verdict_names_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
-    assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.sentence
     assert (
-        "(which explains 100% of it). Not seen on other ranks: its GPU has NVLink errors: 1 a second" in told.sentence
+        "since step 100. Because Python's garbage collector runs in it for 20% of the time"
+        in told.sentence
+    )
+    assert (
+        "(which explains 100% of it). Not seen on other ranks: its GPU has NVLink errors: 1 a"
+        " second" in told.sentence
     )
     assert "Next: call gc.freeze()" in told.sentence
     assert [cause.kind for cause in told.evidence.diagnosis.causes] == ["gc", "nvlink"]
@@ -257,14 +361,20 @@ def test_error_without_time_is_not_called_the_cause() -> None:
 
     assert "Because" not in told.sentence
     assert (
-        "Not seen on other ranks: its GPU has errors of the driver (XID): 4 an hour, against none on the others; look "
-        "them up in the kernel's log; drain the node. Next: look for what only rank 3 does"
-    ) in told.sentence
+        "Not seen on other ranks: its GPU has errors of the driver (XID): 4 an hour, against none"
+        " on the others; look them up in the kernel's log; drain the node. Next: look for what only"
+        " rank 3 does" in told.sentence
+    )
 
 
 @pytest.mark.parametrize("phase", ["data", "cpu"])
 def test_device_is_no_cause_of_waiting_for_data_or_cpu(phase: str) -> None:
-    changed = {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.6, "thermal_share": 0.8, "xids_per_s": 1.0}
+    changed = {
+        "sm_clock_mhz": 1200.0,
+        "sm_clock_share": 0.6,
+        "thermal_share": 0.8,
+        "xids_per_s": 1.0,
+    }
     changed |= {"alloc_retries_per_step": 1.0, "link_errors_per_s": 1.0}
 
     assert diagnosis(changed, slow=episode(SLOW, phase=phase)).causes == ()
@@ -272,7 +382,10 @@ def test_device_is_no_cause_of_waiting_for_data_or_cpu(phase: str) -> None:
 
 def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
     """Work of short steps contains the waits for a CPU."""
-    rows = {rank: {**HEALTHY, "cpu_wait_share": 0.3 * (rank == SLOW), "neighbour_share": 0.5} for rank in range(4)}
+    rows = {
+        rank: {**HEALTHY, "cpu_wait_share": 0.3 * (rank == SLOW), "neighbour_share": 0.5}
+        for rank in range(4)
+    }
     for row in rows.values():
         del row["asleep_share"]
     during = {rank: vector(row).astype(np.float32) for rank, row in rows.items()}
@@ -283,14 +396,19 @@ def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
 
 def test_verdict_lists_checks_if_no_cause_was_found() -> None:
     """If nothing was measured, the verdict does not mention causes."""
-    assert "No cause found (checked: garbage collection, waits for a CPU, " in verdict(diagnosis({})).sentence
+    assert (
+        "No cause found (checked: garbage collection, waits for a CPU, "
+        in verdict(diagnosis({})).sentence
+    )
     assert "Next: look for what only rank 3 does" in verdict(diagnosis({})).sentence
     assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 
 
 def test_diagnosis_survives_the_state_file() -> None:
     slow = episode(SLOW, phase="data")
-    named = with_groups(findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2}))
+    named = with_groups(
+        findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2})
+    )
 
     assert saved(named) == named
     assert named.groups[0].diagnosis is not None

@@ -94,7 +94,9 @@ def test_cost_of_ranks_never_compared_together_is_not_known() -> None:
 def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
     excess_ns = {"a": 1 * MS, "b": -2 * MS, "c": 5 * MS, "d": 3 * MS, "e": 4 * MS}
     slow = findings(episode(3, phase="forward"), episode(5))
-    forward, backward = with_groups(slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__).groups
+    forward, backward = with_groups(
+        slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__
+    ).groups
 
     assert forward.slower_modules_ns == {"c": 5 * MS, "e": 4 * MS, "d": 3 * MS}
     assert backward.slower_modules_ns == {}
@@ -112,7 +114,9 @@ def test_node_is_named_if_three_quarters_of_its_ranks_are_slow() -> None:
 
 
 def test_node_is_not_named_in_a_job_of_one_host_or_for_one_rank() -> None:
-    assert [each.kind for each in straggler_groups([episode(rank) for rank in range(8)], places(8))] == ["rank"] * 8
+    assert [
+        each.kind for each in straggler_groups([episode(rank) for rank in range(8)], places(8))
+    ] == ["rank"] * 8
     (found,) = straggler_groups([episode(3)], places(8, node_size=1))
     assert (found.kind, found.host, found.ranks) == ("rank", "node-3", (3,))
 
@@ -123,7 +127,9 @@ def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
     ep = [rank % 8 for rank in range(32)]
     for rank in range(3, 32, 8):
         job.slow(rank, 30, "forward")
-    (found,) = with_groups(job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])).groups
+    (found,) = with_groups(
+        job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])
+    ).groups
 
     assert (found.kind, found.name, found.ranks) == ("position", "ep 3", (3, 11, 19, 27))
     assert found.host == f"node-{found.lead.rank // 8}"
@@ -132,12 +138,17 @@ def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
 def test_pipeline_stage_is_not_named_as_a_position() -> None:
     slow = [episode(rank) for rank in (0, 8, 16, 24)]
 
-    assert {each.kind for each in straggler_groups(slow, places(32, pp=[rank % 8 for rank in range(32)]))} == {"rank"}
+    assert {
+        each.kind
+        for each in straggler_groups(slow, places(32, pp=[rank % 8 for rank in range(32)]))
+    } == {"rank"}
 
 
 def test_rank_is_named_once_with_its_node_before_its_position() -> None:
     members = [*range(8, 16), 3, 19, 27, 20]
-    found = straggler_groups([episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)]))
+    found = straggler_groups(
+        [episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)])
+    )
 
     assert sorted((each.kind, each.ranks) for each in found) == [
         ("node", tuple(range(8, 16))), ("position", (3, 19, 27)), ("rank", (20,)),
@@ -148,7 +159,9 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
     """Only the first groups get a diagnosis."""
     slow = [episode(rank, cost_ns=rank % 3 * MS, excess_ns=rank * MS) for rank in range(12)]
     why = Diagnosis((), ("garbage collection",), (), {}, {})
-    found = with_groups(findings(*slow), places(12, node_size=100), diagnosed=lambda group: why).groups
+    found = with_groups(
+        findings(*slow), places(12, node_size=100), diagnosed=lambda group: why
+    ).groups
 
     assert [each.lead.rank for each in found] == [11, 8, 5, 2, 10, 7, 4, 1, 9, 6, 3, 0]
     assert [each.diagnosis for each in found] == [why] * MAX_EXPLAINED + [None] * 4
@@ -241,7 +254,11 @@ class TestImbalance:
         imbalance = stage_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
 
         assert imbalance is not None
-        assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == ("stage 0", (0, 1, 2, 3), 160 * MS)
+        assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == (
+            "stage 0",
+            (0, 1, 2, 3),
+            160 * MS,
+        )
 
 
 def test_groups_and_imbalance_survive_json() -> None:

@@ -18,7 +18,12 @@ from tests.support.long import long, long_but
 from tests.support.planted import MS, WORK_NS, Job, part_of, wider
 from tests.support.saved import saved
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.stragglers.candidates import MIN_LOST_NS, MIN_ROWS, MIN_SHARE, WORKLOAD_FACTOR
+from torchlens_perf.verdicts.stragglers.candidates import (
+    MIN_LOST_NS,
+    MIN_ROWS,
+    MIN_SHARE,
+    WORKLOAD_FACTOR,
+)
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
@@ -39,13 +44,22 @@ def two_of_seven(first: int, end: int) -> np.ndarray:
 
 class TestNamed:
     @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
-    @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "host", "compute"])
-    def test_slow_rank_is_named_with_phase_first_step_and_excess(self, ranks: int, phase: str) -> None:
+    @pytest.mark.parametrize(
+        "phase", ["data", "forward", "backward", "optimizer", "host", "compute"]
+    )
+    def test_slow_rank_is_named_with_phase_first_step_and_excess(
+        self, ranks: int, phase: str
+    ) -> None:
         """The rank is 6 % slower. Ranks that wait for it are not named."""
         rank = ranks // 2
         found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
 
-        assert (found.rank, found.phase, found.until_step, found.from_start) == (rank, phase, None, False)
+        assert (found.rank, found.phase, found.until_step, found.from_start) == (
+            rank,
+            phase,
+            None,
+            False,
+        )
         assert abs(found.since_step - 80) <= 4
         assert 80 < found.named_step < 80 + 3 * MIN_ROWS
         assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
@@ -59,7 +73,12 @@ class TestNamed:
         job.slow(0, 5000, rows=slice(0, 3))
         found = only(job.judged())
 
-        assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (3, True, 0, 4)
+        assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (
+            3,
+            True,
+            0,
+            4,
+        )
 
     @pytest.mark.parametrize("since", [40, 220])
     def test_new_excess_is_found_among_ranks_with_lasting_differences(self, since: int) -> None:
@@ -73,7 +92,11 @@ class TestNamed:
         assert abs(found.since_step - since) <= 4
 
     def test_slowness_that_moves_to_another_rank_is_two_episodes(self) -> None:
-        job = Job.of(4, 400, seed=2).slow(0, 20, "data", slice(60, 200)).slow(1, 20, "data", slice(200, None))
+        job = (
+            Job.of(4, 400, seed=2)
+            .slow(0, 20, "data", slice(60, 200))
+            .slow(1, 20, "data", slice(200, None))
+        )
         now, before = job.judged().episodes
 
         assert (now.rank, now.until_step, before.rank) == (1, None, 0)
@@ -102,7 +125,9 @@ class TestNamed:
     @pytest.mark.parametrize("seed", range(8))
     def test_intermittent_slowness_is_named_with_its_share_of_steps(self, seed: int) -> None:
         """The rank is slow in two of seven steps."""
-        job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(1, 40, "host", two_of_seven(80, 200))
+        job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(
+            1, 40, "host", two_of_seven(80, 200)
+        )
         found = only(job.judged())
 
         assert (found.rank, found.phase, found.until_step) == (1, "host", None)
@@ -145,7 +170,8 @@ class TestNamed:
         """Without reported workload, its variation hides the rank."""
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 150)), 0.1, 2)
         told, untold = (
-            Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None)) for told in (True, False)
+            Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None))
+            for told in (True, False)
         )
 
         assert only(told.judged()).rank == 2
@@ -208,7 +234,9 @@ class TestCpu:
         assert job.judged().episodes == ()
 
 
-def autocorrelated(random: np.random.Generator, shape: tuple[int, ...], factor: float = 0.5) -> np.ndarray:
+def autocorrelated(
+    random: np.random.Generator, shape: tuple[int, ...], factor: float = 0.5
+) -> np.ndarray:
     values = random.standard_normal(shape)
     for row in range(1, shape[-1]):
         values[..., row] = factor * values[..., row - 1] + np.sqrt(1 - factor**2) * values[..., row]
@@ -216,7 +244,9 @@ def autocorrelated(random: np.random.Generator, shape: tuple[int, ...], factor: 
 
 
 def stalls(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return random.standard_normal(shape) + (random.random(shape) < 0.01) * random.exponential(30, shape)
+    return random.standard_normal(shape) + (random.random(shape) < 0.01) * random.exponential(
+        30, shape
+    )
 
 
 NOISES: dict[str, Any] = {
@@ -250,7 +280,9 @@ class TestNoRankNamed:
     def test_rank_named_for_a_short_excess_is_dropped(self) -> None:
         """Its noise goes on."""
         for seed in (6, 10, 15, 16):
-            found = only(Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged())
+            found = only(
+                Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged()
+            )
             assert found.until_step is not None
             assert abs(found.until_step - 70) <= 10
 
@@ -265,7 +297,9 @@ class TestNoRankNamed:
         """Sequences have random lengths, which are reported or not."""
         for seed in range(20):
             ranks = (2, 3, 4, 8)[seed % 4]
-            lengths = np.clip(1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2)
+            lengths = np.clip(
+                1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2
+            )
             assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
 
     def test_varying_workload_raises_the_detectable_excess(self) -> None:
@@ -279,7 +313,9 @@ class TestNoRankNamed:
         assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
 
     @pytest.mark.parametrize(
-        ("excess_ms", "rows", "named"), [(4, 20, False), (4, 70, True), (12, 20, True)], ids=["short", "long", "much"]
+        ("excess_ms", "rows", "named"),
+        [(4, 20, False), (4, 70, True), (12, 20, True)],
+        ids=["short", "long", "much"],
     )
     def test_short_disturbance_is_not_named_unless_it_is_long_or_large(
         self, excess_ms: int, rows: int, named: bool
@@ -292,19 +328,29 @@ class TestNoRankNamed:
         assert [episode.rank for episode in found.episodes] == [1] * named
 
     @pytest.mark.parametrize("width", [1, 4])
-    def test_detectable_excess_of_a_short_run_is_named_and_half_of_it_is_not(self, width: int) -> None:
+    def test_detectable_excess_of_a_short_run_is_named_and_half_of_it_is_not(
+        self, width: int
+    ) -> None:
         job = Job.of(4, 44 * width, noise=1e-3)
         job.parts_ns /= 4 * width
         rows = slice(4 * width, None)
         min_ns = judged_in_rows(job, width).detectable_ns
 
         assert min_ns == pytest.approx(MIN_LOST_NS / (40 * width), rel=0.3)
-        assert only(judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS, rows=rows), width)).rank == 1
-        assert judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS / 2, rows=rows), width).episodes == ()
+        assert (
+            only(judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS, rows=rows), width)).rank
+            == 1
+        )
+        assert (
+            judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS / 2, rows=rows), width).episodes
+            == ()
+        )
 
     @pytest.mark.parametrize("noise", [0.03, *long(0.001)])
     @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
-    def test_detectable_excess_is_named_in_nine_of_ten_jobs(self, noise: float, step_ms: int) -> None:
+    def test_detectable_excess_is_named_in_nine_of_ten_jobs(
+        self, noise: float, step_ms: int
+    ) -> None:
         named = 0
         for seed in range(10):
             job = Job.of(4, 200, noise=noise, seed=seed)
@@ -314,11 +360,18 @@ class TestNoRankNamed:
         assert named >= 9
 
     @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
-    def test_half_of_the_detectable_excess_is_not_named_after_long_time(self, ranks: int, share: float) -> None:
+    def test_half_of_the_detectable_excess_is_not_named_after_long_time(
+        self, ranks: int, share: float
+    ) -> None:
         named = [
             only_rank
             for seed in range(6)
-            for only_rank in Job.of(ranks, 600, noise=0.02, seed=seed).slow(1, share * WORK_NS / MS).judged().episodes
+            for only_rank in (
+                Job.of(ranks, 600, noise=0.02, seed=seed)
+                .slow(1, share * WORK_NS / MS)
+                .judged()
+                .episodes
+            )
         ]
         assert len(named) <= 1
 
@@ -362,7 +415,9 @@ class TestHysteresis:
         job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
         now, before = job.judged().episodes
 
-        assert [round(step / 10) for step in (before.since_step, before.until_step or 0, now.since_step)] == [5, 15, 30]
+        assert [
+            round(step / 10) for step in (before.since_step, before.until_step or 0, now.since_step)
+        ] == [5, 15, 30]
 
 
 def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
@@ -379,12 +434,19 @@ def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
 
 
 class TestBatching:
-    JOB = Job.of(3, 60, seed=4).slow(1, 30, "data", slice(12, 36)).slow(2, 30, "forward", slice(36, None))
+    JOB = (
+        Job.of(3, 60, seed=4)
+        .slow(1, 30, "data", slice(12, 36))
+        .slow(2, 30, "forward", slice(36, None))
+    )
     WHOLE = JOB.judged()
 
     @given(data=st.data())
     def test_findings_do_not_depend_on_how_rows_are_split(self, data: st.DataObject) -> None:
-        assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [(2, True), (1, False)]
+        assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [
+            (2, True),
+            (1, False),
+        ]
         judge = StragglerDetector()
         judge.add_block("", self.JOB.block(rows=slice(0, 1)))
         for rank, rows, now in with_splits(data.draw, self.JOB):
@@ -421,7 +483,9 @@ class TestBatching:
         judge = StragglerDetector()
         for first in range(0, 400, 4 * piece):
             for each in rows:
-                part = part_of(each, first // each.width, first // each.width + 4 * piece // each.width)
+                part = part_of(
+                    each, first // each.width, first // each.width + 4 * piece // each.width
+                )
                 for at in range(0, len(part), piece):
                     judge.add(rows.index(each), part_of(part, at, at + piece))
             judge.judge()
@@ -440,7 +504,9 @@ def judged_in_rows(job: Job, width: int) -> Findings:
     return judge.judge(final=True)
 
 
-def streamed(job: Job, hidden: dict[int, slice], piece: int = 10) -> tuple[StragglerDetector, list[Findings]]:
+def streamed(
+    job: Job, hidden: dict[int, slice], piece: int = 10
+) -> tuple[StragglerDetector, list[Findings]]:
     """Judge after every `piece` rows. hidden: rows of a rank that never arrive."""
     judge, all_found = StragglerDetector(), []
     for first in range(0, job.rows, piece):
@@ -490,8 +556,14 @@ class TestLateAndMissing:
                 assert only(last).excess_ns == pytest.approx(20 * MS, rel=0.15)
                 for each in found:
                     assert np.isfinite(each.step_ns)
-                    assert all(np.isfinite(value) for episode in each.episodes for value in numbers(episode))
-                    assert all(np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual)
+                    assert all(
+                        np.isfinite(value)
+                        for episode in each.episodes
+                        for value in numbers(episode)
+                    )
+                    assert all(
+                        np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual
+                    )
 
     def test_late_rows_count_like_rows_in_time(self) -> None:
         job = self.job()
@@ -532,7 +604,9 @@ class TestLateAndMissing:
 
     @pytest.mark.parametrize("fewer", [1, 3, 4])
     @pytest.mark.parametrize("short", [0, 1])
-    def test_ranks_that_end_a_few_rows_apart_are_compared_to_the_end(self, short: int, fewer: int) -> None:
+    def test_ranks_that_end_a_few_rows_apart_are_compared_to_the_end(
+        self, short: int, fewer: int
+    ) -> None:
         """The slow rank stays slow."""
         job = self.job()
         judge = StragglerDetector()
@@ -552,7 +626,14 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
-            judge.add(rank, wider(job.rows_of(rank, slice(0, 122)), 2) if rank != 1 else job.rows_of(1, slice(0, 121)))
+            judge.add(
+                rank,
+                (
+                    wider(job.rows_of(rank, slice(0, 122)), 2)
+                    if rank != 1
+                    else job.rows_of(1, slice(0, 121))
+                ),
+            )
             judge.end(rank)
         found = judge.judge(final=True)
 
@@ -584,7 +665,15 @@ class TestLateAndMissing:
         assert only(under_the_flag.judge(final=True)).from_start
 
     @pytest.mark.parametrize(
-        "flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED, Flag.CHECKPOINT, Flag.COMPILED, Flag.CAPTURED]
+        "flag",
+        [
+            Flag.EVALUATION,
+            Flag.SKIPPED,
+            Flag.SAMPLED,
+            Flag.CHECKPOINT,
+            Flag.COMPILED,
+            Flag.CAPTURED,
+        ],
     )
     def test_step_with_other_work_on_one_rank_is_not_compared(self, flag: Flag) -> None:
         job = Job.of(4, 200)
@@ -622,7 +711,10 @@ class TestPopulations:
 
         assert found.episodes == ()
         assert found.compared == 8
-        assert [(usual.population, usual.ranks) for usual in found.usual] == [("stage0", "0-3"), ("stage1", "4-7")]
+        assert [(usual.population, usual.ranks) for usual in found.usual] == [
+            ("stage0", "0-3"),
+            ("stage1", "4-7"),
+        ]
         assert found.usual[1].work_ns / found.usual[0].work_ns == pytest.approx(1.3, rel=0.02)
         assert found.usual[0].wait_ns == pytest.approx(0.3 * WORK_NS, rel=0.2)
 

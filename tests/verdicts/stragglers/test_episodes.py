@@ -29,7 +29,9 @@ def episode_of(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Epis
     series = window.excess_ns if phase != "cpu" else window.ready_ns
     episode = dataclasses.replace(EMPTY, rank=rank, phase=phase)
     others = np.delete(present, rank)
-    return described(episode, window, rank, others, keys, series[rank, keys].astype(np.float64), 2 * MS)
+    return described(
+        episode, window, rank, others, keys, series[rank, keys].astype(np.float64), 2 * MS
+    )
 
 
 def parts(**ms: float) -> np.ndarray:
@@ -71,7 +73,9 @@ class TestPhase:
 
 
 def test_measurements_of_a_constant_excess_are_exact() -> None:
-    found = episode_of(Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer", slice(40, None)), first=40)
+    found = episode_of(
+        Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer", slice(40, None)), first=40
+    )
 
     assert (found.phase, found.last_step, found.slow_share) == ("optimizer", 99, 1.0)
     for name, ms in {
@@ -79,7 +83,9 @@ def test_measurements_of_a_constant_excess_are_exact() -> None:
         "others_work_ns": 200, "step_ns": 224,
     }.items():  # fmt: skip
         assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
-    assert found.z_score == pytest.approx(4 * np.sqrt(60))  # ten standard deviations a row, clipped to four
+    assert found.z_score == pytest.approx(
+        4 * np.sqrt(60)
+    )  # ten standard deviations a row, clipped to four
 
 
 def test_intermittent_excess_has_its_share_of_steps() -> None:
@@ -124,7 +130,9 @@ def test_shared_cost_of_ranks_that_cost_nothing_alone() -> None:
     assert episode_of(job, 2).cost_ns == episode_of(job, 3).cost_ns == 0.0
     assert shared(job, 2, 3) == pytest.approx(15 * MS, rel=1e-4)
     assert shared(job, 2, 3, 6) == pytest.approx(20 * MS, rel=1e-4)
-    assert shared(job.slow(2, 5000, "data", slice(40, 41)), 2, 3) == pytest.approx(15 * MS, rel=1e-4)  # a single stall
+    assert shared(job.slow(2, 5000, "data", slice(40, 41)), 2, 3) == pytest.approx(
+        15 * MS, rel=1e-4
+    )  # a single stall
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])

@@ -32,17 +32,31 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 class TestExcess:
     def test_excess_of_two_ranks_has_opposite_signs(self) -> None:
-        assert excess_over_others(np.array([[5.0, 1.0], [2.0, 4.0]])).tolist() == [[3.0, -3.0], [-3.0, 3.0]]
+        assert excess_over_others(np.array([[5.0, 1.0], [2.0, 4.0]])).tolist() == [
+            [3.0, -3.0],
+            [-3.0, 3.0],
+        ]
 
     def test_few_ranks_are_compared_with_the_median_of_the_others(self) -> None:
-        assert excess_over_others(np.array([[1.0], [2.0], [30.0]])).ravel().tolist() == [-15.0, -13.5, 28.5]
+        assert excess_over_others(np.array([[1.0], [2.0], [30.0]])).ravel().tolist() == [
+            -15.0,
+            -13.5,
+            28.5,
+        ]
 
-    @given(ranks=st.integers(2, 40), seed=st.integers(0, 999), kind=st.sampled_from([np.float32, np.float64]))
+    @given(
+        ranks=st.integers(2, 40),
+        seed=st.integers(0, 999),
+        kind=st.sampled_from([np.float32, np.float64]),
+    )
     def test_excess_equals_numpy_median_exactly(self, ranks: int, seed: int, kind: type) -> None:
         """Also for equal values, and for many ranks, which are compared with the median of all."""
         values = np.round(2 * normal(ranks, 6, seed=seed)).astype(kind)
         values[:, :3] += normal(ranks, 3, seed=seed + 1).astype(kind)
-        usual = [np.median(values if ranks > 16 else np.delete(values, rank, axis=0), axis=0) for rank in range(ranks)]
+        usual = [
+            np.median(values if ranks > 16 else np.delete(values, rank, axis=0), axis=0)
+            for rank in range(ranks)
+        ]
         found = excess_over_others(values)
 
         assert found.dtype == kind
@@ -54,7 +68,9 @@ class TestExcess:
         values = normal(ranks, 5, seed=seed)
         shifted = values + np.array([0, 10, -3, 1e3, 5])
 
-        np.testing.assert_allclose(excess_over_others(shifted), excess_over_others(values), atol=1e-9)
+        np.testing.assert_allclose(
+            excess_over_others(shifted), excess_over_others(values), atol=1e-9
+        )
 
     @pytest.mark.parametrize("ranks", [3, 16, 17, 40])
     def test_only_the_slow_rank_has_excess(self, ranks: int) -> None:
@@ -110,7 +126,10 @@ def test_strongest_interval_equals_brute_force(rows: int, seed: int, least: int)
 
     for rank in range(3):
         clipped = np.clip(deviations[rank], -CLIP, CLIP)
-        strengths = {start: clipped[start:].sum() / np.sqrt(rows - start) for start in range(rows - least + 1)}
+        strengths = {
+            start: clipped[start:].sum() / np.sqrt(rows - start)
+            for start in range(rows - least + 1)
+        }
         if not strengths:
             assert found.z_score[rank] == -np.inf
             continue
@@ -122,7 +141,10 @@ class TestThreshold:
     @pytest.mark.parametrize("ranks", [2, 64])
     def test_normal_values_stay_below_the_threshold(self, ranks: int) -> None:
         """In a hundred jobs, they reach half of it."""
-        strongest = [strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max() for seed in range(100)]
+        strongest = [
+            strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max()
+            for seed in range(100)
+        ]
 
         assert max(strongest) < threshold(ranks)
         assert max(strongest) > threshold(ranks) / 2
@@ -221,7 +243,14 @@ class TestStalls:
         """Noise, heavy tails and short series are not changed either."""
         often = normal(48)
         often[::10] += 1000
-        for series in (often, normal(48), 3 * normal(64, seed=2), np.array([1e9]), np.full(20, 7.0), np.zeros(0)):
+        for series in (
+            often,
+            normal(48),
+            3 * normal(64, seed=2),
+            np.array([1e9]),
+            np.full(20, 7.0),
+            np.zeros(0),
+        ):
             assert (without_stalls(series, 1.0) == series).all()
 
 
@@ -274,5 +303,10 @@ class TestWorkload:
         excess, tokens = self.rows()
         unknown = tokens.copy()
         unknown[0, :60] = np.nan  # of most rows
-        for workload in (unknown, np.full_like(tokens, 7.0), 4096 + 400 * normal(4, 100, seed=5), -tokens):
+        for workload in (
+            unknown,
+            np.full_like(tokens, 7.0),
+            4096 + 400 * normal(4, 100, seed=5),
+            -tokens,
+        ):
             assert (without_workload(excess, workload, 48) == excess).all()

@@ -38,13 +38,24 @@ def table(steps: range, rank: int = 0, communication: float = 1.0, **more_ms: fl
 class TestPlace:
     @pytest.mark.parametrize(
         ("description", "name"),
-        [("mesh_tp", "tp"), ("mesh_dp_shard_cp", "dp_shard_cp"), ("default_pg", ""), ("undefined", ""), ("ep", "ep")],
+        [
+            ("mesh_tp", "tp"),
+            ("mesh_dp_shard_cp", "dp_shard_cp"),
+            ("default_pg", ""),
+            ("undefined", ""),
+            ("ep", "ep"),
+        ],
     )
-    def test_dimension_is_the_one_in_the_group_description(self, description: str, name: str) -> None:
+    def test_dimension_is_the_one_in_the_group_description(
+        self, description: str, name: str
+    ) -> None:
         assert dimension(description) == name
 
     def groups(self, **ranks: str) -> dict[str, Any]:
-        return {str(i): {"description": f"mesh_{name}", "ranks": text} for i, (name, text) in enumerate(ranks.items())}
+        return {
+            str(i): {"description": f"mesh_{name}", "ranks": text}
+            for i, (name, text) in enumerate(ranks.items())
+        }
 
     def who(self, rank: int, host: str) -> Identity:
         return identity_of(RunDirectory(Path("run")), rank, host=host)
@@ -59,11 +70,28 @@ class TestPlace:
         assert place.host == "node-1"
 
     def test_population_depends_on_modules_and_stage_only(self) -> None:
-        one = place_of(self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")).population
+        one = place_of(
+            self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")
+        ).population
 
-        assert one == place_of(self.who(1, host="node-1"), "one", self.groups(pp="1,9", tp="0-7")).population
-        assert one != place_of(self.who(8, host="node-0"), "one", self.groups(pp="0,8", tp="8-15")).population
-        assert one != place_of(self.who(0, host="node-0"), "other", self.groups(pp="0,8", tp="0-7")).population
+        assert (
+            one
+            == place_of(
+                self.who(1, host="node-1"), "one", self.groups(pp="1,9", tp="0-7")
+            ).population
+        )
+        assert (
+            one
+            != place_of(
+                self.who(8, host="node-0"), "one", self.groups(pp="0,8", tp="8-15")
+            ).population
+        )
+        assert (
+            one
+            != place_of(
+                self.who(0, host="node-0"), "other", self.groups(pp="0,8", tp="0-7")
+            ).population
+        )
 
     def test_model_digest_depends_on_module_names_and_not_on_their_order(self) -> None:
         assert model_digest(["a", "b"]) == model_digest(["b", "a"])
@@ -75,7 +103,9 @@ class TestNodeJudge:
         judge, sent = JobDetector(), []
         for first in range(0, 200, 25):
             for rank in range(4):
-                steps = table(range(first, first + 25), rank, backward=3.0 * (rank == 2 and first >= 100))
+                steps = table(
+                    range(first, first + 25), rank, backward=3.0 * (rank == 2 and first >= 100)
+                )
                 sent.append(judge.add_steps(rank, HERE, steps))
             judge.judge()
         (found,) = judge.judge(final=True).episodes
@@ -88,7 +118,10 @@ class TestNodeJudge:
     def test_short_steps_are_joined_to_wide_rows(self) -> None:
         """The remaining steps come with the rank's end."""
         judge = JobDetector()
-        rows = [judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6) for rank in range(2)]
+        rows = [
+            judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6)
+            for rank in range(2)
+        ]
         assert rows[0] is not None
         assert (rows[0].width, len(rows[0])) == (8, 7)
         last = judge.end(0)
@@ -101,7 +134,9 @@ class TestNodeJudge:
     def test_ended_rank_is_not_waited_for(self) -> None:
         judge = JobDetector()
         for rank in range(3):
-            judge.add_steps(rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1)))
+            judge.add_steps(
+                rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1))
+            )
         assert judge.judge().last_step == 39
         judge.end(0)
 
@@ -112,11 +147,16 @@ class TestNodeJudge:
         judge = JobDetector()
         for rank in range(4):
             stage = f"pp{rank // 2}"
-            judge.add_steps(rank, Placement("", stage), table(range(100), rank, forward=9.0 * (rank >= 2)))
+            judge.add_steps(
+                rank, Placement("", stage), table(range(100), rank, forward=9.0 * (rank >= 2))
+            )
         found = judge.judge(final=True)
 
         assert found.episodes == ()
-        assert [(each.population, each.ranks) for each in found.usual] == [("pp0", "0-1"), ("pp1", "2-3")]
+        assert [(each.population, each.ranks) for each in found.usual] == [
+            ("pp0", "0-1"),
+            ("pp1", "2-3"),
+        ]
 
     @pytest.mark.parametrize("early", [0, 3])
     def test_placement_is_final_after_the_first_rows(self, early: int) -> None:

@@ -7,7 +7,13 @@ import numpy as np
 from tests.analysis.statistics.test_device_steps import device, records
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, SILENT_AFTER_STEPS, UNDECIDED, JudgedSteps
+from torchlens_perf.verdicts.stragglers.judged_steps import (
+    DEVICE,
+    HOST,
+    SILENT_AFTER_STEPS,
+    UNDECIDED,
+    JudgedSteps,
+)
 
 
 def step(number: int, *, timed: int | None = None) -> np.ndarray:
@@ -21,7 +27,11 @@ def step(number: int, *, timed: int | None = None) -> np.ndarray:
 def judged(judge: JudgedSteps, made: np.ndarray, on_device: bool | None) -> list[tuple[int, int]]:
     """Return number and duration in ms of the newly known steps."""
     table = judge.add(made, assemble_steps(made), on_device=on_device)
-    return [] if table is None else list(zip(table.step.tolist(), (table.duration_ns // 10**6).tolist(), strict=True))
+    return (
+        []
+        if table is None
+        else list(zip(table.step.tolist(), (table.duration_ns // 10**6).tolist(), strict=True))
+    )
 
 
 def test_rank_on_the_cpu_is_judged_by_the_host_at_once() -> None:
@@ -33,7 +43,9 @@ def test_rank_on_the_cpu_is_judged_by_the_host_at_once() -> None:
 def test_rank_on_a_device_is_judged_by_the_device() -> None:
     """Host steps before the first device time are not used. Device times arrive late."""
     judge = JudgedSteps()
-    found = [judged(judge, step(n, timed=n - 2 if n >= 3 else None), on_device=True) for n in range(6)]
+    found = [
+        judged(judge, step(n, timed=n - 2 if n >= 3 else None), on_device=True) for n in range(6)
+    ]
 
     assert found == [[], [], [], [(1, 8)], [(2, 8)], [(3, 8)]]
     assert (judge.by, judge.rest()) == (DEVICE, None)

@@ -24,10 +24,21 @@ from torchlens_perf.verdicts.stragglers.merged_windows import (
 )
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
+from torchlens_perf.verdicts.words.stragglers import (
+    SlowRankContext,
+    no_straggler,
+    straggler_verdicts,
+)
 
 MS, STEPS = 1_000_000, 64
-USUAL_MS = {Row.FORWARD: 20, Row.RECOMPUTE: 0, Row.BACKWARD: 40, Row.OPTIMIZER: 5, Row.GAP: 1, Row.STALL: 4}
+USUAL_MS = {
+    Row.FORWARD: 20,
+    Row.RECOMPUTE: 0,
+    Row.BACKWARD: 40,
+    Row.OPTIMIZER: 5,
+    Row.GAP: 1,
+    Row.STALL: 4,
+}
 FIELDS = ("start_ns", "duration_ns", "flags", "value0", "value1", "nested_ns", "phase_ns")
 ALL = {rank: Placement("node-a", f"model{BY_DEVICE}") for rank in range(8)}
 NODE = {rank: ALL[rank] for rank in range(2)}
@@ -35,7 +46,13 @@ Slow = dict[int, dict[Row, float]]
 
 
 def window(
-    number: int, slow: Slow, *, ranks: int = 8, steps: int = STEPS, scale: float = 1.0, stall_ms: int = 4
+    number: int,
+    slow: Slow,
+    *,
+    ranks: int = 8,
+    steps: int = STEPS,
+    scale: float = 1.0,
+    stall_ms: int = 4,
 ) -> npt.NDArray[np.void]:
     """Return the records of a window, which was merged in the last of its 64 steps.
 
@@ -44,15 +61,33 @@ def window(
     usual = {row: round(scale * ms * MS) for row, ms in {**USUAL_MS, Row.STALL: stall_ms}.items()}
     usual[Row.WORK] = sum(usual.values()) - usual[Row.STALL]
     usual[Row.STEP] = usual[Row.WORK] + usual[Row.STALL]
-    excess = {rank: {**more, Row.WORK: sum(more.values()) - more.get(Row.STALL, 0)} for rank, more in slow.items()}
+    excess = {
+        rank: {**more, Row.WORK: sum(more.values()) - more.get(Row.STALL, 0)}
+        for rank, more in slow.items()
+    }
     made = []
     for row in Row:
         spread_ns = 0.01 * max(usual[row], 1)
-        of = {rank: round(more.get(row, 0) * MS) for rank, more in excess.items() if more.get(row, 0) > 0}
+        of = {
+            rank: round(more.get(row, 0) * MS)
+            for rank, more in excess.items()
+            if more.get(row, 0) > 0
+        }
         count = sum(ns >= STANDS_OUT * spread_ns for ns in of.values())
         for rank, ns in sorted(of.items(), key=lambda each: -each[1])[:8] or [(-1, 0)]:
             told = MergedRow(
-                ROW_NAMES[row], ranks * steps, 1, 1, 1, usual[row], 0, rank, ns / spread_ns, ns, int(row), count
+                ROW_NAMES[row],
+                ranks * steps,
+                1,
+                1,
+                1,
+                usual[row],
+                0,
+                rank,
+                ns / spread_ns,
+                ns,
+                int(row),
+                count,
             )
             record = np.zeros(1, record_dtype())
             record["kind"], record["step"] = Kind.MERGED, (number + 1) * STEPS - 1
@@ -82,10 +117,22 @@ def test_rank_is_named_after_three_slow_windows() -> None:
     assert windows.episodes() == []
     windows.add(window(4, FORWARD), 8)
     (found,) = windows.episodes()
-    assert (found.rank, found.phase, found.by_windows, found.from_start) == (3, "forward", True, False)
-    assert (found.since_step, found.named_step, found.last_step, found.until_step) == (128, 319, 319, None)
+    assert (found.rank, found.phase, found.by_windows, found.from_start) == (
+        3,
+        "forward",
+        True,
+        False,
+    )
+    assert (found.since_step, found.named_step, found.last_step, found.until_step) == (
+        128,
+        319,
+        319,
+        None,
+    )
     assert found.excess_ns == found.cost_ns == found.phase_excess_ns == pytest.approx(9 * MS)
-    assert (found.others_work_ns, found.work_ns, found.step_ns) == pytest.approx((66 * MS, 75 * MS, 70 * MS))
+    assert (found.others_work_ns, found.work_ns, found.step_ns) == pytest.approx(
+        (66 * MS, 75 * MS, 70 * MS)
+    )
     windows.add(window(5, CLEAN), 8)
     assert windows.episodes()[0].until_step is None
     windows.add(window(6, CLEAN), 8)
@@ -106,8 +153,10 @@ def test_rank_is_named_after_three_slow_windows() -> None:
 def test_episode_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
-    named = with_groups(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
-    ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), named)
+    named = with_groups(
+        dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {}
+    )
+    (verdict,), _ = straggler_verdicts(SlowRankContext([], "cuda", None), named)
     assert "Rank 2 is slow" in verdict.sentence
     assert "Found in statistics merged on devices" in verdict.sentence
     assert "By host time" not in verdict.sentence
@@ -116,9 +165,13 @@ def test_episode_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
 def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
     both: Slow = {3: {Row.FORWARD: 9}, 6: {Row.FORWARD: 14}}
     found = {each.rank: each for each in seen(*[both] * 3).episodes()}
-    assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx({3: 9, 6: 14})
+    assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx(
+        {3: 9, 6: 14}
+    )
     assert {rank: each.cost_ns / MS for rank, each in found.items()} == pytest.approx({3: 0, 6: 5})
-    assert [each.shared_cost_ns for each in found.values()] == pytest.approx([14 * MS] * 2), "together"
+    assert [each.shared_cost_ns for each in found.values()] == pytest.approx([14 * MS] * 2), (
+        "together"
+    )
     assert [each.shared_cost_ns for each in seen(*[FORWARD] * 3).episodes()] == [None]
 
 
@@ -129,7 +182,10 @@ def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
         pytest.param(seen(*[FORWARD, FORWARD, CLEAN] * 4), id="it comes and goes"),
         pytest.param(seen(*[{3: {Row.FORWARD: 2}}] * 9), id="within what ranks differ"),
         pytest.param(seen(*[{3: {Row.FORWARD: 4}}] * 9, stall_ms=200), id="not worth naming"),
-        pytest.param(seen(*[{rank: {Row.FORWARD: 9.0} for rank in range(3)}] * 9), id="many stand out: other work"),
+        pytest.param(
+            seen(*[{rank: {Row.FORWARD: 9.0} for rank in range(3)}] * 9),
+            id="many stand out: other work",
+        ),
         pytest.param(seen(*[FORWARD] * 9, steps=8), id="too few steps are known"),
         pytest.param(seen(*[{3: {Row.FORWARD: 0.05}}] * 9, scale=0.01), id="for too short a time"),
         pytest.param(seen(*[{0: {Row.STALL: 9}}] * 9), id="it waits for others"),
@@ -148,11 +204,15 @@ def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
 def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     """The detector's own findings stay unchanged."""
     own = episode(rank=1)
-    found = combined_with_windows(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
+    found = combined_with_windows(
+        judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE
+    )
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
     assert found.episodes[0] == own
     assert (found.compared, found.unconfirmed) == (8, ())
-    clean = combined_with_windows(dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {})
+    clean = combined_with_windows(
+        dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {}
+    )
     assert (clean.episodes, clean.compared, clean.rows) == ((), 8, 3)
     assert clean.detectable_ns == pytest.approx(5 * 0.66 * MS)
     few = judged(ranks=2)
@@ -170,7 +230,10 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     facts: Any = {"steps": {"count": 200}, "run": run}
     verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
     assert verdict.confidence == quiet.confidence / 2
-    assert "do not confirm this, but show rank 3 (+9.00 ms a step, in the forward pass)" in verdict.sentence
+    assert (
+        "do not confirm this, but show rank 3 (+9.00 ms a step, in the forward pass)"
+        in verdict.sentence
+    )
     too_little = judged(ranks=8, detectable_ns=20 * MS)
     assert combined_with_windows(too_little, seen(*[FORWARD] * 3), ALL) == too_little, (
         "the judge could not have seen it yet"
@@ -187,7 +250,10 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
     undisputed = without_windows(found)
     (before,), _ = straggler_verdicts(context, with_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
-    assert "do not confirm it, but show rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.sentence
+    assert (
+        "do not confirm it, but show rank 3 (+9.00 ms a step, in the forward pass). Next: "
+        in verdict.sentence
+    )
     for other in (
         episode(rank=6, since=150),  # fewer than three windows since
         episode(rank=6, since=0, slow_share=0.4),
@@ -196,7 +262,10 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
         episode(rank=6, since=0, until=200),
         episode(rank=3, since=0),
     ):
-        assert not any(each.disputed for each in combined_with_windows(judged(other, ranks=8), windows, ALL).episodes)
+        assert not any(
+            each.disputed
+            for each in combined_with_windows(judged(other, ranks=8), windows, ALL).episodes
+        )
     by_host = {rank: Placement("node-a", "model") for rank in range(8)}
     on_host = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
     assert not on_host.episodes[0].disputed, "what the hosts did is another question"
@@ -217,7 +286,9 @@ def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Plac
 def test_restarted_sidecar_drops_episodes_from_windows() -> None:
     """They are found again, or not, but never stay open."""
     found = combined_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
-    assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [1]
+    assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [
+        1
+    ]
 
 
 def test_rank_outside_of_a_full_window_is_neither_disputed_nor_over() -> None:
@@ -225,9 +296,16 @@ def test_rank_outside_of_a_full_window_is_neither_disputed_nor_over() -> None:
     ranks = 64
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
     slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}
-    judged_episodes = [episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)]
-    found = combined_with_windows(judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places)
-    overtaken: Slow = {11: {Row.FORWARD: 20}, **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)}}
+    judged_episodes = [
+        episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)
+    ]
+    found = combined_with_windows(
+        judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places
+    )
+    overtaken: Slow = {
+        11: {Row.FORWARD: 20},
+        **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)},
+    }
     windows = seen(*[{11: {Row.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
 
     assert [each.rank for each in found.episodes if each.disputed] == []

@@ -25,7 +25,10 @@ def parts(**ms: float) -> np.ndarray:
 def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float]) -> np.ndarray:
     """Return the own time of two ranks in a forward pass, for which rank 0 waits in a
     collective."""
-    lines = [np.concatenate([parts(forward=ms) for ms in of_ranks]) for of_ranks in (device_ms, issue_ms, lag_ms)]
+    lines = [
+        np.concatenate([parts(forward=ms) for ms in of_ranks])
+        for of_ranks in (device_ms, issue_ms, lag_ms)
+    ]
     own_ns, _ = own_time(Lines(*lines), Lines(*(each[1] for each in lines)))
     own_ms: np.ndarray = own_ns.sum(axis=2)[:, 0] / MS
     return own_ms
@@ -43,17 +46,23 @@ def test_launch_bound_ranks_have_equal_own_times() -> None:
 
     The device of rank 0 is in a stall meanwhile.
     """
-    np.testing.assert_allclose(forward_ms([0.5, 8.0], issue_ms=[8.0, 8.0], lag_ms=[7.5, 0.0]), [8.0, 8.0])
+    np.testing.assert_allclose(
+        forward_ms([0.5, 8.0], issue_ms=[8.0, 8.0], lag_ms=[7.5, 0.0]), [8.0, 8.0]
+    )
 
 
 def test_slow_host_costs_what_it_is_slower_by() -> None:
-    np.testing.assert_allclose(np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4])
+    np.testing.assert_allclose(
+        np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4]
+    )
 
 
 def test_host_time_hidden_by_a_lagging_device_is_not_counted() -> None:
     """The device of the slow rank lags by more than its host needs, so device times are
     compared."""
-    np.testing.assert_allclose(forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0])
+    np.testing.assert_allclose(
+        forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0]
+    )
 
 
 def test_kernels_after_host_code_add_to_own_time() -> None:
@@ -63,9 +72,15 @@ def test_kernels_after_host_code_add_to_own_time() -> None:
     """
     device_ms = [8.0, 19.0]
 
-    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[11.0, 0.0]), [19.0, 19.0])
-    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[13.0, 15.0], lag_ms=[11.0, 0.0]), [17.0, 19.0])
-    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[0.0, 0.0]), [15.0, 19.0])
+    np.testing.assert_allclose(
+        forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[11.0, 0.0]), [19.0, 19.0]
+    )
+    np.testing.assert_allclose(
+        forward_ms(device_ms, issue_ms=[13.0, 15.0], lag_ms=[11.0, 0.0]), [17.0, 19.0]
+    )
+    np.testing.assert_allclose(
+        forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[0.0, 0.0]), [15.0, 19.0]
+    )
 
 
 def test_lag_hides_a_part_of_the_hosts_time() -> None:
@@ -96,7 +111,12 @@ def launch_bound(job: Job) -> BinBatch:
     wait_ns = block.duration_ns - device_ns.sum(axis=2)
     lag_ns = np.where(is_last[:, :, None], 0.0, hosts_ns)
     return dataclasses.replace(
-        block, parts_ns=device_ns, issue_ns=hosts_ns, lag_ns=lag_ns, wait_ns=wait_ns, issue_ready_ns=0 * wait_ns
+        block,
+        parts_ns=device_ns,
+        issue_ns=hosts_ns,
+        lag_ns=lag_ns,
+        wait_ns=wait_ns,
+        issue_ready_ns=0 * wait_ns,
     )
 
 
@@ -115,7 +135,9 @@ def test_no_rank_is_named_in_a_healthy_launch_bound_job(ahead: int) -> None:
     job = Job.of(2, 120, noise=0.001)
     job.parts_ns[1 - ahead] *= 1.01
     block = launch_bound(job)
-    by_devices = judged(dataclasses.replace(block, issue_ns=block.issue_ns * 0, lag_ns=block.lag_ns * 0))
+    by_devices = judged(
+        dataclasses.replace(block, issue_ns=block.issue_ns * 0, lag_ns=block.lag_ns * 0)
+    )
 
     assert judged(block).episodes == ()
     assert by_devices.episodes[0].rank == 1 - ahead
@@ -124,7 +146,9 @@ def test_no_rank_is_named_in_a_healthy_launch_bound_job(ahead: int) -> None:
 
 def test_cost_of_a_slow_host_is_the_difference() -> None:
     """The slow host takes 30 ms more of 200 ms, in the forward pass."""
-    (episode,) = judged(launch_bound(Job.of(2, 120, noise=0.001).slow(1, 30, "forward", slice(40, None)))).episodes
+    (episode,) = judged(
+        launch_bound(Job.of(2, 120, noise=0.001).slow(1, 30, "forward", slice(40, None)))
+    ).episodes
 
     assert (episode.rank, episode.phase, episode.by_host) == (1, "forward", True)
     assert episode.since_step == pytest.approx(40, abs=2)

@@ -19,7 +19,9 @@ from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 USUAL = (Usual("same", "0-7", 60e6, 40e6),)
 
 
-def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1) -> Iterator[tuple[int, Findings]]:
+def looks(
+    fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1
+) -> Iterator[tuple[int, Findings]]:
     """Yield the findings after every four steps. At step `restart` another sidecar takes over."""
     judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
@@ -45,7 +47,9 @@ def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.
 def test_rank_that_stays_slow_has_one_open_episode(fault: str, seed: int) -> None:
     """Also while the new detector has too few rows to name a slightly or intermittently slow
     rank."""
-    seen = [(step, found.episodes) for step, found in looks(fault, 320, 200, seed, 0.2) if step >= 200]
+    seen = [
+        (step, found.episodes) for step, found in looks(fault, 320, 200, seed, 0.2) if step >= 200
+    ]
 
     assert {len(episodes) for _, episodes in seen} == {1}
     assert len({episode.key for _, (episode,) in seen}) == 1
@@ -59,7 +63,11 @@ def test_slowness_over_a_restart_is_one_episode(until: int, noise: float) -> Non
     """The episode keeps its first step and key, and is not reopened after its end."""
     seen = list(looks(f"constant:rank=3,share=0.1,since=100,until={until}", 400, 200, noise=noise))
     (before,) = next(found.episodes for step, found in seen if step == 200)
-    over = [found.episodes for _, found in seen if any(each.until_step is not None for each in found.episodes)]
+    over = [
+        found.episodes
+        for _, found in seen
+        if any(each.until_step is not None for each in found.episodes)
+    ]
 
     assert {len(found.episodes) for _, found in seen} == {0, 1}
     assert {(each.key, each.since_step) for (each,) in over} == {(before.key, before.since_step)}
@@ -79,7 +87,11 @@ def test_episode_ends_if_it_would_have_been_named_again() -> None:
         {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # its steps were not compared
         {"rows": 0, "compared": 0, "detectable_ns": None},
     ):
-        (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**{**enough, **changed})).episodes
+        (left,) = (
+            EarlierEpisodes(findings(episode()))
+            .merged_with(findings(**{**enough, **changed}))
+            .episodes
+        )
         assert left.until_step is None, changed
     (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**enough)).episodes
     assert left.until_step == left.last_step + 1 == 151
@@ -89,7 +101,9 @@ def test_episode_ends_if_it_would_have_been_named_again() -> None:
     ("changed", "rows", "last_step"),
     [({"phase": "cpu"}, 95, 320), ({"slow_share": 0.25}, 80, 320), ({"z_score": 6.0}, 96, 280)],
 )
-def test_episode_that_takes_longer_to_name_ends_later(changed: dict[str, Any], rows: int, last_step: int) -> None:
+def test_episode_that_takes_longer_to_name_ends_later(
+    changed: dict[str, Any], rows: int, last_step: int
+) -> None:
     """Lack of a CPU, intermittent slowness, and a low score."""
     for seen, until in (((rows, last_step), None), ((96, 320), 151)):
         now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
@@ -101,7 +115,9 @@ def test_episode_below_the_detectable_excess_stays_open() -> None:
     earlier = findings(episode(excess_ns=2e6))
     ends = [
         EarlierEpisodes(earlier)
-        .merged_with(replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns))
+        .merged_with(
+            replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns)
+        )
         .episodes[0]
         .until_step
         for detectable_ns in (None, 2.1e6, 1.9e6)
@@ -124,12 +140,16 @@ def test_slowness_in_the_first_rows_after_a_restart_continues_the_episode() -> N
     goes_on = EarlierEpisodes(findings(episode()))
     (left,) = goes_on.merged_with(findings(usual=USUAL, rows=12, last_step=920)).episodes
     assert left.until_step is None
-    (same,) = goes_on.merged_with(findings(episode(since=911), usual=USUAL, rows=16, last_step=924)).episodes
+    (same,) = goes_on.merged_with(
+        findings(episode(since=911), usual=USUAL, rows=16, last_step=924)
+    ).episodes
     assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)
 
 
 def test_ended_episodes_are_kept_after_open_ones() -> None:
     over = episode(5, until=160, cost_ns=90e6)
-    found = EarlierEpisodes(findings(over, episode())).merged_with(findings(episode(since=155), usual=USUAL))
+    found = EarlierEpisodes(findings(over, episode())).merged_with(
+        findings(episode(since=155), usual=USUAL)
+    )
     assert [(each.rank, each.key) for each in found.episodes] == [(3, (3, 112)), (5, (5, 112))]
     assert found.episodes[1] == over

@@ -16,9 +16,16 @@ from tests.support.planted import Job, part_of, wider
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.population import Population
-from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch, SlidingWindow, judged_rows
+from torchlens_perf.verdicts.stragglers.window import (
+    LATE_ROWS,
+    BinBatch,
+    SlidingWindow,
+    judged_rows,
+)
 
-FIELDS = [field.name for field in dataclasses.fields(BinBatch) if field.name not in ("width", "ranks")]
+FIELDS = [
+    field.name for field in dataclasses.fields(BinBatch) if field.name not in ("width", "ranks")
+]
 
 
 def filled(job: Job, width: int = 1) -> SlidingWindow:
@@ -67,7 +74,9 @@ def test_window_keeps_the_newest_rows() -> None:
     for window in (once, pieces):
         keys, _ = window.comparable(0, 1000)
         assert keys.tolist() == list(range(1000 - judged_rows(2), 1000))
-        np.testing.assert_allclose(window.excess_ns[:, keys % window.columns], excess_of(job, keys), atol=20)
+        np.testing.assert_allclose(
+            window.excess_ns[:, keys % window.columns], excess_of(job, keys), atol=20
+        )
 
 
 def test_row_missing_on_one_rank_is_not_comparable() -> None:
@@ -77,7 +86,11 @@ def test_row_missing_on_one_rank_is_not_comparable() -> None:
     job.flags[2, 6] = Flag.COLLECTED
     window = SlidingWindow(np.arange(3), 1)
     block = job.block()
-    window.put(dataclasses.replace(block, key=np.where((block.key == 9) & (block.ranks[:, None] == 2), -1, block.key)))
+    window.put(
+        dataclasses.replace(
+            block, key=np.where((block.key == 9) & (block.ranks[:, None] == 2), -1, block.key)
+        )
+    )
 
     assert set(range(20)) - set(window.comparable(0, 20)[0].tolist()) == {5, 9}
 
@@ -133,7 +146,9 @@ class TestLate:
         window.put(job.block([0, 1]))
         keys, present = window.comparable(0, 100)
         assert present.tolist() == [0, 1]
-        np.testing.assert_allclose(window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20)
+        np.testing.assert_allclose(
+            window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20
+        )
         window.put(job.block([2]))
         keys, present = window.comparable(0, 100)
 
@@ -150,7 +165,9 @@ class TestLate:
         window.put(job.block([1], slice(0, 40)))
         keys, _ = window.comparable(0, 50)
 
-        np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20)
+        np.testing.assert_allclose(
+            window.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20
+        )
 
     def test_rows_missing_on_a_returned_rank_are_not_comparable(self) -> None:
         job = Job.of(3, 200)
@@ -174,7 +191,9 @@ class TestLate:
         keys, present = window.comparable(0, 100)
 
         assert (len(keys), present.tolist()) == (100, [0, 1])
-        np.testing.assert_allclose(window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20)
+        np.testing.assert_allclose(
+            window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20
+        )
 
 
 class TestNarrowRows:
@@ -195,7 +214,9 @@ class TestNarrowRows:
         for rank in (0, 1):
             expected = wider(job.rows_of(rank), 4)
             np.testing.assert_allclose(window.parts_ns[rank, keys], expected.work_ns, rtol=1e-6)
-            np.testing.assert_allclose(window.duration_ns[rank, keys], expected.duration_ns, rtol=1e-6)
+            np.testing.assert_allclose(
+                window.duration_ns[rank, keys], expected.duration_ns, rtol=1e-6
+            )
             assert window.flags[rank, keys].tolist() == expected.flags.tolist()
             assert np.isnan(window.ready_ns[rank, keys]).all()
 
@@ -214,7 +235,9 @@ class TestNarrowRows:
         window = SlidingWindow(np.arange(2), 4)
         for first in range(0, 16, 2):
             window.put(job.block([0], slice(first, first + 2)))
-            window.put(BinBatch.of(1, part_of(wider(job.rows_of(1), 2), first // 2, first // 2 + 1)))
+            window.put(
+                BinBatch.of(1, part_of(wider(job.rows_of(1), 2), first // 2, first // 2 + 1))
+            )
         grown = window.with_ranks(np.arange(3))
 
         assert window.comparable(0, 4)[0].tolist() == [0, 1, 2, 3]
@@ -233,7 +256,10 @@ class TestNarrowRows:
 
         for name in ("key", "flags", "duration_ns", "own_ns", "newest"):
             np.testing.assert_array_equal(getattr(twice, name), getattr(once, name), name)
-        assert twice.comparable(0, 64 // width)[0].tolist() == once.comparable(0, 64 // width)[0].tolist()
+        assert (
+            twice.comparable(0, 64 // width)[0].tolist()
+            == once.comparable(0, 64 // width)[0].tolist()
+        )
         np.testing.assert_array_equal(twice.excess_ns, once.excess_ns)
 
     def test_narrow_rows_are_kept_when_ranks_are_added(self) -> None:

@@ -45,7 +45,9 @@ def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any)
     its forward part."""
     statistics = RankStatistics()
     statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
-    identity = Identity("r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {})
+    identity = Identity(
+        "r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {}
+    )
     return ProcessState(identity, Anchor(0, 0, 0), statistics, ended="closed", **changed)
 
 
@@ -79,7 +81,9 @@ def holds_typical(shown: Shown) -> str:
     step_s = seconds(*step.groups())
     assert step_s == pytest.approx(shown.mean("step"), rel=2 * ROUNDING)
     named_s = 0.0
-    for words, percent, number, unit in re.findall(rf"(?:^|; )([^;]*?)(?: takes)? {NUMBER}% \({DURATION}\)", sentence):
+    for words, percent, number, unit in re.findall(
+        rf"(?:^|; )([^;]*?)(?: takes)? {NUMBER}% \({DURATION}\)", sentence
+    ):
         part_s = seconds(number, unit)
         named_s += part_s
         assert float(percent) / 100 == pytest.approx(part_s / step_s, abs=0.011), sentence
@@ -100,10 +104,15 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
     """Check a sentence on long steps: their number, time each, total time, and share of all steps'
     time."""
     steps = report["steps"]
-    each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence))
+    each, total = (
+        seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence)
+    )
     share = re.search(rf"{NUMBER}% of all step time", sentence)
     assert share is not None
-    regular, some = re.match(r"One step in (\d+) ", sentence), re.match(r"(\d+) of (\d+) steps", sentence)
+    regular, some = (
+        re.match(r"One step in (\d+) ", sentence),
+        re.match(r"(\d+) of (\d+) steps", sentence),
+    )
     if some is not None:
         assert int(some[2]) == steps["count"]
         assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
@@ -117,13 +126,21 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
 def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
     """Return steps with random parts and noise, and sometimes other work, at random or
     regularly."""
-    usual = dict(zip(("data", "forward", "backward", "optimizer", "host"), rng.exponential(size=5) * 10, strict=True))
+    usual = dict(
+        zip(
+            ("data", "forward", "backward", "optimizer", "host"),
+            rng.exponential(size=5) * 10,
+            strict=True,
+        )
+    )
     if ranks > 1:
         usual["communication"] = float(rng.exponential() * 10)
     noise, lack = rng.choice([0.0, 0.02, 0.1]), rng.choice([None, 0.0, 20.0], p=[0.5, 0.2, 0.3])
 
     def step() -> dict[str, Any]:
-        return {part: value * np.exp(noise * rng.standard_normal()) for part, value in usual.items()}
+        return {
+            part: value * np.exp(noise * rng.standard_normal()) for part, value in usual.items()
+        }
 
     loops = [[step() for _ in range(count)] for _ in range(ranks)]
     if lack is not None:
@@ -135,7 +152,11 @@ def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[
         flag = int(rng.choice([0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED]))
         every, begin = int(rng.integers(7, 40)), int(rng.integers(4, 20))
         regular = rng.random() < 0.5
-        where = range(begin, count, every) if regular else rng.choice(np.arange(4, count), 3, replace=False).tolist()
+        where = (
+            range(begin, count, every)
+            if regular
+            else rng.choice(np.arange(4, count), 3, replace=False).tolist()
+        )
         for number in where:
             for loop in loops:
                 loop[number][part] += more
@@ -178,10 +199,16 @@ def test_limit_is_the_largest_wait_if_it_is_large_enough(seed: int) -> None:
     computing = sum(mean[part] for part in ("forward", "backward", "optimizer"))
     words, most = max(waits.items(), key=lambda item: item[1])
     close = any(
-        abs(most - other) < 0.03 * step_ms for other in (0.25 * step_ms, computing, *waits.values()) if other != most
+        abs(most - other) < 0.03 * step_ms
+        for other in (0.25 * step_ms, computing, *waits.values())
+        if other != most
     )
     if not close:
-        assert found == words if most >= min(0.25 * step_ms, computing) else found.startswith("Computing")
+        assert (
+            found == words
+            if most >= min(0.25 * step_ms, computing)
+            else found.startswith("Computing")
+        )
 
 
 def duration_ms(step: dict[str, Any]) -> float:
@@ -199,13 +226,14 @@ def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
     long, typical = report_on(loop)["verdicts"]
 
     assert long["kind"] == "long_steps"
-    assert long["text"] == (
-        "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in total, 53% of all step "
-        "time. Next: evaluate less often, or on fewer batches."
+    assert (
+        long["text"]
+        == "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in"
+        " total, 53% of all step time. Next: evaluate less often, or on fewer batches."
     )
     assert typical["text"].startswith(
-        "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms) takes 88% (14.0 ms) of "
-        "a typical step of 16.0 ms. Next: "
+        "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms)"
+        " takes 88% (14.0 ms) of a typical step of 16.0 ms. Next: "
     )
 
 
@@ -229,7 +257,10 @@ class TestKindsOfSteps:
         )
 
         assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
-        assert outliers(report) == ({"unknown cause": 55}, "45 of 103 steps are typical, 3 are warm-up.")
+        assert outliers(report) == (
+            {"unknown cause": 55},
+            "45 of 103 steps are typical, 3 are warm-up.",
+        )
 
     def test_shorter_steps_are_named_without_a_verdict(self) -> None:
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
@@ -253,8 +284,10 @@ class TestKindsOfSteps:
         [
             (
                 "backward",
-                "find out what only one step in 2 does (steps 95, 97, 99, 101): another backward pass, another "
-                "optimizer, a larger batch, longer sequences.",
+                (
+                    "find out what only one step in 2 does (steps 95, 97, 99, 101): another"
+                    " backward pass, another optimizer, a larger batch, longer sequences."
+                ),
             ),
             ("host", "see what the loop does at steps 95, 97, 99, 101"),
         ],
@@ -288,7 +321,9 @@ class TestKindsOfSteps:
 
     def test_one_or_two_steps_are_no_kind(self) -> None:
         loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
-        assert "kinds of steps" not in " ".join(each["text"] for each in report_on(loop)["verdicts"])
+        assert "kinds of steps" not in " ".join(
+            each["text"] for each in report_on(loop)["verdicts"]
+        )
 
     @pytest.mark.parametrize(("typical", "named"), [(1, False), (4, False), (5, True)])
     def test_few_steps_do_not_show_what_is_usual(self, typical: int, named: bool) -> None:
@@ -302,8 +337,13 @@ class TestKindsOfSteps:
         loops = random_steps(rng, int(rng.integers(40, 300)), 1)
         steps = report_on(*loops)["steps"]
         others = [*steps["long"], *steps["short"]]
-        assert steps["warm_up"] + steps["alike"] + sum(each["count"] for each in others) == steps["count"]
-        time_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
+        assert (
+            steps["warm_up"] + steps["alike"] + sum(each["count"] for each in others)
+            == steps["count"]
+        )
+        time_s = steps["alike"] * steps["alike_mean_s"] + sum(
+            each["count"] * each["mean_s"] for each in others
+        )
         assert time_s == pytest.approx(steps["total_s"])
 
 
@@ -311,28 +351,41 @@ class TestLongStepsAndCpus:
     """Irregular long steps that may only have waited for a CPU."""
 
     @staticmethod
-    def text(usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any) -> str:
+    def text(
+        usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any
+    ) -> str:
         loop = [{**usual, **longer} if step in steps else dict(usual) for step in range(200)]
         texts = [each["text"] for each in report_on(loop, **changed)["verdicts"]]
         return next(str(text) for text in texts if "longer on" in text or "longer (" in text)
 
-    @pytest.mark.parametrize(("part", "where"), [("backward", "the backward pass"), ("host", "host code")])
+    @pytest.mark.parametrize(
+        ("part", "where"), [("backward", "the backward pass"), ("host", "host code")]
+    )
     def test_sentence_mentions_that_waits_are_not_measured(self, part: str, where: str) -> None:
         text = self.text(BASE, {part: 60.0}, [20, 53, 60, 97, 131])
         assert f"(most of it in {where}" in text
         assert "; whether they waited for a CPU is not measured)" in text
         assert "batch size" not in text
-        assert text.endswith("Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs busy.")
+        assert text.endswith(
+            "Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs"
+            " busy."
+        )
 
     def test_sentence_on_one_step_mentions_that_its_wait_is_not_measured(self) -> None:
         text = self.text(BASE, {"backward": 600.0}, [53])
-        assert "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
-        assert text.endswith("Next: see what the loop does at step 53, and what else kept the CPUs busy.")
+        assert (
+            "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
+        )
+        assert text.endswith(
+            "Next: see what the loop does at step 53, and what else kept the CPUs busy."
+        )
 
     def test_sampled_lack_of_cpus_is_mentioned(self) -> None:
         text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
         assert "(most of it in the backward pass, while there are too few CPUs)" in text
-        assert text.endswith("Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs.")
+        assert text.endswith(
+            "Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs."
+        )
 
     def test_equal_lack_of_cpu_in_all_steps_is_mentioned(self) -> None:
         """The longer steps lack a CPU for no longer than the others."""
@@ -347,19 +400,27 @@ class TestLongStepsAndCpus:
 
 def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
     loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
-    (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
+    (text,) = [
+        each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"
+    ]
     assert text.endswith(
-        "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange data, or one rank does "
-        "other work."
+        "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange"
+        " data, or one rank does other work."
     )
 
 
 def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
     """Some of these steps are of another class on a busy machine."""
-    loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4} for step in range(100)]
-    (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
+    loop = [
+        {**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4}
+        for step in range(100)
+    ]
+    (text,) = [
+        each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"
+    ]
     assert text.endswith(
-        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank does other work."
+        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank"
+        " does other work."
     )
 
 
@@ -368,9 +429,13 @@ def test_very_long_step_has_a_verdict_of_its_own() -> None:
     loop = [{**BASE, "communication": 1.0} for _ in range(319)]
     loop[130] = {**BASE, "communication": 60.0}
     loop[300] = {**BASE, "communication": 45_000.0}
-    sentences = [each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]]
+    sentences = [
+        each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]
+    ]
     (long,) = [text for text in sentences if " longer" in text]
-    assert long.startswith("1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in total")
+    assert long.startswith(
+        "1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in total"
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,12 +444,18 @@ def test_very_long_step_has_a_verdict_of_its_own() -> None:
         ("host", "look at what the loop does between these passes."),
         ("forward", "make fewer of these passes, or use larger batches in them."),
         ("data", "look at how these passes get their data."),
-        ("communication", "find the rank that does other work in these steps while the others wait."),
+        (
+            "communication",
+            "find the rank that does other work in these steps while the others wait.",
+        ),
     ],
 )
 def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
     """They may be rollouts or sampling. The advice fits all of them."""
-    loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
+    loop = [
+        {**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE)
+        for step in range(160)
+    ]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
     assert "(forward passes without gradients: evaluation, rollouts or sampling" in long["text"]
     assert ("sampling, mostly " in long["text"]) is (part != "forward"), (
@@ -400,7 +471,11 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
     """
     lengths = {40: 10.0, 80: 10.0, 120: 60.0, 160: 120.0}
     loop = [
-        {**BASE, "forward": 4.0 + lengths.get(step, 0.0), "flags": Flag.EVALUATION * (step in lengths)}
+        {
+            **BASE,
+            "forward": 4.0 + lengths.get(step, 0.0),
+            "flags": Flag.EVALUATION * (step in lengths),
+        }
         for step in range(200)
     ]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
@@ -426,16 +501,25 @@ def test_sentence_notes_if_long_steps_differ_between_ranks() -> None:
             ranks[rank][number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
 
     (long,) = [each for each in report_on(*ranks)["verdicts"] if each["kind"] == "long_steps"]
-    assert long["text"].startswith("2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer ")
+    assert long["text"].startswith(
+        "2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer "
+    )
 
 
 def test_step_with_a_request_to_this_tool_is_attributed_to_it() -> None:
     """w.step_table() imported a library, which triggered the garbage collector."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
-    (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
+    (said,) = (
+        text
+        for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences
+        if "longer" in text
+    )
 
     assert "takes 900 ms longer (this tool)" in said
-    assert "Next: if the loop requests results (w.summary(), w.step_table(), a display), do so less often" in said
+    assert (
+        "Next: if the loop requests results (w.summary(), w.step_table(), a display), do so less"
+        " often" in said
+    )
     assert "garbage" not in said
 
 
@@ -445,7 +529,8 @@ def test_lack_of_cpu_in_half_of_the_time_is_the_limit() -> None:
 
     assert verdicts[0]["kind"] == "lack_of_cpu"
     assert verdicts[0]["text"].startswith(
-        "Waiting for a CPU takes 50% (16.0 ms) of a typical step of 32.0 ms; computing 44% (14.0 ms). Next: see what "
+        "Waiting for a CPU takes 50% (16.0 ms) of a typical step of 32.0 ms; computing 44% (14.0"
+        " ms). Next: see what "
     )
 
 
@@ -454,7 +539,9 @@ def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
 
-    assert verdict["text"].startswith("Waiting for a CPU takes 60% of the time, according to one-second samples")
+    assert verdict["text"].startswith(
+        "Waiting for a CPU takes 60% of the time, according to one-second samples"
+    )
     assert quiet["kind"] == "compute_bound"
 
 
@@ -469,7 +556,9 @@ def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
         ({"communication": 9.0}, "communication_bound", "buckets"),
     ],
 )
-def test_advice_is_about_the_limit_or_the_largest_wait(parts: dict[str, float], kind: str, next_words: str) -> None:
+def test_advice_is_about_the_limit_or_the_largest_wait(
+    parts: dict[str, float], kind: str, next_words: str
+) -> None:
     verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
     assert verdict["kind"] == kind
     assert next_words in verdict["text"].partition(" Next: ")[2]
@@ -477,14 +566,20 @@ def test_advice_is_about_the_limit_or_the_largest_wait(parts: dict[str, float], 
 
 class TestOtherThreads:
     @staticmethod
-    def report(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+    def report(
+        parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any
+    ) -> dict[str, Any]:
         """Return a report on steps of these parts, with time of other threads by phase."""
         state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
         steps = state.statistics.step.count
-        state.statistics.other_threads_ns = {phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()}
+        state.statistics.other_threads_ns = {
+            phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()
+        }
         return checked(build("r", [NodeState("h", {state.identity.key: state})]))
 
-    def verdict(self, parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+    def verdict(
+        self, parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any
+    ) -> dict[str, Any]:
         verdict: dict[str, Any] = self.report(parts, elsewhere_ms, **changed)["verdicts"][-1]
         return verdict
 
@@ -496,7 +591,10 @@ class TestOtherThreads:
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
         assert "30.0 ms a step" in verdict["text"]
         assert "spends 73% (40.0 ms) of a step outside its own phases" in verdict["text"]
-        assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (phase != "data", phase == "data")
+        assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (
+            phase != "data",
+            phase == "data",
+        )
         assert "Host code" not in verdict["text"]
         assert "logging" not in verdict["text"]
         assert verdict["evidence"].other_threads_s == {phase: pytest.approx(0.03)}
@@ -512,8 +610,12 @@ class TestOtherThreads:
         """Work on other threads only explains time outside of the phases."""
         assert self.verdict(parts, elsewhere_ms)["kind"] == kind
 
-    @pytest.mark.parametrize(("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)])
-    def test_work_on_other_threads_is_always_in_a_note(self, elsewhere_ms: dict[str, float], noted: bool) -> None:
+    @pytest.mark.parametrize(
+        ("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)]
+    )
+    def test_work_on_other_threads_is_always_in_a_note(
+        self, elsewhere_ms: dict[str, float], noted: bool
+    ) -> None:
         """Also if the verdict is about something else."""
         notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
 
@@ -527,38 +629,48 @@ class TestWaitsInCommunication:
     @staticmethod
     def text(*waits_ms: float) -> str:
         ranks = [[{**BASE, "communication": wait_ms} for _ in range(60)] for wait_ms in waits_ms]
-        (verdict,) = (each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound")
+        (verdict,) = (
+            each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound"
+        )
         return str(verdict["text"])
 
     def test_equal_communication_waits_of_ranks_have_a_note_on_slow_links(self) -> None:
-        assert ". All ranks wait about equally long. A slow link of one rank would look the same. Next:" in self.text(
-            30.0, 33.0
+        assert (
+            ". All ranks wait about equally long. A slow link of one rank would look the same."
+            " Next:" in self.text(30.0, 33.0)
         )
 
     @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
-    def test_unequal_communication_waits_of_ranks_have_no_note(self, waits_ms: tuple[float, ...]) -> None:
+    def test_unequal_communication_waits_of_ranks_have_no_note(
+        self, waits_ms: tuple[float, ...]
+    ) -> None:
         assert "slow link" not in self.text(*waits_ms)
 
 
 class TestOnADevice:
     def test_limit_is_not_known_without_device_times(self) -> None:
         """Host times are not presented as the answer."""
-        verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")["verdicts"][-1]
+        verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")[
+            "verdicts"
+        ][-1]
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
         assert verdict["text"].startswith(
-            "What limits the step is not known: the work is on a device (xpu), and only host time was recorded. Host "
-            "code outside of the phases takes 73% (40.0 ms) of a typical step on the host, which may be waiting for "
-            "the device."
+            "What limits the step is not known: the work is on a device (xpu), and only host time"
+            " was recorded. Host code outside of the phases takes 73% (40.0 ms) of a typical step"
+            " on the host, which may be waiting for the device."
         )
 
     def test_report_notes_that_ranks_were_not_compared(self) -> None:
         """The report does not claim that no rank is slow."""
-        verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")["verdicts"][0]
+        verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")[
+            "verdicts"
+        ][0]
 
         assert verdict["kind"] == "not_compared"
         assert verdict["text"].startswith(
-            "The ranks were not compared: their work is on a device (GPU), and only host time is known."
+            "The ranks were not compared: their work is on a device (GPU), and only host time is"
+            " known."
         )
         assert "slow rank" not in verdict["text"]
 
@@ -566,24 +678,45 @@ class TestOnADevice:
 @pytest.mark.parametrize(
     ("rows", "deeper", "advice"),
     [
-        ([("Net", True, False)], True, "start with Net, the largest by own time; modules=1 shows what is inside."),
+        (
+            [("Net", True, False)],
+            True,
+            "start with Net, the largest by own time; modules=1 shows what is inside.",
+        ),
         (
             [("Net", True, False)],
             False,
-            "look at a trace of Net: torchlens-perf capture, while the job runs. No module inside can be timed.",
+            (
+                "look at a trace of Net: torchlens-perf capture, while the job runs. No module"
+                " inside can be timed."
+            ),
         ),
         (
             [("Net", True, False), ("blocks.0", False, True)],
             True,
-            "look at the code of Net's own forward(), outside of its modules: wrap parts in perf.section().",
+            (
+                "look at the code of Net's own forward(), outside of its modules: wrap parts in"
+                " perf.section()."
+            ),
         ),
         (
             [("blocks.0", False, True), ("Net", True, False)],
             True,
-            'start with blocks.0, the largest by own time; modules=["blocks.0.*"] shows what is inside.',
+            (
+                'start with blocks.0, the largest by own time; modules=["blocks.0.*"] shows what is'
+                " inside."
+            ),
         ),
-        ([("head", False, False), ("blocks.0", False, True)], True, "start with head, the largest by own time."),
-        ([("4", False, False), ("Net", True, False)], False, "start with module 4, the largest by own time."),
+        (
+            [("head", False, False), ("blocks.0", False, True)],
+            True,
+            "start with head, the largest by own time.",
+        ),
+        (
+            [("4", False, False), ("Net", True, False)],
+            False,
+            "start with module 4, the largest by own time.",
+        ),
     ],
 )
 def test_advised_modules_pattern_matches_existing_modules(
@@ -592,7 +725,12 @@ def test_advised_modules_pattern_matches_existing_modules(
     """Module names do not begin with the class of the whole model, and a leaf has no modules
     inside."""
     modules = [
-        {"name": name, "is_root": is_root, "has_untimed": has_untimed, "device_own_s_per_step": None}
+        {
+            "name": name,
+            "is_root": is_root,
+            "has_untimed": has_untimed,
+            "device_own_s_per_step": None,
+        }
         for name, is_root, has_untimed in rows
     ]
     facts: Any = {"modules": modules, "run": {"deeper_modules": deeper}}

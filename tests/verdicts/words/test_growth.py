@@ -12,16 +12,18 @@ from tests.verdicts.words.test_bottleneck import BASE, report_on
 
 
 def verdicts(host_ms: list[float], **parts: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = report_on([{**BASE, "host": host, "cpu": 0.0, **parts} for host in host_ms])[
-        "verdicts"
-    ]
+    found: list[dict[str, Any]] = report_on(
+        [{**BASE, "host": host, "cpu": 0.0, **parts} for host in host_ms]
+    )["verdicts"]
     return found
 
 
 def test_growing_steps_are_one_verdict() -> None:
     """Episodes may take more steps the longer the training lasts."""
     rng = np.random.default_rng(2)
-    grown = [float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))]
+    grown = [
+        float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
+    ]
     found = verdicts(grown)
     (growth,) = [each for each in found if each["kind"] == "growing_steps"]
 
@@ -29,8 +31,13 @@ def test_growing_steps_are_one_verdict() -> None:
     change = evidence.last_third_s / evidence.first_third_s - 1
     assert f"grew by {change:.0%} over the run" in growth["text"]
     assert growth["text"].endswith("(an episode, a sequence, a list that is never emptied).")
-    assert not any(each["kind"] == "long_steps" for each in found), "the last steps are no second finding"
-    mean_s = np.mean(grown) / 1e3 + sum(value for value in BASE.values() if isinstance(value, float)) / 1e3
+    assert not any(each["kind"] == "long_steps" for each in found), (
+        "the last steps are no second finding"
+    )
+    mean_s = (
+        np.mean(grown) / 1e3
+        + sum(value for value in BASE.values() if isinstance(value, float)) / 1e3
+    )
     assert 0.2 * mean_s < growth["cost_s_per_step"] < mean_s
 
 
@@ -44,7 +51,11 @@ def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
 
 def test_little_growth_is_found_early() -> None:
     """Steps of 14 ms grow by half."""
-    (growth,) = [each for each in verdicts([3.0 + step / 20 for step in range(160)]) if each["kind"] == "growing_steps"]
+    (growth,) = [
+        each
+        for each in verdicts([3.0 + step / 20 for step in range(160)])
+        if each["kind"] == "growing_steps"
+    ]
 
     assert growth["lost_s"] == pytest.approx(160 * growth["cost_s_per_step"], rel=0.01)
 

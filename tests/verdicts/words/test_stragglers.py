@@ -12,7 +12,12 @@ from tests.support.planted import places
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups, with_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, StageImbalance, StragglerGroup, Usual
+from torchlens_perf.verdicts.stragglers.findings import (
+    NOTHING,
+    StageImbalance,
+    StragglerGroup,
+    Usual,
+)
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NobodySlowEvidence
@@ -45,7 +50,9 @@ def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any
     return now
 
 
-def module(title: str, forward: dict[str, float], backward: dict[str, float] | None = None) -> dict[str, Any]:
+def module(
+    title: str, forward: dict[str, float], backward: dict[str, float] | None = None
+) -> dict[str, Any]:
     """Return a module's row of the report, with seconds per step by rank."""
     return {"name": title, "by_rank": forward, "backward_by_rank": backward or {}}
 
@@ -56,13 +63,19 @@ def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
     order."""
     verdict = verdict_on(episode())
 
-    assert verdict.sentence == (
-        "Rank 3 (node-0) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0 ms. "
-        "It costs the job 15.0 ms a step (15%), since step 100. "
-        "Next: compare the input sizes of the model on rank 3 with other ranks', then the clock speed and other "
-        "processes of its host."
+    assert (
+        verdict.sentence
+        == "Rank 3 (node-0) is slow in the backward pass: it computes 80.0 ms per step, the other"
+        " ranks 60.0 ms. It costs the job 15.0 ms a step (15%), since step 100. Next: compare"
+        " the input sizes of the model on rank 3 with other ranks', then the clock speed and"
+        " other processes of its host."
     )
-    assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == ("straggler", 3, "backward", 100)
+    assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == (
+        "straggler",
+        3,
+        "backward",
+        100,
+    )
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
     assert verdict.evidence.excess_s == pytest.approx(0.02)
     assert (verdict.evidence.scope, verdict.evidence.ranks) == ("rank", (3,))
@@ -75,25 +88,39 @@ def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
         ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
     ],
 )  # fmt: skip
-def test_verdict_is_doubted_if_another_rank_comes_last_to_collectives(last: dict[int, float], said: str) -> None:
+def test_verdict_is_doubted_if_another_rank_comes_last_to_collectives(
+    last: dict[int, float], said: str
+) -> None:
     """Not by host time: the host's judgement is made of the same waits."""
     usual = verdict_on(episode())
     held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
 
-    assert held.sentence == (usual.sentence.replace(" Next:", f" {said} Next:") if said else usual.sentence)
+    assert held.sentence == (
+        usual.sentence.replace(" Next:", f" {said} Next:") if said else usual.sentence
+    )
     assert held.confidence == pytest.approx(usual.confidence / (2 if said else 1))
     assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
 
 
 def test_shares_of_last_arrivals_come_from_enough_collectives_joined_by_kernels() -> None:
 
-    def row(joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10) -> dict[str, Any]:
+    def row(
+        joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10
+    ) -> dict[str, Any]:
         by_rank = {rank: {"last": count} for rank, count in last.items()}
-        return {"joined": joined, "joined_whole": whole, "by_device": by_device, "ended": 10, "by_rank": by_rank}
+        return {
+            "joined": joined,
+            "joined_whole": whole,
+            "by_device": by_device,
+            "ended": 10,
+            "by_rank": by_rank,
+        }
 
     rows: Any = [row(30, {"0": 6, "1": 24}), row(10, {"0": 10}), row(99, {"0": 99}, whole=False)]
     assert last_arrival_shares(rows) == pytest.approx({0: 0.4, 1: 0.6})
-    assert last_arrival_shares([*rows, row(99, {"0": 99}, by_device=0)]) == last_arrival_shares(rows)
+    assert last_arrival_shares([*rows, row(99, {"0": 99}, by_device=0)]) == last_arrival_shares(
+        rows
+    )
     assert last_arrival_shares(rows[1:]) == {}
 
 
@@ -120,14 +147,24 @@ def test_sentence_since_the_start_has_no_step_and_no_unknown_host() -> None:
     ("phase", "words", "next_words", "cause"),
     [
         ("data", "in data loading:", "look at rank 3's loader", "slow_data"),
-        ("forward", "in the forward pass:", "compare the input sizes of the model on rank 3", "slow_compute"),
+        (
+            "forward",
+            "in the forward pass:",
+            "compare the input sizes of the model on rank 3",
+            "slow_compute",
+        ),
         (
             "recompute",
             "in recomputing activations:",
             "compare the input sizes and the clock speed of rank 3",
             "slow_compute",
         ),
-        ("backward", "in the backward pass:", "compare the input sizes of the model on rank 3", "slow_compute"),
+        (
+            "backward",
+            "in the backward pass:",
+            "compare the input sizes of the model on rank 3",
+            "slow_compute",
+        ),
         (
             "compute",
             "in computing, both forward and backward:",
@@ -135,11 +172,18 @@ def test_sentence_since_the_start_has_no_step_and_no_unknown_host() -> None:
             "slow_compute",
         ),
         ("optimizer", "in the optimizer:", "holds more parameters", "slow_compute"),
-        ("host", "in host code between the phases:", "logging, checkpoints, .item(), garbage", "slow_host"),
+        (
+            "host",
+            "in host code between the phases:",
+            "logging, checkpoints, .item(), garbage",
+            "slow_host",
+        ),
         ("cpu", "in getting a CPU:", "what else runs on rank 3's CPUs", "slow_host"),
     ],
 )
-def test_phase_determines_words_class_and_action(phase: str, words: str, next_words: str, cause: str) -> None:
+def test_phase_determines_words_class_and_action(
+    phase: str, words: str, next_words: str, cause: str
+) -> None:
     verdict = verdict_on(episode(phase=phase))
 
     assert words in verdict.sentence
@@ -148,13 +192,18 @@ def test_phase_determines_words_class_and_action(phase: str, words: str, next_wo
 
 
 def test_every_phase_has_a_name() -> None:
-    assert len({phase_name(phase) for phase in (*OWN_PARTS, "compute", "cpu")}) == len(OWN_PARTS) + 2
+    assert (
+        len({phase_name(phase) for phase in (*OWN_PARTS, "compute", "cpu")}) == len(OWN_PARTS) + 2
+    )
 
 
 def test_lack_of_a_cpu_is_described_as_time_without_a_cpu() -> None:
     text = verdict_on(episode(phase="cpu")).sentence
 
-    assert "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks" in text
+    assert (
+        "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks"
+        in text
+    )
     assert "computes" not in text
 
 
@@ -196,7 +245,9 @@ class TestModules:
         """Times of modules are of the whole run and contain lack of a CPU. 49 ms cannot be part of
         18 ms."""
         others = {str(rank): 0.010 for rank in range(8)}
-        verdict = verdict_on(episode(phase="forward"), self.context(module("block", {**others, "3": 0.059})))
+        verdict = verdict_on(
+            episode(phase="forward"), self.context(module("block", {**others, "3": 0.059}))
+        )
 
         assert "; most of the difference is in block. It costs the job" in verdict.sentence
         assert "49" not in verdict.sentence
@@ -228,7 +279,9 @@ class TestModulesOnDevices:
     """
 
     @staticmethod
-    def named(excess_s: dict[str, float], phase: str = "forward", **changed: Any) -> tuple[str, ...]:
+    def named(
+        excess_s: dict[str, float], phase: str = "forward", **changed: Any
+    ) -> tuple[str, ...]:
         """Return the modules in the sentence.
 
         excess_s: excess of own device time by module; "Net" is the whole model.
@@ -255,19 +308,21 @@ class TestModulesOnDevices:
         assert self.named({"b": 0.018}, phase="backward") == ()
 
     def test_host_times_count_if_hosts_are_compared(self) -> None:
-        assert self.named({"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS) == ("c",)
+        assert self.named(
+            {"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS
+        ) == ("c",)
 
 
 def test_slow_host_has_its_own_sentence_class_and_action() -> None:
     slow = verdict_on(episode(phase="forward", by_host=True))
 
     assert (
-        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for it. "
-        in slow.sentence
+        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for"
+        " it. " in slow.sentence
     )
     assert (
-        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its Python code"
-        in slow.sentence
+        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its"
+        " Python code" in slow.sentence
     )
     assert slow.evidence.cause == "slow_host"
     assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
@@ -275,14 +330,21 @@ def test_slow_host_has_its_own_sentence_class_and_action() -> None:
 
 def test_node_or_position_is_named_with_its_slowest_rank() -> None:
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
-    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT))))
+    (node,), _ = straggler_verdicts(
+        CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT)))
+    )
     experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
     slow = [episode(2), episode(6)]
     together = findings(*slow, groups=tuple(straggler_groups(slow, experts)))
     (position,), _ = straggler_verdicts(CONTEXT, together)
 
-    assert node.sentence.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
-    assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.sentence
+    assert node.sentence.startswith(
+        "Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: "
+    )
+    assert (
+        "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it."
+        in node.sentence
+    )
     assert (node.evidence.scope, node.evidence.ranks) == ("node", (4, 5, 6, 7))
     assert position.sentence.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
     assert "Next: compare the work of the ranks at ep 2: tokens per expert" in position.sentence
@@ -302,21 +364,32 @@ def test_cost_of_a_node_is_shared_or_not_known() -> None:
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
     assert "Its cost to the job is not known, since step 100." in not_told.sentence
     assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
-    assert "which cost the job 19.0 ms a step (19%), together with ranks slow at that time. It is over." in was.sentence
+    assert (
+        "which cost the job 19.0 ms a step (19%), together with ranks slow at that time. It is"
+        " over." in was.sentence
+    )
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
 
 def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
-    slow = [episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS) for rank in (1, 4, 6)]
+    slow = [
+        episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS)
+        for rank in (1, 4, 6)
+    ]
     found = findings(*slow)
     now, _ = straggler_verdicts(CONTEXT, with_groups(found, AT))
     pair, _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow[:2]), AT))
 
     assert [verdict.rank for verdict in now] == [6, 4, 1]
-    assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].sentence
+    assert (
+        "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100."
+        in now[0].sentence
+    )
     assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].sentence
     assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
-    assert [(each.cost_s_per_step, each.cost_share) for each in now] == [pytest.approx((0.012, 0.12))] * 3
+    assert [(each.cost_s_per_step, each.cost_share) for each in now] == [
+        pytest.approx((0.012, 0.12))
+    ] * 3
 
 
 def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
@@ -348,9 +421,10 @@ def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
-    assert verdict.sentence == (
-        "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the other stages 100 ms. "
-        "Next: move layers out of stage pp 2."
+    assert (
+        verdict.sentence
+        == "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the"
+        " other stages 100 ms. Next: move layers out of stage pp 2."
     )
     assert (verdict.kind, verdict.rank) == ("imbalance", None)
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
@@ -358,15 +432,25 @@ def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
 
 def test_ended_episodes_follow_open_ones_newest_first() -> None:
     """A short one is transient."""
-    slow = [episode(5, 150), episode(1, 20, until=45), episode(2, 60, until=110), episode(3, 0, 70, from_start=True)]
+    slow = [
+        episode(5, 150),
+        episode(1, 20, until=45),
+        episode(2, 60, until=110),
+        episode(3, 0, 70, from_start=True),
+    ]
     now, before = straggler_verdicts(CONTEXT, with_groups(findings(*slow), AT))
 
     assert [verdict.rank for verdict in now] == [5]
     assert [verdict.rank for verdict in before] == [2, 1, 3]
-    assert [verdict.kind for verdict in before] == ["straggler_ended", "straggler_transient", "straggler_ended"]
-    assert before[0].sentence == (
-        "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which cost the job 15.0 ms "
-        "a step (15%). It is over."
+    assert [verdict.kind for verdict in before] == [
+        "straggler_ended",
+        "straggler_transient",
+        "straggler_ended",
+    ]
+    assert (
+        before[0].sentence
+        == "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which"
+        " cost the job 15.0 ms a step (15%). It is over."
     )
     assert "from the start to step 69" in before[2].sentence
     assert before[0].evidence.until_step == 110
@@ -402,8 +486,10 @@ class TestNoSlowRank:
     def test_verdict_has_the_smallest_detectable_slowdown(self) -> None:
         verdict = no_straggler(REPORT, findings())
 
-        assert verdict.sentence == (
-            "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (3.0%)."
+        assert (
+            verdict.sentence
+            == "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step"
+            " (3.0%)."
         )
         assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"
@@ -417,7 +503,9 @@ class TestNoSlowRank:
 
     def test_short_steps_need_more_steps(self) -> None:
         """Several of them make a row."""
-        text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).sentence
+        text = no_straggler(
+            {**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)
+        ).sentence
 
         assert text.startswith("Too few steps to compare the ranks (60): ")
         assert "Next: run at least 160 steps." in text
@@ -433,14 +521,23 @@ class TestNoSlowRank:
     @pytest.mark.parametrize(
         ("parts", "expected"),
         [
-            ([("0", 4, 44), ("1", 40, 5)], "Rank 1 has 40.0 ms of work a step, rank 0 has 4.00 ms and waits 44.0 ms."),
+            (
+                [("0", 4, 44), ("1", 40, 5)],
+                "Rank 1 has 40.0 ms of work a step, rank 0 has 4.00 ms and waits 44.0 ms.",
+            ),
             (
                 [("0-3", 30, 70), ("4-7", 90, 8), ("8-11", 50, 50)],
-                "Ranks 4-7 have 90.0 ms of work a step, ranks 8-11, 0-3 have 40.0 ms and wait 60.0 ms, on average.",
+                (
+                    "Ranks 4-7 have 90.0 ms of work a step, ranks 8-11, 0-3 have 40.0 ms and wait"
+                    " 60.0 ms, on average."
+                ),
             ),
             (
                 [(str(2 * each), 10, 80) for each in range(20)] + [("1", 90, 0)],
-                "Rank 1 has 90.0 ms of work a step, the others have 10.0 ms and wait 80.0 ms, on average.",
+                (
+                    "Rank 1 has 90.0 ms of work a step, the others have 10.0 ms and wait 80.0 ms,"
+                    " on average."
+                ),
             ),
             ([("0", 4, 4), ("1", 40, 5)], ""),  # the other rank does not wait
             ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly equal work
@@ -451,14 +548,25 @@ class TestNoSlowRank:
         self, parts: list[tuple[str, float, float]], expected: str
     ) -> None:
         """They are not called slow."""
-        usual = tuple(Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts)
+        usual = tuple(
+            Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts
+        )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
         text = no_straggler(REPORT, found).sentence
         if expected:
             assert expected in text
-            assert text.startswith("The ranks were not compared, because they run different models. ")
+            assert text.startswith(
+                "The ranks were not compared, because they run different models. "
+            )
         else:
-            assert text == "The ranks were not compared: they do different work, or were not recorded at the same time."
+            assert (
+                text
+                == "The ranks were not compared: they do different work, or were not recorded at"
+                " the same time."
+            )
         mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
         if len(usual) > 1:
-            assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).sentence
+            assert (
+                "of work a step"
+                not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).sentence
+            )

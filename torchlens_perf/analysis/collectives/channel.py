@@ -70,7 +70,12 @@ class Counts:
     """
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(*(mine + theirs for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)))
+        return Counts(
+            *(
+                mine + theirs
+                for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +93,9 @@ class ChannelState:
 
 
 class Channel:
-    """One sequence of operations: a group's collectives, or the messages from one rank to another."""
+    """One sequence of operations: a group's collectives, or the messages from one rank to
+    another.
+    """
 
     def __init__(self, group: GroupKey, pair: tuple[int, int] | None) -> None:
         self.group = group
@@ -145,7 +152,10 @@ class Channel:
 
     def go_on_from(self, earlier: ChannelState) -> None:
         """Continue after an earlier channel of the same group and pair."""
-        self.counts, self.ordered = dataclasses.replace(earlier.counts), self.ordered and earlier.ordered
+        self.counts, self.ordered = (
+            dataclasses.replace(earlier.counts),
+            self.ordered and earlier.ordered,
+        )
         self._floor = self._newest = earlier.floor
 
     def ranks(self, local: set[int]) -> tuple[int, ...]:
@@ -156,7 +166,11 @@ class Channel:
         Without known members, return the ranks seen so far.
         """
         members = self.pair or self.group.ranks
-        return tuple(rank for rank in members if rank in local) if members else tuple(sorted(self._seen))
+        return (
+            tuple(rank for rank in members if rank in local)
+            if members
+            else tuple(sorted(self._seen))
+        )
 
     def join(self, ranks: tuple[int, ...], left: set[int]) -> npt.NDArray[np.void]:
         """Remove and return the operations that have a record of every rank; shape [operations,
@@ -197,7 +211,9 @@ class Channel:
         lacking = ~full & ~faulty
         gone = np.array([rank in left for rank in ranks])
         if gone.any():
-            hopeless = lacking & (np.add.reduceat(gone[column].astype(np.int64), starts) < gone.sum())
+            hopeless = lacking & (
+                np.add.reduceat(gone[column].astype(np.int64), starts) < gone.sum()
+            )
             self.counts.unjoined += int(hopeless.sum())
             lacking &= ~hopeless
         surplus = int(lacking.sum()) - MAX_PENDING

@@ -87,7 +87,10 @@ class DeviceFinding:
 
 
 def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Compare the devices of these ranks, whose hosts are stuck. Return None if no device is known."""
+    """Compare the devices of these ranks, whose hosts are stuck.
+
+    Return None if no device is known.
+    """
     found = _kernels_not_begun(ranks) or _marks_not_reached(ranks)
     if found is None and any(each.device is not None for each in ranks.values()):
         asked = {rank: each.waits_in for rank, each in ranks.items() if each.waits_in is not None}
@@ -117,13 +120,22 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
         if low < 0 or len({each.issued[group] for each in users.values()}) > 1:
             continue
         if low < max(begun.values()):
-            behind |= {rank: (group, low + 1) for rank, last in begun.items() if last == low and rank not in behind}
+            behind |= {
+                rank: (group, low + 1)
+                for rank, last in begun.items()
+                if last == low and rank not in behind
+            }
             ahead |= {rank for rank, last in begun.items() if last > low}
     named = sorted(behind.keys() - ahead)
     if not named:
         return None
     group, sequence = behind[named[0]]
-    return DeviceFinding("kernel", tuple(rank for rank in named if behind[rank] == (group, sequence)), group, sequence)
+    return DeviceFinding(
+        "kernel",
+        tuple(rank for rank in named if behind[rank] == (group, sequence)),
+        group,
+        sequence,
+    )
 
 
 def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
@@ -135,7 +147,9 @@ def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
     if len(places) < max(2, len(ranks)):
         return None
     low = min((place.step, place.place) for place in places.values())
-    there = tuple(sorted(rank for rank, place in places.items() if (place.step, place.place) == low))
+    there = tuple(
+        sorted(rank for rank, place in places.items() if (place.step, place.place) == low)
+    )
     if not all(_is_stuck_at_mark(ranks[rank]) for rank in there):
         return None
     if len(there) == len(ranks):

@@ -22,7 +22,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from torchlens_perf.analysis.collectives.device_progress import DeviceFinding, DevicePlace, compare_devices
+from torchlens_perf.analysis.collectives.device_progress import (
+    DeviceFinding,
+    DevicePlace,
+    compare_devices,
+)
 from torchlens_perf.run.ring import CAPTURING
 
 MIN_S = 10.0
@@ -220,7 +224,10 @@ def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
 
 
 def find_hang(
-    progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]], *, silent_s: float = SILENT_S
+    progress: Mapping[int, Progress],
+    groups: Mapping[str, tuple[int, ...]],
+    *,
+    silent_s: float = SILENT_S,
 ) -> Hang | None:
     """Return why no step is finished; None while the limit is not reached.
 
@@ -232,8 +239,14 @@ def find_hang(
     limit = limit_s(ranks)
     if any(CAPTURING in each.inside and each.state not in (*ENDED, *_STOPPED) for each in ranks):
         limit += CAPTURE_S
-    live = {each.rank: each for each in ranks if each.state not in ENDED and each.report_age_s <= silent_s}
-    still = {each.rank for each in live.values() if each.since_step_s > limit and each.quiet_s > limit}
+    live = {
+        each.rank: each
+        for each in ranks
+        if each.state not in ENDED and each.report_age_s <= silent_s
+    }
+    still = {
+        each.rank for each in live.values() if each.since_step_s > limit and each.quiet_s > limit
+    }
     if not still:
         return None
     moving = tuple(each.rank for each in live.values() if each.since_step_s <= limit)
@@ -249,12 +262,16 @@ def find_hang(
     since_s = min(each.since_step_s for each in live.values())
     # The job continued without ranks that ended long before the last step, and this analysis
     # without nodes that stopped reporting long before it.
-    last_sign_s = {each.rank: each.report_age_s + (each.since_step_s if each.state in ENDED else 0.0) for each in ranks}
+    last_sign_s = {
+        each.rank: each.report_age_s + (each.since_step_s if each.state in ENDED else 0.0)
+        for each in ranks
+    }
     patience_s = {each.rank: limit if each.state in ENDED else silent_s for each in ranks}
     known = {
         each.rank: each
         for each in ranks
-        if each.rank not in moving and (each.rank in live or last_sign_s[each.rank] <= since_s + patience_s[each.rank])
+        if each.rank not in moving
+        and (each.rank in live or last_sign_s[each.rank] <= since_s + patience_s[each.rank])
     }
     members = {rank for group in groups.values() for rank in group} | progress.keys()
     ended = {each.rank for each in ranks if each.state in ENDED}
@@ -264,18 +281,26 @@ def find_hang(
 
 def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]) -> list[_Front]:
     found = []
-    for group in sorted({group for each in known.values() for group in each.issued} | groups.keys()):
-        members = groups.get(group) or [rank for rank, each in known.items() if each.issued.get(group, -1) >= 0]
+    for group in sorted(
+        {group for each in known.values() for group in each.issued} | groups.keys()
+    ):
+        members = groups.get(group) or [
+            rank for rank, each in known.items() if each.issued.get(group, -1) >= 0
+        ]
         levels = {
             rank: known[rank].issued.get(group, -1)
             for rank in members
             if rank in known and (known[rank].all_groups or group in known[rank].issued)
         }
         low = min(levels.values(), default=-1)
-        ahead = frozenset(rank for rank, level in levels.items() if level > low and known[rank].state not in ENDED)
+        ahead = frozenset(
+            rank for rank, level in levels.items() if level > low and known[rank].state not in ENDED
+        )
         if ahead:
             collective = _collective_with_name(group, low + 1, (known[rank] for rank in ahead))
-            found.append(_Front(collective, frozenset(rank for rank in levels if levels[rank] == low), ahead))
+            found.append(
+                _Front(collective, frozenset(rank for rank in levels if levels[rank] == low), ahead)
+            )
     return found
 
 
@@ -311,10 +336,20 @@ class _Case:
         return min(each.since_step_s for each in self.live.values())
 
     def judge(self) -> Hang:
-        broken = [each for each in self.known.values() if self._problem_of_rank(each) in ("dead", *_STOPPED, "silent")]
+        broken = [
+            each
+            for each in self.known.values()
+            if self._problem_of_rank(each) in ("dead", *_STOPPED, "silent")
+        ]
         if broken:
             problems = {self._problem_of_rank(each) for each in broken}
-            kind = "dead" if "dead" in problems else "stopped" if problems & set(_STOPPED) else "silent"
+            kind = (
+                "dead"
+                if "dead" in problems
+                else "stopped"
+                if problems & set(_STOPPED)
+                else "silent"
+            )
             return self._blame_ranks(kind, broken)
         mismatch = self._mismatched_operations()
         if mismatch:
@@ -341,8 +376,14 @@ class _Case:
         live = self.live.keys() - ranks
         # The group in which most ranks wait for the blocking ranks represents all groups.
         fronts = [front for front in self.fronts if front.behind & ranks and front.ahead & live]
-        main = max(fronts, key=lambda front: (len(front.ahead & live), front.collective.group), default=None)
-        return self._make_hang(kind, blocking, main.ahead & live if main else live, main.collective if main else None)
+        main = max(
+            fronts,
+            key=lambda front: (len(front.ahead & live), front.collective.group),
+            default=None,
+        )
+        return self._make_hang(
+            kind, blocking, main.ahead & live if main else live, main.collective if main else None
+        )
 
     def _mismatched_operations(self) -> Hang | None:
         """Find the first number of a group under which ranks issued different operations."""
@@ -353,10 +394,14 @@ class _Case:
                     issued.setdefault(sequence, {}).setdefault(operation, []).append(rank)
             for sequence in sorted(issued):
                 if len(issued[sequence]) > 1:
-                    operations = {name: tuple(ranks) for name, ranks in sorted(issued[sequence].items())}
+                    operations = {
+                        name: tuple(ranks) for name, ranks in sorted(issued[sequence].items())
+                    }
                     look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
                     where = Collective(group, sequence)
-                    return self._make_hang("mismatch", [], self.live, where, operations=operations, look_at=look_at)
+                    return self._make_hang(
+                        "mismatch", [], self.live, where, operations=operations, look_at=look_at
+                    )
         return None
 
     def _wait_cycle(self) -> Hang:
@@ -372,28 +417,45 @@ class _Case:
         entries = list(path.items())
         cycle = entries[list(path).index(rank) :]
         waiting = self.live.keys() & {rank for front in self.fronts for rank in front.ahead}
-        return self._make_hang("mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle])
+        return self._make_hang(
+            "mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle]
+        )
 
     def _all_entered(self) -> Hang:
-        """Return the finding if every collective was entered by all of its members or by no member."""
+        """Return the finding if every collective was entered by all of its members or
+        by no member.
+        """
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
             return self._hang_on_devices(devices)
         if len(ranks) == 1 and (self.moving or (len(self.ranks) > 1 and not self.unheard)):
             return self._make_hang("alone", list(self.live.values()))
-        talking = {each.rank for each in self.live.values() if each.inside and each.inside[-1] in _COMMUNICATING}
+        talking = {
+            each.rank
+            for each in self.live.values()
+            if each.inside and each.inside[-1] in _COMMUNICATING
+        }
         if len(talking) == len(ranks) and (len(ranks) > 1 or self.unheard):
             kind = "unheard" if self.unheard else "together"
-            return self._make_hang(kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices)
+            return self._make_hang(
+                kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices
+            )
         # The devices have not finished the work that was issued.
         if devices is not None and devices.kind == "level":
-            return self._make_hang("together", [], ranks, self._last_collective(), look_at=ranks, devices=devices)
+            return self._make_hang(
+                "together", [], ranks, self._last_collective(), look_at=ranks, devices=devices
+            )
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
             kind = "blocked" if devices is not None and devices.waits_in else "pause"
-            return self._make_hang(kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices)
+            return self._make_hang(
+                kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices
+            )
         # Ranks that do not wait come first, and among them those whose place fewest ranks share.
         crowd = {place: len(there) for place, there in self._ranks_by_place().items()}
-        odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
+        odd = sorted(
+            self.live.values(),
+            key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank),
+        )
         return self._make_hang("apart", [], talking, look_at=[each.rank for each in odd])
 
     def _hang_on_devices(self, devices: DeviceFinding) -> Hang:
@@ -402,7 +464,9 @@ class _Case:
         if devices.kind == "kernel":
             where = _collective_with_name(devices.group, devices.sequence, self.live.values())
         blocking = [self.live[rank] for rank in devices.ranks]
-        return self._make_hang("device", blocking, [each.rank for each in others], where, devices=devices)
+        return self._make_hang(
+            "device", blocking, [each.rank for each in others], where, devices=devices
+        )
 
     def _last_collective(self) -> Collective | None:
         """Return the last collective of the group that most ranks use."""
@@ -425,7 +489,9 @@ class _Case:
     def _blocking_rank(self, each: Progress, problem: str = "") -> BlockingRank:
         mine = (front for front in self.fronts if each.rank in front.behind)
         main = max(mine, key=lambda front: (len(front.ahead), front.collective.group), default=None)
-        return BlockingRank(each, problem or self._problem_of_rank(each), main.collective if main else None)
+        return BlockingRank(
+            each, problem or self._problem_of_rank(each), main.collective if main else None
+        )
 
     def _make_hang(
         self, kind: str, blocking: list[Progress], waiting: Iterable[int] = (), collective: Collective | None = None,
@@ -443,13 +509,17 @@ class _Case:
             since_s=self.since_s,
             usual_s=max(each.usual_step_s for each in self.ranks),
             step=step,
-            blocking=tuple(self._blocking_rank(each, kind if kind == "device" else "") for each in blocking),
+            blocking=tuple(
+                self._blocking_rank(each, kind if kind == "device" else "") for each in blocking
+            ),
             waiting=tuple(sorted(waiting)),
             collective=collective,
             cycle=cycle,
             operations=operations or {},
             places=self._ranks_by_place(),
-            asleep=tuple(each.rank for each in self.live.values() if each.state == "uninterruptible"),
+            asleep=tuple(
+                each.rank for each in self.live.values() if each.state == "uninterruptible"
+            ),
             unheard=self.unheard,
             moving=self.moving,
             ended=tuple(each.rank for each in self.ranks if each.state in ENDED),

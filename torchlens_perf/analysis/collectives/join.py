@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.channel import CALL, NOT_ENDED, Channel, ChannelState, Counts, concatenated
+from torchlens_perf.analysis.collectives.channel import (
+    CALL,
+    NOT_ENDED,
+    Channel,
+    ChannelState,
+    Counts,
+    concatenated,
+)
 from torchlens_perf.analysis.collectives.semantics import (
     SEND_RECV,
     GroupKey,
@@ -71,7 +78,12 @@ class Joined(Protocol):
     """Callback for operations of one kind that all of `ranks` have issued and ended."""
 
     def __call__(
-        self, key: OperationKey, ranks: tuple[int, ...], calls: npt.NDArray[np.void], root: int | None, /
+        self,
+        key: OperationKey,
+        ranks: tuple[int, ...],
+        calls: npt.NDArray[np.void],
+        root: int | None,
+        /,
     ) -> None:
         """calls: channel.CALL, shape [operations, ranks]. root: column of the root."""
 
@@ -152,7 +164,9 @@ class CollectiveJoin:
         self._local.add(rank)
         if not len(records):
             return
-        places = self._positions_of_records(rank, process, records["name_id"].astype(np.int64), names, groups)
+        places = self._positions_of_records(
+            rank, process, records["name_id"].astype(np.int64), names, groups
+        )
         flags = records["flags"].astype(np.int64)
         ended = flags & (Flag.COMPLETED | Flag.EXCEPTION) == Flag.COMPLETED
         calls = np.empty(len(records), CALL)
@@ -225,8 +239,13 @@ class CollectiveJoin:
         others = [key for key in self._groups.get(name, ()) if rank in key.ranks]
         return others[0] if len(others) == 1 else GroupKey(name, "")
 
-    def _join_position(self, rank: int, operation: Operation, group: GroupKey) -> tuple[int, int, int]:
-        pair, meaning = _sender_and_receiver(rank, operation, group), semantics_of(operation.operation)
+    def _join_position(
+        self, rank: int, operation: Operation, group: GroupKey
+    ) -> tuple[int, int, int]:
+        pair, meaning = (
+            _sender_and_receiver(rank, operation, group),
+            semantics_of(operation.operation),
+        )
         dtype = operation.dtype if meaning.equal_dtype else ""
         key = OperationKey(SEND_RECV if pair else operation.operation, dtype, group, pair)
         row = self._row_of.setdefault(key, len(self._rows))
@@ -287,7 +306,9 @@ class CollectiveJoin:
             if len(calls):
                 self._add_joined(channel, ranks, calls)
 
-    def _add_joined(self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
+    def _add_joined(
+        self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
+    ) -> None:
         """Add complete operations to the sums; shape [operations, ranks]."""
         codes, sizes = calls["signature"], calls["bytes"]
         same = (codes == codes[:, :1]).all(axis=1)
@@ -319,15 +340,22 @@ class CollectiveJoin:
         gloo's counter includes messages. If ranks had sent different numbers of messages before the
         watch, they count collectives from different starts, and equal numbers are different calls.
         """
-        waits = [ends_after_all_have_come(self._rows[each.row].key.operation) for each in self._signatures]
+        waits = [
+            ends_after_all_have_come(self._rows[each.row].key.operation)
+            for each in self._signatures
+        ]
         must_wait = np.array(waits, bool)[calls["signature"][:, 0]]
         started_ns = calls["start_ns"]
         ended_ns = started_ns + calls["duration_ns"]
         slack_ns = np.where(calls["by_device"].any(axis=1), _DEVICE_SLACK_NS, _CLOCK_SLACK_NS)
-        found: npt.NDArray[np.bool_] = ~must_wait | (started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns)
+        found: npt.NDArray[np.bool_] = ~must_wait | (
+            started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns
+        )
         return found
 
-    def _add(self, signature: _Signature, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
+    def _add(
+        self, signature: _Signature, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
+    ) -> None:
         row = self._rows[signature.row]
         operation = row.key.operation
         sizes = size_bytes(operation, calls["bytes"], len(row.key.members) or len(ranks))
@@ -335,14 +363,18 @@ class CollectiveJoin:
         if self._joined is not None:
             self._joined(row.key, ranks, calls, root)
         overlapped = calls["overlapped"] & (not semantics_of(operation).blocks)
-        for octave, chosen in _indexes_by_value(np.frexp(sizes.astype(np.float64))[1].astype(np.int64)):
+        for octave, chosen in _indexes_by_value(
+            np.frexp(sizes.astype(np.float64))[1].astype(np.int64)
+        ):
             found = attribute(operation, calls["duration_ns"][chosen], root)
             row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
 
     # -- output
 
     def has_all(self, members: Sequence[int]) -> bool:
-        """Return True if all members are ranks of this node: each operation is joined completely."""
+        """Return True if all members are ranks of this node: each operation is joined
+        completely.
+        """
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
@@ -354,14 +386,21 @@ class CollectiveJoin:
 
     def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
         """Return what became of the operations of each group and of each pair."""
-        return {(channel.group, channel.pair): dataclasses.replace(channel.counts) for channel in self._channels}
+        return {
+            (channel.group, channel.pair): dataclasses.replace(channel.counts)
+            for channel in self._channels
+        }
 
     def uncomparable(self) -> set[str]:
         """Return the names of groups whose ranks count from different starts.
 
         Their sequence numbers are not comparable.
         """
-        return {channel.group.name for channel in self._channels if channel.pair is None and not channel.ordered}
+        return {
+            channel.group.name
+            for channel in self._channels
+            if channel.pair is None and not channel.ordered
+        }
 
     def pending_operations(self) -> int:
         """Return the number of operations of all groups that lack a rank's record so far."""
@@ -384,8 +423,15 @@ class CollectiveJoin:
         join = cls()
         join._begin(earlier.generation)
         join.outdated_records = earlier.outdated_records
-        join._local, join._left, join._from_any = set(earlier.local), set(earlier.left), set(earlier.from_any)
-        join._rows, join._row_of = earlier.operations, {row.key: at for at, row in enumerate(earlier.operations)}
+        join._local, join._left, join._from_any = (
+            set(earlier.local),
+            set(earlier.left),
+            set(earlier.from_any),
+        )
+        join._rows, join._row_of = (
+            earlier.operations,
+            {row.key: at for at, row in enumerate(earlier.operations)},
+        )
         for each in earlier.channels:
             join._channels[join._channel(each.group, each.pair)].go_on_from(each)
             if each.group.ranks:
@@ -393,7 +439,9 @@ class CollectiveJoin:
         return join
 
 
-def _indexes_by_value(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+def _indexes_by_value(
+    values: npt.NDArray[np.signedinteger[Any]],
+) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
     """Yield each non-negative value with the indexes that have it, in their order."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
@@ -403,7 +451,9 @@ def _indexes_by_value(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tu
             yield int(ordered[first]), order[first:stop]
 
 
-def _sender_and_receiver(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
+def _sender_and_receiver(
+    rank: int, operation: Operation, group: GroupKey
+) -> tuple[int, int] | None:
     """Return sender and receiver of a message; None if they are not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None

@@ -198,7 +198,9 @@ def bus_factor(operation: str, ranks: int) -> float | None:
     return factors.get(semantics_of(operation).factor)
 
 
-def size_bytes(operation: str, record_bytes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
+def size_bytes(
+    operation: str, record_bytes: npt.NDArray[np.int64], ranks: int
+) -> npt.NDArray[np.int64]:
     """Return the size of each operation for computing bandwidth.
 
     record_bytes: shape [operations, ranks seen], bytes in each rank's record. ranks: size of the
@@ -285,21 +287,31 @@ def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | No
         wait_ns = surplus.copy()
         wait_ns[:, 1] = 0
         receiver_last = wait_ns[:, 0] > 0
-        return Attribution(wait_ns, surplus, np.where(receiver_last, 1, -1), wait_ns[:, 0], shortest)
+        return Attribution(
+            wait_ns, surplus, np.where(receiver_last, 1, -1), wait_ns[:, 0], shortest
+        )
     return Attribution(nothing, nothing, nobody, no_lag, nobody)
 
 
 _CANNOT_TELL = {
     Waits.ALL: "",
-    Waits.RECEIVERS: "the root may leave before its receivers have all data: if all receivers waited "
-    "equally, only an upper bound of the root's delay is known",
-    Waits.ROOT: "ranks other than the root may leave before the root arrives: the last to "
-    "arrive is not known, the root's wait is an upper bound, and the transfer is the root's "
-    "whole duration",
-    Waits.PAIR: "a send may be buffered and end before its receive: the receiver's wait and the "
-    "bandwidth are upper bounds; messages that tags bring into another order than that of their "
-    "issue are not joined",
-    Waits.UNKNOWN: "which ranks wait in this operation is not known: nothing is concluded from its durations",
+    Waits.RECEIVERS: (
+        "the root may leave before its receivers have all data: if all receivers waited "
+        "equally, only an upper bound of the root's delay is known"
+    ),
+    Waits.ROOT: (
+        "ranks other than the root may leave before the root arrives: the last to "
+        "arrive is not known, the root's wait is an upper bound, and the transfer is the root's "
+        "whole duration"
+    ),
+    Waits.PAIR: (
+        "a send may be buffered and end before its receive: the receiver's wait and the bandwidth"
+        " are upper bounds; messages that tags bring into another order than that of their issue"
+        " are not joined"
+    ),
+    Waits.UNKNOWN: (
+        "which ranks wait in this operation is not known: nothing is concluded from its durations"
+    ),
 }
 
 
@@ -313,7 +325,12 @@ def cannot_tell(
     ended: ends were recorded. by_device: all times are kernel times by the device's clock.
     """
     if not ended:
-        return ("the backend does not report the end of this operation: only its count, bytes and issue are known",)
+        return (
+            (
+                "the backend does not report the end of this operation: only its count, bytes and"
+                " issue are known"
+            ),
+        )
     found = [_CANNOT_TELL[semantics_of(operation).waits]]
     if operation.startswith("alltoall"):
         found.append(
@@ -327,9 +344,9 @@ def cannot_tell(
         )
     elif overlapped:
         found.append(
-            "asynchronous: the duration is from the issue to the end in the background, so the wait "
-            "is how much earlier a rank issued, not a time that it was blocked; the transfer "
-            "includes queueing behind other operations, so the bandwidth is a lower bound"
+            "asynchronous: the duration is from the issue to the end in the background, so the wait"
+            " is how much earlier a rank issued, not a time that it was blocked; the transfer"
+            " includes queueing behind other operations, so the bandwidth is a lower bound"
         )
     if not all_seen:
         found.append(
@@ -351,4 +368,8 @@ def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str
         operation, _, rest = name.partition(" group=")
         if rest and " peer=" not in rest:
             kinds.setdefault(rest.partition(" ")[0], set()).add(operation)
-    return {group: {issued[group]: min(kinds[group])} for group in issued if len(kinds.get(group, ())) == 1}
+    return {
+        group: {issued[group]: min(kinds[group])}
+        for group in issued
+        if len(kinds.get(group, ())) == 1
+    }

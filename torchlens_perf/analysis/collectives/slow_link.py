@@ -37,10 +37,14 @@ SPREAD_FACTOR = 4.0
 # A large job has many rows of few groups.
 _members = functools.lru_cache(4096)(parse_ranges)
 _ONE_GROUP = (
-    "all communication goes through one group: a slow link cannot be distinguished from a slow network; "
-    "sub-groups, as in a 2D mesh, or messages between pairs of ranks would show the difference"
+    "all communication goes through one group: a slow link cannot be distinguished from a slow"
+    " network; sub-groups, as in a 2D mesh, or messages between pairs of ranks would show the"
+    " difference"
 )
-_FEW_PEERS = f"no group has {MIN_PEERS} others that do the same: a slow link cannot be distinguished from a longer path"
+_FEW_PEERS = (
+    f"no group has {MIN_PEERS} others that do the same: a slow link cannot be distinguished from a"
+    " longer path"
+)
 _FEW_OPERATIONS = f"no group has {MIN_OPERATIONS} joined operations of one kind yet"
 
 
@@ -153,7 +157,9 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
         """Return the combination with another node's statistics on the same operations."""
         more, waits = max(self, other, key=lambda each: each.joined), self.waits + other.waits
         # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
-        transfer = other if other.transfers and not other.transfer_ns[1] >= self.transfer_ns[1] else self
+        transfer = (
+            other if other.transfers and not other.transfer_ns[1] >= self.transfer_ns[1] else self
+        )
         return LinkStatistics(
             self.key,
             more.joined,
@@ -175,7 +181,15 @@ def link_statistics(operations: Iterable[OperationStatistics]) -> list[LinkStati
             continue
         group = key.group
         for octave, size in row.sizes.items():
-            link = LinkKey(key.operation, key.dtype, group.name, group.ranges, group.description, key.pair, octave)
+            link = LinkKey(
+                key.operation,
+                key.dtype,
+                group.name,
+                group.ranges,
+                group.description,
+                key.pair,
+                octave,
+            )
             low_ns, median_ns, high_ns = (_quantile_ns(size.transfer, q) for q in (0.25, 0.5, 0.75))
             wait_ns = _quantile_ns(size.wait, 0.5)
             found.append(
@@ -208,7 +222,9 @@ class _Candidate:
     slow: bool = False
 
 
-def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None) -> LinkFindings:
+def slow_links(
+    rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None
+) -> LinkFindings:
     """Find the slow links.
 
     rows: of all nodes, see merged_links(). hosts: node of each rank. Ranks without a
@@ -229,7 +245,13 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
         kinds.setdefault(kind, []).append(_Candidate(row, members))
     compared = [alike for alike in kinds.values() if len(alike) > MIN_PEERS]
     if not compared:
-        undecided = _FEW_OPERATIONS if few and not groups else _ONE_GROUP if len(groups) == 1 else _FEW_PEERS
+        undecided = (
+            _FEW_OPERATIONS
+            if few and not groups
+            else _ONE_GROUP
+            if len(groups) == 1
+            else _FEW_PEERS
+        )
         return LinkFindings((), (), (), 0, undecided if groups or few else "")
     found: dict[tuple[str, tuple[int, ...]], SlowLink] = {}
     for alike in compared:
@@ -245,7 +267,9 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
                 known = found.get((link.group, link.ranks))
                 if known is not None:
                     cost_ns = known.cost_ns + link.cost_ns
-                    link = dataclasses.replace(max(known, link, key=lambda each: each.cost_ns), cost_ns=cost_ns)
+                    link = dataclasses.replace(
+                        max(known, link, key=lambda each: each.cost_ns), cost_ns=cost_ns
+                    )
                 found[link.group, link.ranks] = link
     links = tuple(sorted(found.values(), key=lambda link: -link.cost_ns))
     judged = {each.row.key.place for alike in compared for each in alike}
@@ -263,7 +287,11 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
     bytes_of_peers = np.array([peer.mean_bytes for peer in peers])
     by_bytes = 1.0
     if each.mean_bytes > 0 and (bytes_of_peers > 0).all():
-        by_bytes = float(np.median(medians / bytes_of_peers)) * each.mean_bytes / usual_ns if usual_ns else 1.0
+        by_bytes = (
+            float(np.median(medians / bytes_of_peers)) * each.mean_bytes / usual_ns
+            if usual_ns
+            else 1.0
+        )
     if transfer_ns < MIN_RATIO * usual_ns * max(1.0, by_bytes):
         return None
     if excess_ns <= SPREAD_FACTOR * spread(medians):
@@ -272,7 +300,9 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
         return None
     # Ranks that arrive at different times are another finding. They may be too busy to make the
     # transfer progress.
-    if each.wait_ns > max(excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))):
+    if each.wait_ns > max(
+        excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))
+    ):
         return None
     known = [busbw for peer in peers if (busbw := peer.busbw) is not None]
     return SlowLink(
@@ -307,7 +337,9 @@ def _shared_elements(
     ranks = _only_in_slow([set(each) for each in slow], [set(each) for each in peers])
     if ranks:
         return tuple(sorted(ranks)), ()
-    nodes = _only_in_slow([_nodes(each, hosts) for each in slow], [_nodes(each, hosts) for each in peers])
+    nodes = _only_in_slow(
+        [_nodes(each, hosts) for each in slow], [_nodes(each, hosts) for each in peers]
+    )
     return (), tuple(sorted(nodes))
 
 

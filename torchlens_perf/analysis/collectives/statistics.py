@@ -16,11 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.channel import NOT_ENDED
-from torchlens_perf.analysis.collectives.semantics import SEND_RECV, Attribution, OperationKey, bus_factor, semantics_of
+from torchlens_perf.analysis.collectives.semantics import (
+    SEND_RECV,
+    Attribution,
+    OperationKey,
+    bus_factor,
+    semantics_of,
+)
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.sketch import Sketch, merged
 
-TOTALS = ("exposed_wait_ns", "overlapped_wait_ns", "wait_upper_bound_ns", "last", "exposed_lag_ns", "overlapped_lag_ns")
+TOTALS = (
+    "exposed_wait_ns",
+    "overlapped_wait_ns",
+    "wait_upper_bound_ns",
+    "last",
+    "exposed_lag_ns",
+    "overlapped_lag_ns",
+)
 """Sums for each rank. `last`: how often it arrived last. Lags: its delay after the second to last.
 """
 
@@ -36,7 +49,9 @@ class SizeStatistics:
     wait_upper_bound: Sketch = dataclasses.field(default_factory=Sketch)
     transfer: Sketch = dataclasses.field(default_factory=Sketch)
     ranks: tuple[int, ...] = ()
-    totals: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros((0, len(TOTALS)), np.int64))
+    totals: npt.NDArray[np.int64] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, len(TOTALS)), np.int64)
+    )
     """Shape [ranks, len(TOTALS)]."""
 
     def add(
@@ -87,7 +102,9 @@ class SizeStatistics:
         for name in ("wait", "wait_upper_bound"):
             getattr(self, name).merge(getattr(other, name))
         # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
-        if other.transfer.count and not other.transfer.quantile_ns(0.5) >= self.transfer.quantile_ns(0.5):
+        if other.transfer.count and not other.transfer.quantile_ns(
+            0.5
+        ) >= self.transfer.quantile_ns(0.5):
             self.transfer = other.transfer
         self._add_totals(other.ranks, other.totals)
 

@@ -36,7 +36,9 @@ _ISSUING = (int(Kind.FORWARD), int(Kind.BACKWARD))
 def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.int64]]:
     """Return the device times of phases and steps among these records, by phase."""
     records = records[records["kind"] == Kind.DEVICE]
-    found = {phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()}
+    found = {
+        phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()
+    }
     return {phase: durations_ns for phase, durations_ns in found.items() if len(durations_ns)}
 
 

@@ -98,7 +98,9 @@ class DeviceSteps:
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]
-        on_host = np.isin(records["kind"], (*_PART_OF_GAP, *_PHASES)) & ((records["flags"] & Flag.OTHER_THREAD) == 0)
+        on_host = np.isin(records["kind"], (*_PART_OF_GAP, *_PHASES)) & (
+            (records["flags"] & Flag.OTHER_THREAD) == 0
+        )
         self._hosts.append(steps)
         self._on_host = self._on_host.and_then(_spans(records[on_host], records["kind"][on_host]))
         self._device = self._device.and_then(_spans(on_device, on_device["value0"]))
@@ -117,7 +119,9 @@ class DeviceSteps:
         return table
 
 
-def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes) -> StepTable:
+def device_table(
+    host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes
+) -> StepTable:
     """Return the steps of `host` by the device's clock, which has reported all of their spans.
 
     on_host: waits and phases of the host. host_times: state from earlier steps.
@@ -128,7 +132,9 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     def row_of(spans: _Spans) -> tuple[_Spans, Integers]:
         """Return the spans that belong to these steps, and their rows in the table."""
         at = np.searchsorted(numbers, spans.step)
-        there = np.flatnonzero((at < len(numbers)) & (numbers[np.minimum(at, len(numbers) - 1)] == spans.step))
+        there = np.flatnonzero(
+            (at < len(numbers)) & (numbers[np.minimum(at, len(numbers) - 1)] == spans.step)
+        )
         return spans.where(there), order[at[there]]
 
     parts_ns = np.zeros((len(host), len(PARTS)), np.int64)
@@ -148,7 +154,9 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     phases = _Phases.matched((spans, rows), row_of(on_host), len(host))
     waits, rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
     ends = waits.start_ns + waits.duration_ns
-    in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(waits.start_ns, start_ns[rows])
+    in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(
+        waits.start_ns, start_ns[rows]
+    )
     in_gap_ns = np.maximum(in_gap_ns, 0)
     first, second = _pairs_of_equals(rows, outer_rows)
     both_ns = np.minimum(ends[first], (outer.start_ns + outer.duration_ns)[second])
@@ -189,8 +197,12 @@ class _Phases(NamedTuple):
     """
 
     @classmethod
-    def matched(cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int) -> _Phases:
-        """Match phases of a kind by their order in the step, if both clocks have the same number."""
+    def matched(
+        cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int
+    ) -> _Phases:
+        """Match phases of a kind by their order in the step, if both clocks have the same
+        number.
+        """
         lag_ns = np.full((count, len(PARTS)), _LONG_NS)
         lag_ns[:, _IN_GAP] = 0
         found = []
@@ -201,11 +213,17 @@ class _Phases(NamedTuple):
                 at = at[np.lexsort((spans.start_ns[at], rows[at]))]
                 sides.append((spans.where(at), rows[at], np.bincount(rows[at], minlength=count)))
             same = (sides[0][2] == sides[1][2]) & (sides[0][2] > 0)
-            (device, rows), (host, _) = ((spans.where(same[rows]), rows[same[rows]]) for spans, rows, _ in sides)
+            (device, rows), (host, _) = (
+                (spans.where(same[rows]), rows[same[rows]]) for spans, rows, _ in sides
+            )
             lag_ns[same, _PART_OF_SPAN[kind]] = 0
-            np.add.at(lag_ns, (rows, _PART_OF_SPAN[kind]), np.maximum(device.start_ns - host.start_ns, 0))
+            np.add.at(
+                lag_ns, (rows, _PART_OF_SPAN[kind]), np.maximum(device.start_ns - host.start_ns, 0)
+            )
             found.append((rows, host.kind, _phase_ends(host), _phase_ends(device)))
-        row, kind_of, host_ns, device_ns = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        row, kind_of, host_ns, device_ns = (
+            np.concatenate(columns) for columns in zip(*found, strict=True)
+        )
         order = np.lexsort((host_ns[:, 0], row))
         return cls(row[order], kind_of[order], host_ns[order], device_ns[order], lag_ns)
 
@@ -238,18 +256,28 @@ class HostTimes:
         # Times at which the device reached its marks.
         self._reached_ns = np.zeros(0, np.int64)
 
-    def progresses(self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers) -> npt.NDArray[np.bool_]:
+    def progresses(
+        self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers
+    ) -> npt.NDArray[np.bool_]:
         """Return for each interval whether the device reached a mark in it.
 
         reached_ns: the newest marks.
         """
         self._reached_ns = np.sort(np.concatenate([self._reached_ns, reached_ns]))
-        inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(self._reached_ns, begin_ns, "right")
-        self._reached_ns = self._reached_ns[np.searchsorted(self._reached_ns, begin_ns.min(initial=_LONG_NS)) :]
+        inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(
+            self._reached_ns, begin_ns, "right"
+        )
+        self._reached_ns = self._reached_ns[
+            np.searchsorted(self._reached_ns, begin_ns.min(initial=_LONG_NS)) :
+        ]
         return inside
 
     def own(
-        self, taken_ns: Integers, lag_ns: Integers, at_end_ns: Integers, may_be_full: npt.NDArray[np.bool_]
+        self,
+        taken_ns: Integers,
+        lag_ns: Integers,
+        at_end_ns: Integers,
+        may_be_full: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.float64]:
         """Add the next step's segments: the host's time and the lag at their start.
 
@@ -262,7 +290,10 @@ class HostTimes:
         now = np.stack([taken_ns, taken_ns - lag_ns]).astype(float)
         if now.shape != self._last.shape:
             self._last, self._variation, self._steps = now, np.zeros_like(now), 0
-            self._free_ns, self._free = np.zeros((_KEPT_TIMES, len(taken_ns))), np.zeros(len(taken_ns), np.int64)
+            self._free_ns, self._free = (
+                np.zeros((_KEPT_TIMES, len(taken_ns))),
+                np.zeros(len(taken_ns), np.int64),
+            )
         change, self._last = np.abs(now - self._last), now
         # A single long step has a limited effect.
         if self._steps > _FEW_STEPS:
@@ -272,8 +303,12 @@ class HostTimes:
         waits = (self._variation[1] < _CLEARLY_LESS * self._variation[0]) & (lag_ns <= taken_ns)
         # With a steady lag, a host that waits takes about as long as the lag, and the lag is gone
         # at the end.
-        about_as_long = (lag_ns > _QUEUED_NS) & (np.maximum(np.abs(now[1]), at_end_ns) < _LITTLE * lag_ns)
-        own_ns = np.where((waits & (self._steps > _FEW_STEPS)) | about_as_long, np.maximum(now[1], 0), now[0])
+        about_as_long = (lag_ns > _QUEUED_NS) & (
+            np.maximum(np.abs(now[1]), at_end_ns) < _LITTLE * lag_ns
+        )
+        own_ns = np.where(
+            (waits & (self._steps > _FEW_STEPS)) | about_as_long, np.maximum(now[1], 0), now[0]
+        )
         if self._steps > _WARM_UP_STEPS:
             free = np.flatnonzero(~may_be_full)
             self._free_ns[self._free[free] % _KEPT_TIMES, free] = own_ns[free]
@@ -284,7 +319,11 @@ class HostTimes:
 
 
 def _host_line(
-    host: StepTable, phases: _Phases, start_ns: Integers, waits: tuple[_Spans, Integers], host_times: HostTimes
+    host: StepTable,
+    phases: _Phases,
+    start_ns: Integers,
+    waits: tuple[_Spans, Integers],
+    host_times: HostTimes,
 ) -> tuple[Integers, Integers]:
     """Return the host's issue time and the device's lag for each step and part.
 
@@ -298,7 +337,11 @@ def _host_line(
     of_row = np.bincount(phases.row, minlength=len(host))
     first = np.concatenate([[0], np.cumsum(2 * of_row + 2)])
     row_of = np.repeat(np.arange(len(host)), 2 * of_row + 2)
-    at_phase = first[phases.row] + 1 + 2 * (np.arange(len(phases.row)) - (np.cumsum(of_row) - of_row)[phases.row])
+    at_phase = (
+        first[phases.row]
+        + 1
+        + 2 * (np.arange(len(phases.row)) - (np.cumsum(of_row) - of_row)[phases.row])
+    )
     # Row 0: on the host. Row 1: on the device.
     marks = np.zeros((2, first[-1]), np.int64)
     marks[:, first[:-1]] = host.start_ns, start_ns
@@ -337,7 +380,9 @@ def _host_line(
     own_ns = np.zeros(first[-1])
     for begin, end in itertools.pairwise(first.tolist()):
         inside = slice(begin, end - 1)
-        own_ns[inside] = host_times.own(taken_ns[inside], late_ns[inside], at_end_ns[inside], may_be_full[inside])
+        own_ns[inside] = host_times.own(
+            taken_ns[inside], late_ns[inside], at_end_ns[inside], may_be_full[inside]
+        )
     late_ns[first[1:] - 1] = 0
     np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
     # A part may be in several segments. The lag of a segment hides at most that segment. Using the
@@ -349,7 +394,9 @@ def _host_line(
     return issue_ns, lag_ns
 
 
-def _last_before(times: Integers, rows: Integers, queries: Integers, query_rows: Integers) -> Integers:
+def _last_before(
+    times: Integers, rows: Integers, queries: Integers, query_rows: Integers
+) -> Integers:
     """Return for each query the index of the latest time in its row at or before the query.
 
     A row's times ascend, and the first one is before all queries.
@@ -367,7 +414,10 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
     outer = np.full(len(rows), -1)
     order = np.argsort(rows, kind="stable")
     for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
-        found = np.array(outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()), np.int64)
+        found = np.array(
+            outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()),
+            np.int64,
+        )
         outer[indices] = np.where(found < 0, -1, indices[found])
     inner = np.flatnonzero(outer >= 0)
     own_ns = spans.duration_ns.copy()

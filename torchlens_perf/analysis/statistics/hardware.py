@@ -190,15 +190,21 @@ class Hardware:
     names: Mapping[str, str]
 
 
-def growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: Iterable[str]) -> dict[str, float]:
+def growth(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: Iterable[str]
+) -> dict[str, float]:
     """Return the increase of counters between two samples.
 
     A counter that has decreased started again at 0.
     """
     if before is None:
         return {}
-    known = [name for name in counters if before.get(name) is not None and now.get(name) is not None]
-    return {name: now[name] - before[name] if now[name] >= before[name] else now[name] for name in known}
+    known = [
+        name for name in counters if before.get(name) is not None and now.get(name) is not None
+    ]
+    return {
+        name: now[name] - before[name] if now[name] >= before[name] else now[name] for name in known
+    }
 
 
 @dataclasses.dataclass
@@ -234,7 +240,9 @@ class GpuTotals:
         if sample.clock_reasons is not None:
             self.counts["clock_reasons"] = self.counts.get("clock_reasons", 0) + 1
             for reason, bits in REASONS.items():
-                self.reasons[reason] = self.reasons.get(reason, 0) + bool(sample.clock_reasons & bits)
+                self.reasons[reason] = self.reasons.get(reason, 0) + bool(
+                    sample.clock_reasons & bits
+                )
         for name in ("last_xid", "recovery_action", "remapping_pending", "remapping_failed"):
             value = getattr(sample, name)
             if value is not None:
@@ -254,7 +262,9 @@ class GpuTotals:
         """
         shares = {
             "power": self._share_of_time("throttle_power_ns"),
-            "thermal": self._largest("throttle_thermal_ns", "throttle_sw_thermal_ns", "throttle_hw_thermal_ns"),
+            "thermal": self._largest(
+                "throttle_thermal_ns", "throttle_sw_thermal_ns", "throttle_hw_thermal_ns"
+            ),
             "hw_slowdown": self._largest("throttle_hw_thermal_ns", "throttle_hw_power_brake_ns"),
             "sync_boost": self._share_of_time("throttle_sync_boost_ns"),
             "board_limit": self._share_of_time("throttle_board_limit_ns"),
@@ -272,7 +282,10 @@ class GpuTotals:
 
     def _largest(self, *counters: str) -> float | None:
         """Return the largest counter of those that may run at the same time."""
-        return max((share for share in map(self._share_of_time, counters) if share is not None), default=None)
+        return max(
+            (share for share in map(self._share_of_time, counters) if share is not None),
+            default=None,
+        )
 
     def signals(self) -> dict[str, float]:
         """Return the values described in gpu_signals()."""
@@ -283,7 +296,9 @@ class GpuTotals:
         pending, remapped = self.last.get("remapping_pending"), grown("remapped_rows")
         found = {
             "sm_clock_hz": clock_hz,
-            "sm_clock_share": clock_hz / max_clock_hz if clock_hz is not None and max_clock_hz else None,
+            "sm_clock_share": (
+                clock_hz / max_clock_hz if clock_hz is not None and max_clock_hz else None
+            ),
             "thermal_share": throttled.get("thermal"),
             "power_share": throttled.get("power"),
             "hw_slowdown_share": throttled.get("hw_slowdown"),
@@ -297,7 +312,9 @@ class GpuTotals:
             "remapped_rows": remapped if pending is None else (remapped or 0) + pending,
             "xid_count": grown("xids"),
             "pcie_replays": grown("pcie_replays"),
-            "nvlink_errors": _sum_of_known(map(grown, ("nvlink_errors", "nvlink_replays", "nvlink_recoveries"))),
+            "nvlink_errors": _sum_of_known(
+                map(grown, ("nvlink_errors", "nvlink_replays", "nvlink_recoveries"))
+            ),
         }
         return {name: value for name, value in found.items() if value is not None}
 

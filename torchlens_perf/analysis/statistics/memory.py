@@ -1,4 +1,7 @@
-"""Statistics of the device's allocator for one rank: use, fragmentation, growth and retries. Pure."""
+"""Statistics of the device's allocator for one rank: use, fragmentation, growth and retries.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -83,11 +86,18 @@ class MemoryStatistics:
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Add the MEMORY records among these."""
         for reading, peak_reserved_bytes in _readings(records, names):
-            self._add_reading(reading._replace(alloc_retries=self._retries(reading.alloc_retries)), peak_reserved_bytes)
+            self._add_reading(
+                reading._replace(alloc_retries=self._retries(reading.alloc_retries)),
+                peak_reserved_bytes,
+            )
 
     def _add_reading(self, reading: MemoryReading, peak_reserved_bytes: int | None) -> None:
         before = self.last
-        if before is not None and (reading.peak_bytes or 0) < (before.peak_bytes or 0) and reading.peak_bytes:
+        if (
+            before is not None
+            and (reading.peak_bytes or 0) < (before.peak_bytes or 0)
+            and reading.peak_bytes
+        ):
             self.peak_resets += 1
         self.peak_allocated_bytes = _larger_known(self.peak_allocated_bytes, reading.peak_bytes)
         self.peak_reserved_bytes = _larger_known(self.peak_reserved_bytes, peak_reserved_bytes)
@@ -106,12 +116,22 @@ class MemoryStatistics:
 
         A counter that the user has reset starts again at 0.
         """
-        before, self._alloc_retries = self._alloc_retries, counted if counted is not None else self._alloc_retries
+        before, self._alloc_retries = (
+            self._alloc_retries,
+            counted if counted is not None else self._alloc_retries,
+        )
         if counted is None:
             return None
         if before is None:
             return 0
-        known = next((each.alloc_retries for each in reversed(self.readings) if each.alloc_retries is not None), 0)
+        known = next(
+            (
+                each.alloc_retries
+                for each in reversed(self.readings)
+                if each.alloc_retries is not None
+            ),
+            0,
+        )
         return known + (counted - before if counted >= before else counted)
 
     def growth(self) -> Growth | None:
@@ -119,7 +139,9 @@ class MemoryStatistics:
 
         The value is None if growth is not certain, or harmless.
         """
-        known = [(r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None]
+        known = [
+            (r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None
+        ]
         known = known[int(len(known) * _SETTLING_SHARE) :]
         limit = self.last.limit_bytes if self.last is not None else None
         if len(known) < _MIN_READINGS or not limit:
@@ -150,7 +172,9 @@ class MemoryStatistics:
         A peak that differs from the previous reading's was reached in between. An equal one may be
         old and is only a bound.
         """
-        known = [each for each in self.readings if None not in (each.peak_bytes, each.allocated_bytes)]
+        known = [
+            each for each in self.readings if None not in (each.peak_bytes, each.allocated_bytes)
+        ]
         above = [(each.peak_bytes or 0) - (each.allocated_bytes or 0) for each in known]
         new = [
             above[i]
@@ -165,12 +189,16 @@ def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryRea
     return next((reading for reading, _ in reversed(_readings(records, names))), None)
 
 
-def _readings(records: npt.NDArray[np.void], names: list[str]) -> list[tuple[MemoryReading, int | None]]:
+def _readings(
+    records: npt.NDArray[np.void], names: list[str]
+) -> list[tuple[MemoryReading, int | None]]:
     """Yield the readings in these records, each with the largest reserved size so far."""
     found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
     for record in found:
-        by_time.setdefault(int(record["start_ns"]), {})[name_of(names, int(record["name_id"]))] = record
+        by_time.setdefault(int(record["start_ns"]), {})[name_of(names, int(record["name_id"]))] = (
+            record
+        )
     return [_reading(of_one) for of_one in by_time.values()]
 
 
@@ -195,7 +223,9 @@ def _larger_known(before: int | None, now: int | None) -> int | None:
     return max((value for value in (before, now) if value is not None), default=None)
 
 
-def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step: int) -> dict[str, float]:
+def memory_signals(
+    readings: Sequence[MemoryReading], first_step: int, last_step: int
+) -> dict[str, float]:
     """Return values that may explain why a rank was slow in these steps.
 
     Values that were not measured are missing.
@@ -210,11 +240,15 @@ def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step
     inside = [reading for reading in readings if first_step <= reading.step <= last_step]
     before = [reading for reading in readings if reading.step < first_step]
     signals: dict[str, float] = {}
-    counted = [(r.step, r.alloc_retries) for r in (*before[-1:], *inside) if r.alloc_retries is not None]
+    counted = [
+        (r.step, r.alloc_retries) for r in (*before[-1:], *inside) if r.alloc_retries is not None
+    ]
     if inside and len(counted) > 1:
         (step, retries), (until, retries_then) = counted[0], counted[-1]
         signals["alloc_retries_per_step"] = (retries_then - retries) / (until - step)
-    fragmentation = _known_shares((reading.inactive_bytes, reading.reserved_bytes) for reading in inside)
+    fragmentation = _known_shares(
+        (reading.inactive_bytes, reading.reserved_bytes) for reading in inside
+    )
     if fragmentation:
         signals["fragmentation_share"] = float(np.median(fragmentation))
     used = _known_shares((reading.reserved_bytes, reading.limit_bytes) for reading in inside)

@@ -65,9 +65,15 @@ class ModuleTimes:
         names = self._names.get(key)
         if not names or mine is None:
             return {}
-        others = [times for other, (theirs, times) in self._times.items() if theirs == key and other != rank]
+        others = [
+            times
+            for other, (theirs, times) in self._times.items()
+            if theirs == key and other != rank
+        ]
         if not others:
             return {}
-        sample = np.stack([times[: len(names)] for times in others[:: max(1, len(others) // _SAMPLE)]])
+        sample = np.stack(
+            [times[: len(names)] for times in others[:: max(1, len(others) // _SAMPLE)]]
+        )
         excess = mine[: len(names)] - np.median(sample, axis=0)
         return dict(zip(names, excess.tolist(), strict=True))

@@ -40,7 +40,11 @@ def amount(count: float, unit: str) -> str:
     """Return bytes, or bytes per second, with three figures, in powers of a thousand."""
     for prefix in ("", "K", "M", "G", "T"):
         if count < 1000 or prefix == "T":
-            return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
+            return (
+                f"{count:.0f} {prefix}{unit}"
+                if not prefix or count >= 100
+                else f"{count:.1f} {prefix}{unit}"
+            )
         count /= 1000
     raise AssertionError("unreachable")
 
@@ -58,7 +62,11 @@ def steps_words(since_step: int, until_step: int | None) -> str:
 
     until_step is None while the range lasts.
     """
-    return f"since step {since_step}" if until_step is None else f"from step {since_step} to {until_step - 1}"
+    return (
+        f"since step {since_step}"
+        if until_step is None
+        else f"from step {since_step} to {until_step - 1}"
+    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -36,9 +36,14 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 # Fraction of a window's step. Shorter times without a CPU are stored as [].
 _LITTLE_LACK = 0.02
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
-_PHASES = tuple(map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)))
+_PHASES = tuple(
+    map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT))
+)
 _ON_OTHER_THREADS = {Kind.DATA: "data", Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-_CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWARD), int(Kind.RECOMPUTE))
+_CALLS, _FORWARD_PHASES = (
+    (int(Kind.MODULE), int(Kind.FORWARD)),
+    (int(Kind.FORWARD), int(Kind.RECOMPUTE)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,9 @@ class Windows:
 
 _NONE = np.zeros(0)
 _NO_STEPS = _NONE.astype(np.int64)
-NO_WINDOWS = Windows(FIRST_WINDOW_STEPS, _NO_STEPS, _NONE, _NONE, _NONE, _NO_STEPS, _NO_STEPS, {}, {}, None)
+NO_WINDOWS = Windows(
+    FIRST_WINDOW_STEPS, _NO_STEPS, _NONE, _NONE, _NONE, _NO_STEPS, _NO_STEPS, {}, {}, None
+)
 
 
 class _Row(NamedTuple):
@@ -145,7 +152,9 @@ class WindowHistory:
         compared = (table.flags & _OTHER_WORK) == 0
         uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
         work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
-        steps = _Steps(table.step, table.duration_ns, table.parts_ns, work_ns, table.start_ns, table.ready_ns)
+        steps = _Steps(
+            table.step, table.duration_ns, table.parts_ns, work_ns, table.start_ns, table.ready_ns
+        )
         steps = steps.where(compared)
         begin = 0
         while begin < len(steps.step):
@@ -157,7 +166,9 @@ class WindowHistory:
             begin += count
         self._advance_to_step(int(table.step[-1]))
         tagged = (table.flags & TAGS) != 0
-        for step, flags in zip(table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True):
+        for step, flags in zip(
+            table.step[tagged].tolist(), table.flags[tagged].tolist(), strict=True
+        ):
             first = step // self.width * self.width
             self._tags[first] = self._tags.get(first, 0) | (flags & TAGS)
         while len(self._tags) > MAX_WINDOWS:
@@ -175,7 +186,9 @@ class WindowHistory:
             width=self.width,
             first_step=np.array([row.first_step for row in rows], np.int64),
             duration_ns=np.array([row.duration_ns for row in rows], np.float64),
-            parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(len(rows), len(PARTS)),
+            parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(
+                len(rows), len(PARTS)
+            ),
             work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
             work_steps=np.array([row.work_steps for row in rows], np.int64),
             start_ns=np.array([row.start_ns for row in rows], np.int64),
@@ -207,16 +220,24 @@ class WindowHistory:
 
     def _row(self) -> _Row:
         several = len(self._steps) > 1
-        steps = _Steps(*map(np.concatenate, zip(*self._steps, strict=True))) if several else self._steps[0]
+        steps = (
+            _Steps(*map(np.concatenate, zip(*self._steps, strict=True)))
+            if several
+            else self._steps[0]
+        )
         count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
         # The same mean as for the typical step. Waits for a CPU hit different phases, so each
         # phase's median would be zero.
-        middle = steps.where(np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4])
+        middle = steps.where(
+            np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4]
+        )
         duration_ns, parts_ns = float(middle.duration_ns.mean()), middle.parts_ns.mean(axis=0)
         kept, measured = None, middle.ready_ns[:, 0] >= 0
         if 2 * measured.sum() >= len(measured):
             lack_ns = np.minimum(middle.ready_ns[measured].mean(axis=0), parts_ns)
-            kept = all_parts(lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else [])
+            kept = all_parts(
+                lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else []
+            )
         first_step = self._first_step // self.width * self.width
         work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
         return _Row(first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept)
@@ -257,8 +278,12 @@ def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
     return mean
 
 
-def all_parts(lack_ns: Sequence[float] | npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
-    """Return a value of Windows.lack_ns with a number for each part; None if it was not measured."""
+def all_parts(
+    lack_ns: Sequence[float] | npt.NDArray[np.float64] | None,
+) -> npt.NDArray[np.float64] | None:
+    """Return a value of Windows.lack_ns with a number for each part; None if it was not
+    measured.
+    """
     if lack_ns is None:
         return None
     return np.asarray(lack_ns, np.float64) if len(lack_ns) else np.zeros(len(PARTS))
@@ -284,29 +309,43 @@ def _by_kind_and_name(
 
 
 def _length(duration_ns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    length: npt.NDArray[np.int64] = np.floor(np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING).astype(int)
+    length: npt.NDArray[np.int64] = np.floor(
+        np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING
+    ).astype(int)
     return length
 
 
 def _sums(
-    places: npt.NDArray[np.int64], name_ids: npt.NDArray[np.integer[Any]], values_ns: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64],
+    name_ids: npt.NDArray[np.integer[Any]],
+    values_ns: npt.NDArray[np.int64],
 ) -> Iterator[tuple[int, int, int]]:
     """Yield each place and name id that occurs, with the sum of its values."""
-    keys, index = np.unique(places.astype(np.int64) << 32 | name_ids.astype(np.int64), return_inverse=True)
+    keys, index = np.unique(
+        places.astype(np.int64) << 32 | name_ids.astype(np.int64), return_inverse=True
+    )
     sums = np.zeros(len(keys), np.int64)
     np.add.at(sums, index, values_ns)
     for key, sum_ns in zip(keys.tolist(), sums.tolist(), strict=True):
         yield key >> 32, key & 0xFFFFFFFF, sum_ns
 
 
-def _measured_ns(records: npt.NDArray[np.void], table: StepTable, names: list[str]) -> npt.NDArray[np.int64]:
+def _measured_ns(
+    records: npt.NDArray[np.void], table: StepTable, names: list[str]
+) -> npt.NDArray[np.int64]:
     """Return each step's time in the sections of step_mix.MEASURED whose flag it has."""
     found = np.zeros((len(table), len(MEASURED)), np.int64)
     for column, (flag, name) in enumerate(MEASURED.items()):
         if name in names and (table.flags & flag).any():
-            is_section = (records["kind"] == Kind.SECTION) & (records["name_id"] == names.index(name))
+            is_section = (records["kind"] == Kind.SECTION) & (
+                records["name_id"] == names.index(name)
+            )
             sections = records[is_section & np.isin(records["step"], table.step)]
-            np.add.at(found[:, column], np.searchsorted(table.step, sections["step"]), sections["duration_ns"])
+            np.add.at(
+                found[:, column],
+                np.searchsorted(table.step, sections["step"]),
+                sections["duration_ns"],
+            )
     return found
 
 
@@ -387,7 +426,9 @@ class RankStatistics:
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 
-    def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
+    def add(
+        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
+    ) -> None:
         """Add complete steps: their records, and the table that assemble_steps() made of them."""
         self.records += len(records)
         self.lost += lost
@@ -435,7 +476,9 @@ class RankStatistics:
             usual &= steps.step >= self.first_step + WARM_UP_STEPS
         return np.asarray(usual)
 
-    def _add_section_hosts(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+    def _add_section_hosts(
+        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
+    ) -> None:
         """Add the time of sections that is in host code.
 
         Nested phases, and sections inside of phases, do not count.
@@ -455,7 +498,8 @@ class RankStatistics:
         host_ns = (records["duration_ns"][rows] - records["phase_ns"][rows]).clip(min=0)
         places = np.searchsorted(steps.step, records["step"][rows])
         keys, inverse = np.unique(
-            records["name_id"][rows].astype(np.int64) << 32 | places.astype(np.int64), return_inverse=True
+            records["name_id"][rows].astype(np.int64) << 32 | places.astype(np.int64),
+            return_inverse=True,
         )
         of_step = np.bincount(inverse, weights=host_ns, minlength=len(keys)).astype(np.int64)
         # A section that is open across a step's end, or that is nested in itself, gets at most the
@@ -476,20 +520,26 @@ class RankStatistics:
         without = max(0, self.usual_steps - found.count)
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
-    def _add_lengths(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
+    def _add_lengths(
+        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
+    ) -> None:
         """Add times by step length, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
         steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
         lengths = _length(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
         found, of_step = np.unique(lengths, return_inverse=True)
-        new = [StepsOfLength(count) for count in np.bincount(of_step, minlength=len(found)).tolist()]
+        new = [
+            StepsOfLength(count) for count in np.bincount(of_step, minlength=len(found)).tolist()
+        ]
         self.usual_steps += int(self._usual(steps).sum())
         self._add_modules(records, steps, names, of_step, new)
         rows = np.flatnonzero(records["kind"] == Kind.SECTION)
         rows = rows[np.isin(records["step"][rows], steps.step)]
         at = of_step[np.searchsorted(steps.step, records["step"][rows])]
-        for place, name_id, sum_ns in _sums(at, records["name_id"][rows], records["duration_ns"][rows]):
+        for place, name_id, sum_ns in _sums(
+            at, records["name_id"][rows], records["duration_ns"][rows]
+        ):
             new[place].sections[name_of(names, name_id)] = sum_ns
         for length, sums in zip(found.tolist(), new, strict=True):
             self.by_length.setdefault(length, StepsOfLength()).merge(sums)
@@ -524,7 +574,9 @@ class RankStatistics:
         own_ns = records["duration_ns"][rows] - records["nested_ns"][rows]
         passes = kinds == Kind.FORWARD
         forward_ns = records["duration_ns"][rows[passes]] - records["phase_ns"][rows[passes]]
-        for place, _, sum_ns in _sums(places[passes], np.zeros(len(forward_ns), np.int64), forward_ns):
+        for place, _, sum_ns in _sums(
+            places[passes], np.zeros(len(forward_ns), np.int64), forward_ns
+        ):
             new[place].forward_ns = sum_ns
         for place, name_id, sum_ns in _sums(places, name_ids, own_ns):
             modules, name = new[place].modules, name_of(names, name_id).removeprefix("forward ")
@@ -532,7 +584,11 @@ class RankStatistics:
         usual = (steps.flags[at] & _UNUSUAL) == 0
         found, order, starts = _by_kind_and_name(kinds[usual], name_ids[usual])
         called = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
-        add_to_each([self.modules.setdefault(name, Sketch()) for name in called], own_ns[usual][order], starts)
+        add_to_each(
+            [self.modules.setdefault(name, Sketch()) for name in called],
+            own_ns[usual][order],
+            starts,
+        )
 
     def _add_other_threads(self, records: npt.NDArray[np.void]) -> None:
         there = records[(records["flags"] & Flag.OTHER_THREAD) != 0]
@@ -567,7 +623,10 @@ class RankStatistics:
             return whole
         first, last = _length(np.array(typical.range_ns)).tolist()
         for length, sums in self.by_length.items():
-            if length >> _LENGTH_BITS == typical.flags & _UNUSUAL and first <= length & _LENGTH_MASK <= last:
+            if (
+                length >> _LENGTH_BITS == typical.flags & _UNUSUAL
+                and first <= length & _LENGTH_MASK <= last
+            ):
                 whole.merge(sums)
         return whole
 
@@ -579,6 +638,10 @@ class RankStatistics:
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Return each module's mean own forward time in a usual step; empty before a step counts."""
+        """Return each module's mean own forward time in a usual step; empty before a step
+        counts.
+        """
         steps = self.usual_steps
-        return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}
+        return (
+            {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}
+        )

@@ -50,7 +50,11 @@ class Generations:
         # A rank may have started it with its own environment, from which the child takes the same
         # rank. It runs in parallel to the ranks. But the first process of a script may also start
         # all ranks.
-        is_child = again and identity.launcher_pid in self._pids and identity.world_size <= self._world_size
+        is_child = (
+            again
+            and identity.launcher_pid in self._pids
+            and identity.world_size <= self._world_size
+        )
         if identity.restarts < self._restarts or (identity.restarts == self._restarts and is_child):
             return UNRELATED
         if again or identity.restarts > self._restarts:

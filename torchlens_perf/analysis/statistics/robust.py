@@ -23,5 +23,7 @@ def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
 
 
 def spread(values: npt.NDArray[np.floating[Any]]) -> float:
-    """Return the standard deviation of the bulk of the values, from the median absolute deviation."""
+    """Return the standard deviation of the bulk of the values, from the median absolute
+    deviation.
+    """
     return TO_SIGMA * float(np.median(np.abs(values - np.median(values))))

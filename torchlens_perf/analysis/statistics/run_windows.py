@@ -55,7 +55,9 @@ class RunWindows:
         """
         ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
         middle = (self.first_steps + ends) / 2
-        covered: npt.NDArray[np.bool_] = (middle >= since) & (middle < (np.inf if until is None else until))
+        covered: npt.NDArray[np.bool_] = (middle >= since) & (
+            middle < (np.inf if until is None else until)
+        )
         return covered
 
 
@@ -76,7 +78,9 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
         work_ns=np.stack([_mean_work(of, width, first, columns) for of in each]),
         parts_ns=np.stack([_means(of.parts_ns, of, width, first, columns) for of in each]),
         lack_ns=np.stack([_mean_lack(of, width, first, columns) for of in each]),
-        duration_ns=np.stack([_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]),
+        duration_ns=np.stack(
+            [_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]
+        ),
         tags=_tags_by_column(each, width, first, columns),
         last_step=last_step,
     )
@@ -118,12 +122,20 @@ def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Flo
 
 
 def _mean_lack(windows: Windows, width: int, first: int, columns: int) -> Floats:
-    measured = [(step, parts) for step, lack in windows.lack_ns.items() if (parts := all_parts(lack)) is not None]
+    measured = [
+        (step, parts)
+        for step, lack in windows.lack_ns.items()
+        if (parts := all_parts(lack)) is not None
+    ]
     at = (np.array([step for step, _ in measured], np.int64) - first) // width
-    return column_means(np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns)
+    return column_means(
+        np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns
+    )
 
 
-def _tags_by_column(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:
+def _tags_by_column(
+    windows: list[Windows], width: int, first: int, columns: int
+) -> tuple[int, ...]:
     flags = [0] * columns
     for each in windows:
         for step, found in each.tags.items():

@@ -20,7 +20,9 @@ _WIDTH_AFTER = 8
 _WAIT = PARTS.index("communication")
 # Steps that are not compared, because they do other work than training. If one rank has such a
 # step, that step is excluded on all ranks.
-OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
+OTHER_WORK = int(
+    Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,9 @@ class StepBinMaker:
             return None
         merged = concatenate(self._tables)
         self._tables = []
-        return _rows(merged, self.width or row_width(float(np.median(merged.duration_ns)), self._min_row_ns))
+        return _rows(
+            merged, self.width or row_width(float(np.median(merged.duration_ns)), self._min_row_ns)
+        )
 
 
 def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
@@ -116,7 +120,9 @@ def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
 def concatenate(tables: list[StepTable]) -> StepTable:
     """Concatenate tables, at least one."""
     fields = [field.name for field in dataclasses.fields(StepTable)]
-    return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
+    return StepTable(
+        **{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields}
+    )
 
 
 def _rows(table: StepTable, width: int) -> StepBins:
@@ -145,7 +151,9 @@ def _rows(table: StepTable, width: int) -> StepBins:
         lag_ns=mean(table.lag_ns[:, OWN_COLUMNS].astype(np.float64)),
         wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
         ready_ns=mean(np.where(measured, table.own_ns - work.sum(axis=1), np.nan)),
-        issue_ready_ns=mean(np.where(measured, table.issue_ready_ns[:, OWN_COLUMNS].sum(axis=1), np.nan)),
+        issue_ready_ns=mean(
+            np.where(measured, table.issue_ready_ns[:, OWN_COLUMNS].sum(axis=1), np.nan)
+        ),
         workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
         flags=np.bitwise_or.reduceat(table.flags, starts),
     )

@@ -62,14 +62,18 @@ _KINDS = {
 }
 # These only count for steps without any of the flags above.
 _LITTLE_KINDS = {Flag.COLLECTED: "garbage collection", Flag.SAMPLED: "sampled backward pass"}
-_MASK, _LITTLE_MASK = (int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS))
+_MASK, _LITTLE_MASK = (
+    int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS)
+)
 _NAMES = {**_KINDS, **_LITTLE_KINDS}
 # Flags of steps that do no other work.
 _BASES = (0, int(Flag.INFERENCE))
 # A cause is only reported if the extra time is in a part in which it works.
 _FORWARD_WORK = frozenset({"data", "forward", "host", "communication", LACK_OF_CPU})
 _WORKS_IN: Mapping[str, frozenset[str]] = {
-    "compilation": frozenset({"forward", "recompute", "backward", "optimizer", "host", LACK_OF_CPU}),
+    "compilation": frozenset(
+        {"forward", "recompute", "backward", "optimizer", "host", LACK_OF_CPU}
+    ),
     "evaluation": _FORWARD_WORK,
     WITHOUT_GRADIENTS: _FORWARD_WORK,
     "saving": frozenset({"host", "communication", LACK_OF_CPU}),
@@ -92,16 +96,22 @@ class Bin:
 
     count: int = 0
     duration_ns: float = 0.0
-    parts_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(PARTS)))
+    parts_ns: npt.NDArray[np.float64] = dataclasses.field(
+        default_factory=lambda: np.zeros(len(PARTS))
+    )
     measured: int = 0
     """Number of steps with a recorded time of being runnable without a CPU."""
-    ready_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(PARTS)))
+    ready_ns: npt.NDArray[np.float64] = dataclasses.field(
+        default_factory=lambda: np.zeros(len(PARTS))
+    )
     """That time, for each part."""
     steps: list[int] = dataclasses.field(default_factory=list)
     """Numbers of the newest steps."""
     explained: int = 0
     """Number of steps that have explained_ns."""
-    explained_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(MEASURED)))
+    explained_ns: npt.NDArray[np.float64] = dataclasses.field(
+        default_factory=lambda: np.zeros(len(MEASURED))
+    )
     """Time in each section of MEASURED."""
 
     def merge(self, other: Bin) -> None:
@@ -128,7 +138,9 @@ class StepMix:
         if not len(table):
             return
         flags = np.where(table.flags & _MASK, table.flags & _MASK, table.flags & _LITTLE_MASK)
-        place = np.floor(np.log2(np.maximum(table.duration_ns, 1)) * self.per_doubling).astype(np.int64)
+        place = np.floor(np.log2(np.maximum(table.duration_ns, 1)) * self.per_doubling).astype(
+            np.int64
+        )
         keys = flags << 32 | place
         order = np.argsort(keys, kind="stable")
         unique, starts = np.unique(keys[order], return_index=True)
@@ -139,11 +151,16 @@ class StepMix:
                 float(table.duration_ns[rows].sum()),
                 table.parts_ns[rows].sum(axis=0).astype(np.float64),
                 len(measured),
-                np.minimum(table.ready_ns[measured], table.parts_ns[measured]).sum(axis=0).astype(np.float64),
+                np.minimum(table.ready_ns[measured], table.parts_ns[measured])
+                .sum(axis=0)
+                .astype(np.float64),
                 table.step[rows[-_MAX_STEPS:]].tolist(),
             )
             if explained_ns is not None:
-                new.explained, new.explained_ns = len(rows), explained_ns[rows].sum(axis=0).astype(np.float64)
+                new.explained, new.explained_ns = (
+                    len(rows),
+                    explained_ns[rows].sum(axis=0).astype(np.float64),
+                )
             self.bins.setdefault(key, Bin()).merge(new)
         self._thin()
 
@@ -300,12 +317,18 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
             count=max(0, count - sum(each.count for each in classes)),
         ),
         alike_mean_ns=sum(each.duration_ns for each in alike) / sum(each.count for each in alike),
-        long=tuple(sorted((each for each in classes if each.more_ns > 0), key=lambda each: -each.total_ns)),
-        short=tuple(sorted((each for each in classes if each.more_ns <= 0), key=lambda each: -each.count)),
+        long=tuple(
+            sorted((each for each in classes if each.more_ns > 0), key=lambda each: -each.total_ns)
+        ),
+        short=tuple(
+            sorted((each for each in classes if each.more_ns <= 0), key=lambda each: -each.count)
+        ),
     )
 
 
-def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
+def _add_rank(
+    place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups
+) -> int:
     """Add a rank's steps to the typical step's class and to the others.
 
     Return the flags of the typical step.
@@ -322,7 +345,9 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
 
     def other(each: Bin) -> _UnusualBin:
         more_ns = _mean_ns(each) - typical.duration_ns
-        return _UnusualBin(place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
+        return _UnusualBin(
+            place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0)
+        )
 
     for found_bin in (*shorter, *longer):
         each = other(found_bin)
@@ -330,7 +355,10 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
     for flags, bins in by_flags.items():
         found = [other(each) for each in bins]
         below = [each for each in found if each.more_ns < -spread_ns]
-        for similar in (*_by_size(below), *_by_size([each for each in found if each.more_ns >= -spread_ns])):
+        for similar in (
+            *_by_size(below),
+            *_by_size([each for each in found if each.more_ns >= -spread_ns]),
+        ):
             count = sum(each.bin.count for each in similar)
             more_ns = sum(each.bin.duration_ns for each in similar) / count - typical.duration_ns
             # Their other work takes a negligible time.
@@ -344,7 +372,9 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
                 kinds = tuple(
                     kind
                     for kind in kinds
-                    if _may_explain(kind, part, more_ns, share, [each.bin for each in similar], typical)
+                    if _may_explain(
+                        kind, part, more_ns, share, [each.bin for each in similar], typical
+                    )
                 )
             similar = [dataclasses.replace(each, part=part) for each in similar]
             others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
@@ -353,10 +383,16 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
 
 def _kinds(flags: int) -> tuple[str, ...]:
     names = tuple(name for flag, name in _NAMES.items() if flags & flag)
-    return tuple(name for name in names if name != WITHOUT_GRADIENTS) if "evaluation" in names else names
+    return (
+        tuple(name for name in names if name != WITHOUT_GRADIENTS)
+        if "evaluation" in names
+        else names
+    )
 
 
-def _may_explain(kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep) -> bool:
+def _may_explain(
+    kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep
+) -> bool:
     """Return True if this work may be the reason that steps take more_ns longer.
 
     part: the part with the extra time. share: fraction of steps with the same work that take as
@@ -370,7 +406,9 @@ def _may_explain(kind: str, part: str, more_ns: float, share: float, bins: Seque
     if kind not in _EXPLAINS or any(each.explained < each.count for each in bins):
         return True
     column, least = _EXPLAINS[kind]
-    measured_ns = float(sum(each.explained_ns[column] for each in bins)) / sum(each.count for each in bins)
+    measured_ns = float(sum(each.explained_ns[column] for each in bins)) / sum(
+        each.count for each in bins
+    )
     # Another function than torch.save() did the saving.
     if kind == "saving" and not measured_ns:
         return True
@@ -416,7 +454,10 @@ def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
     joined, rest = list(largest), []
     for group in groups:
         small, large = sorted((_mean_size_ns(group), _mean_size_ns(largest)))
-        few = _FEW * _count(group) <= _count(largest) or _period(_known_steps([*joined, *group])) is not None
+        few = (
+            _FEW * _count(group) <= _count(largest)
+            or _period(_known_steps([*joined, *group])) is not None
+        )
         stray = few and _period(_known_steps(group)) is None
         if group is not largest and stray and large <= _RANGE * small:
             joined += group
@@ -437,7 +478,9 @@ def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
     """Return the numbers of the newest steps, without gaps."""
     # A bin that keeps the maximal number of step numbers may have dropped older ones.
     full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
-    return sorted({step for each in found for step in each.bin.steps if step >= max(full, default=0)})
+    return sorted(
+        {step for each in found for step in each.bin.steps if step >= max(full, default=0)}
+    )
 
 
 def _mean_ns(of: Bin) -> float:
@@ -477,20 +520,27 @@ def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
     weights = np.maximum(inside, 0.0) / counts
 
     def mean(sums: Iterable[Any], of: npt.NDArray[np.float64]) -> Any:
-        return sum(weight * each for weight, each in zip(weights, sums, strict=True)) / float((weights * of).sum())
+        return sum(weight * each for weight, each in zip(weights, sums, strict=True)) / float(
+            (weights * of).sum()
+        )
 
     measured = np.array([each.measured for each in bins], np.float64)
     parts_ns = mean((each.parts_ns for each in bins), counts)
     ready_ns = None
     if 2 * float((weights * measured).sum()) >= float((weights * counts).sum()):
-        ready_ns = dict(zip(PARTS, mean((each.ready_ns for each in bins), measured).tolist(), strict=True))
+        ready_ns = dict(
+            zip(PARTS, mean((each.ready_ns for each in bins), measured).tolist(), strict=True)
+        )
     return TypicalStep(
         count=total,
         duration_ns=float(mean((each.duration_ns for each in bins), counts)),
         parts_ns=dict(zip(PARTS, parts_ns.tolist(), strict=True)),
         ready_ns=ready_ns,
         flags=flags,
-        range_ns=(_mean_ns(bins[int(np.argmax(weights > 0))]), _mean_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))])),
+        range_ns=(
+            _mean_ns(bins[int(np.argmax(weights > 0))]),
+            _mean_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))]),
+        ),
     )
 
 
@@ -498,10 +548,15 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
     """Return the part that makes most of the difference from the typical step."""
     count = sum(each.count for each in bins)
     sign = 1 if sum(each.duration_ns for each in bins) >= count * typical.duration_ns else -1
-    more = sign * (sum(each.parts_ns for each in bins) / count - np.array([typical.parts_ns[part] for part in PARTS]))
+    more = sign * (
+        sum(each.parts_ns for each in bins) / count
+        - np.array([typical.parts_ns[part] for part in PARTS])
+    )
     lack_ns = 0.0
     if typical.ready_ns is not None and all(each.measured == each.count for each in bins):
-        lack = sum(each.ready_ns for each in bins) / count - np.array([typical.ready_ns[part] for part in PARTS])
+        lack = sum(each.ready_ns for each in bins) / count - np.array(
+            [typical.ready_ns[part] for part in PARTS]
+        )
         more, lack_ns = more - sign * lack, sign * float(lack.sum())
     largest = int(np.argmax(more))
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
@@ -516,7 +571,10 @@ def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int
     return StepClass(
         kinds=kinds,
         part=max(
-            parts, key=lambda part: sum(each.bin.count * abs(each.more_ns) for each in found if each.part == part)
+            parts,
+            key=lambda part: sum(
+                each.bin.count * abs(each.more_ns) for each in found if each.part == part
+            ),
         ),
         count=max(1, round(count / ranks)),
         duration_ns=sum(each.bin.duration_ns for each in found) / count,
@@ -529,7 +587,9 @@ def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int
 
 
 def _only_working_mix(found: Sequence[_UnusualBin], ranks: int) -> int | None:
-    doing, waiting = ({each.mix for each in found if each.waits is waits} for waits in (False, True))
+    doing, waiting = (
+        {each.mix for each in found if each.waits is waits} for waits in (False, True)
+    )
     return min(doing) if len(doing) == 1 and waiting and len(doing | waiting) == ranks else None
 
 
@@ -538,4 +598,8 @@ def _period(steps: Sequence[int]) -> int | None:
     if len(distances) < 2:
         return None
     usual = int(np.median(distances))
-    return usual if usual > 1 and np.mean(np.abs(distances - usual) <= 0.02 * usual) >= _REGULAR else None
+    return (
+        usual
+        if usual > 1 and np.mean(np.abs(distances - usual) <= 0.02 * usual) >= _REGULAR
+        else None
+    )

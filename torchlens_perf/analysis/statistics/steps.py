@@ -23,8 +23,24 @@ class HostLine(TypedDict):
 
 
 # Record fields in the order of Span's fields.
-_SPAN_COLUMNS = ("kind", "name_id", "step", "start_ns", "duration_ns", "depth", "flags", "value0", "value1")
-_NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME), int(Kind.SKETCH), int(Kind.MERGED), int(Kind.MEMORY))
+_SPAN_COLUMNS = (
+    "kind",
+    "name_id",
+    "step",
+    "start_ns",
+    "duration_ns",
+    "depth",
+    "flags",
+    "value0",
+    "value1",
+)
+_NO_SPANS = (
+    int(Kind.STEP),
+    int(Kind.THREAD_TIME),
+    int(Kind.SKETCH),
+    int(Kind.MERGED),
+    int(Kind.MEMORY),
+)
 _PART_OF_KIND = {
     Kind.DATA: "data",
     Kind.FORWARD: "forward",
@@ -82,7 +98,11 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
 
 def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
     """Return an empty host line for steps by the host's clock, shaped like the given columns."""
-    return {"issue_ns": np.zeros_like(parts_ns), "issue_ready_ns": ready_ns, "lag_ns": np.zeros_like(parts_ns)}
+    return {
+        "issue_ns": np.zeros_like(parts_ns),
+        "issue_ready_ns": ready_ns,
+        "lag_ns": np.zeros_like(parts_ns),
+    }
 
 
 def _thread_times(

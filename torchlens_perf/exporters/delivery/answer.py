@@ -1,8 +1,8 @@
 """The result of one OTLP request: delivered, to be retried, too large, or refused for good.
 
-It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures), except that requests are also
-retried if the server cannot be the endpoint (a wrong address, an expired token, a web page). A user may fix that while
-the job runs, and waiting costs nothing but room in the outbox.
+It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures), except that
+requests are also retried if the server cannot be the endpoint (a wrong address, an expired token, a
+web page). A user may fix that while the job runs, and waiting costs nothing but room in the outbox.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 def rejected(response: bytes) -> int:
     """Return the number of rejected items. Responses of all signals have the same layout."""
     try:
-        return max(0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans))
+        return max(
+            0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans)
+        )
     except DecodeError:
         return 0
 

@@ -10,17 +10,30 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from torchlens_perf.errors import printable
-from torchlens_perf.exporters.delivery.answer import Answer, NotDeliveredError, Outcome, later, rejected
+from torchlens_perf.exporters.delivery.answer import (
+    Answer,
+    NotDeliveredError,
+    Outcome,
+    later,
+    rejected,
+)
 
 # Reconnect at least every 10 s: gRPC's default of two minutes would delay data after an outage.
 OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_retries", 0))
 _DETAILS = "grpc-status-details-bin"
-_REFUSES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
+_REFUSES = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+)
 _MAX_REASON = 200
 
 
 class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Classifies responses. Failures raise NotDeliveredError, so the SDK does not retry by itself."""
+    """Classifies responses.
+
+    Failures raise NotDeliveredError, so the SDK does not retry by itself.
+    """
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
@@ -35,7 +48,9 @@ class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         call = continuation(details, request)
         error = call.exception()
         if error is None:
-            self.answer = Answer(Outcome.DELIVERED, rejected=rejected(call.result().SerializeToString()))
+            self.answer = Answer(
+                Outcome.DELIVERED, rejected=rejected(call.result().SerializeToString())
+            )
             return call
         self.answer = _classify(error)
         raise NotDeliveredError(self.answer.reason)

@@ -1,7 +1,9 @@
-"""The session through which the SDK's exporters send over HTTP: it classifies each response and enforces a timeout.
+"""The session through which the SDK's exporters send over HTTP: it classifies each response and
+enforces a timeout.
 
-The SDK counts redirects and web pages as success, and its timeouts start again with each byte that arrives. Here every
-failure raises NotDeliveredError, so the SDK neither drops the request nor retries by itself.
+The SDK counts redirects and web pages as success, and its timeouts start again with each byte that
+arrives. Here every failure raises NotDeliveredError, so the SDK neither drops the request nor
+retries by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from requests.auth import HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
 from torchlens_perf.errors import printable
-from torchlens_perf.exporters.delivery.answer import Answer, NotDeliveredError, Outcome, later, rejected, wait_of
+from torchlens_perf.exporters.delivery.answer import (
+    Answer,
+    NotDeliveredError,
+    Outcome,
+    later,
+    rejected,
+    wait_of,
+)
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
@@ -39,7 +48,8 @@ class ObservedSession(requests.Session):
     """The session of one exporter. Not thread-safe."""
 
     def __init__(self, provider: str = "") -> None:
-        """provider: name of the credential provider whose session sends the requests; "": no provider.
+        """provider: name of the credential provider whose session sends the requests; "": no
+        provider.
 
         Raises RuntimeError if the provider is missing."""
         super().__init__()
@@ -54,8 +64,13 @@ class ObservedSession(requests.Session):
             if type(adapter) is HTTPAdapter:  # Adapters of a user's provider are kept.
                 session.mount(prefix, _TrackingAdapter(self._connections))
 
-    def request(self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any) -> requests.Response:
-        """Send once, within the timeout for everything. Raises NotDeliveredError unless delivered."""
+    def request(
+        self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any
+    ) -> requests.Response:
+        """Send once, within the timeout for everything.
+
+        Raises NotDeliveredError unless delivered.
+        """
         self.answer = None
         # Redirects are not followed: credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
@@ -80,7 +95,9 @@ class ObservedSession(requests.Session):
         provided.verify, provided.cert = self.verify, self.cert
         return provided.request(*arguments, **named)
 
-    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+    def merge_environment_settings(
+        self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
+    ) -> Any:
         """Prefer the exporter's own certificate to REQUESTS_CA_BUNDLE from the environment."""
         own = self.verify if isinstance(self.verify, str) and verify is None else verify
         return super().merge_environment_settings(url, proxies, stream, own, cert)
@@ -171,8 +188,8 @@ def _message(content: bytes, kind: str) -> str:
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Authorize a request without ~/.netrc, which would replace the header that the user has set.
 
-    Credentials in the endpoint's address are used if there is no header. Proxies and certificates still come from the
-    environment.
+    Credentials in the endpoint's address are used if there is no header. Proxies and certificates
+    still come from the environment.
     """
     user, password = get_auth_from_url(request.url or "")
     if user and "Authorization" not in request.headers:
@@ -186,5 +203,7 @@ def _load_provider_session(provider: str) -> requests.Session:
         session = entry.load()()
         if isinstance(session, requests.Session):
             return session
-        raise RuntimeError(f"the credential provider {provider!r} does not return a requests.Session")
+        raise RuntimeError(
+            f"the credential provider {provider!r} does not return a requests.Session"
+        )
     raise RuntimeError(f"there is no credential provider {provider!r}")

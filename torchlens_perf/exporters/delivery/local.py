@@ -1,7 +1,8 @@
 """A transport that writes requests to files, for clusters without a network.
 
-Each line is one OTLP request in JSON (https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding). It can be
-sent as it is to any OTLP endpoint that accepts JSON.
+Each line is one OTLP request in JSON
+(https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding). It can be sent as it is to any
+OTLP endpoint that accepts JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _with_hex_ids(value: Any) -> Any:
     """Convert ids from base64 (protobuf's JSON) to the hexadecimal digits that OTLP requires."""
     if isinstance(value, dict):
         return {
-            key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each) for key, each in value.items()
+            key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each)
+            for key, each in value.items()
         }
     return [_with_hex_ids(each) for each in value] if isinstance(value, list) else value
 
@@ -40,7 +42,9 @@ class FileTransport:
         self._signal, self._path = signal, path
 
     def send(self, items: Sequence[Item]) -> Answer:
-        value = _with_hex_ids(MessageToDict(message(self._signal, items), use_integers_for_enums=True))
+        value = _with_hex_ids(
+            MessageToDict(message(self._signal, items), use_integers_for_enums=True)
+        )
         line = (json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

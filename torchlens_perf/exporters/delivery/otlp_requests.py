@@ -1,6 +1,7 @@
 """Conversion of the SDK's spans, metrics and log records to bytes of OTLP requests, and back.
 
-The encoders of OpenTelemetry's exporters make the bytes, so any endpoint accepts a request that was stored in a file.
+The encoders of OpenTelemetry's exporters make the bytes, so any endpoint accepts a request that was
+stored in a file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
 from opentelemetry.trace.status import Status, StatusCode
 
 Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
@@ -46,15 +54,27 @@ def _points(data: MetricsData) -> int:
 
 def metrics_of(data: MetricsData) -> list[sdk.Metric]:
     """Return the metrics of all resources."""
-    return [metric for of in data.resource_metrics for scope in of.scope_metrics for metric in scope.metrics]
+    return [
+        metric
+        for of in data.resource_metrics
+        for scope in of.scope_metrics
+        for metric in scope.metrics
+    ]
 
 
 def halves(items: Sequence[Item]) -> list[list[Item]]:
     """Split a request in two; [] if it has only one item. Points of one metric stay together."""
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
-    if len(items) == 1 and isinstance(data := items[0], MetricsData) and (count := len(metrics_of(data))) > 1:
-        return [[_slice_of_metrics(data, 0, count // 2)], [_slice_of_metrics(data, count // 2, count)]]
+    if (
+        len(items) == 1
+        and isinstance(data := items[0], MetricsData)
+        and (count := len(metrics_of(data))) > 1
+    ):
+        return [
+            [_slice_of_metrics(data, 0, count // 2)],
+            [_slice_of_metrics(data, count // 2, count)],
+        ]
     return []
 
 
@@ -68,7 +88,9 @@ def _slice_of_metrics(data: MetricsData, begin: int, end: int) -> MetricsData:
 def message(signal: str, items: Sequence[Item]) -> Any:
     """Return the request as the SDK's exporters encode it."""
     module, name = _ENCODERS[signal]
-    encode = getattr(importlib.import_module(f"opentelemetry.exporter.otlp.proto.common.{module}"), name)
+    encode = getattr(
+        importlib.import_module(f"opentelemetry.exporter.otlp.proto.common.{module}"), name
+    )
     return encode(items[0] if signal == "metrics" else items)
 
 
@@ -96,9 +118,14 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[ReadableSpan]:
         for of_scope in of_resource.scope_spans:
             for span in of_scope.spans:
                 context = _context(span.trace_id, span.span_id, 0, span.trace_state)
-                parent = _context(span.trace_id, span.parent_span_id, span.flags) if span.parent_span_id else None
+                parent = (
+                    _context(span.trace_id, span.parent_span_id, span.flags)
+                    if span.parent_span_id
+                    else None
+                )
                 links = [
-                    Link(_context(each.trace_id, each.span_id, each.flags), _attributes(each)) for each in span.links
+                    Link(_context(each.trace_id, each.span_id, each.flags), _attributes(each))
+                    for each in span.links
                 ]
                 yield ReadableSpan(
                     span.name, context, parent, resource, _attributes(span), links=links,
@@ -128,7 +155,10 @@ def _metrics(request: ExportMetricsServiceRequest) -> MetricsData:
         [
             sdk.ResourceMetrics(
                 _resource(of),
-                [sdk.ScopeMetrics(_scope(each), [*map(_metric, each.metrics)], "") for each in of.scope_metrics],
+                [
+                    sdk.ScopeMetrics(_scope(each), [*map(_metric, each.metrics)], "")
+                    for each in of.scope_metrics
+                ],
                 "",
             )
             for of in request.resource_metrics
@@ -149,7 +179,12 @@ def _metric(metric: Any) -> sdk.Metric:
     made_of, points_of = _POINTS[kind]
     data = getattr(metric, kind)
     points = [_from_message(points_of, each) for each in data.data_points]
-    return sdk.Metric(metric.name, metric.description, metric.unit, _from_message(made_of, data, data_points=points))
+    return sdk.Metric(
+        metric.name,
+        metric.description,
+        metric.unit,
+        _from_message(made_of, data, data_points=points),
+    )
 
 
 def _from_message(kind: type, message: Any, **known: Any) -> Any:
@@ -172,7 +207,9 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "span_id": lambda message, _: _number(message.span_id),
     "positive": lambda message, _: _from_message(sdk.Buckets, message.positive),
     "negative": lambda message, _: _from_message(sdk.Buckets, message.negative),
-    "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(data.aggregation_temporality),
+    "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(
+        data.aggregation_temporality
+    ),
 }
 
 
@@ -183,7 +220,9 @@ def in_span(context: SpanContext) -> Any:
 
 def _context(trace_id: bytes, span_id: bytes, flags: int, state: str = "") -> SpanContext:
     is_remote, kept = bool(flags & _REMOTE), TraceState.from_header([state]) if state else None
-    return SpanContext(_number(trace_id), _number(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), kept)
+    return SpanContext(
+        _number(trace_id), _number(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), kept
+    )
 
 
 def _number(text: bytes) -> int:

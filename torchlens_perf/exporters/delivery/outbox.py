@@ -1,8 +1,10 @@
-"""A queue of data to deliver, oldest first. New items are in memory; requests that could not be sent are on disk.
+"""A queue of data to deliver, oldest first. New items are in memory; requests that could not be
+sent are on disk.
 
-A file of the outbox is one complete request, and its name has the number of items. It is written under a temporary
-name, renamed, and deleted after delivery. A process that is killed in between sends that request twice and loses none.
-When the outbox is full, the oldest items are dropped and counted.
+A file of the outbox is one complete request, and its name has the number of items. It is written
+under a temporary name, renamed, and deleted after delivery. A process that is killed in between
+sends that request twice and loses none. When the outbox is full, the oldest items are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torchlens_perf.run import ownership
 if TYPE_CHECKING:
     from torchlens_perf.exporters.delivery.otlp_requests import Item
 
-_NAME = re.compile(r"(?P<owner>.+)\.(?P<signal>traces|metrics|logs)\.(?P<number>\d{10})\.(?P<count>\d+)\.otlp")
+_NAME = re.compile(
+    r"(?P<owner>.+)\.(?P<signal>traces|metrics|logs)\.(?P<number>\d{10})\.(?P<count>\d+)\.otlp"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +63,9 @@ class Outbox:
         room: Room | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """folder: the run's outbox; None: keep everything in memory. owner: name of the node that owns the files;
-        "": files of all nodes, for a replay. batch_items: maximum of a request. delay_s: wait for a full request.
+        """folder: the run's outbox; None: keep everything in memory. owner: name of the node that
+        owns the files; "": files of all nodes, for a replay. batch_items: maximum of a request.
+        delay_s: wait for a full request.
 
         Files that an earlier process left are delivered first.
         """
@@ -130,14 +135,19 @@ class Outbox:
             self._arrived.notify()
 
     def oldest(self, *, everything: bool = False) -> Request | None:
-        """Return the request to send next, without removing it. Unreadable files are dropped and counted.
+        """Return the request to send next, without removing it. Unreadable files are dropped and
+        counted.
 
         everything: do not wait for a full request.
         """
         while self._files:
             path, count, size_bytes = self._files[0]
             try:
-                return Request(decode(self.signal, ownership.read_bytes(path, self._room.disk_bytes)), count, path)
+                return Request(
+                    decode(self.signal, ownership.read_bytes(path, self._room.disk_bytes)),
+                    count,
+                    path,
+                )
             except OSError:  # The file is kept, as it may be readable in a replay.
                 self._drop_file(count, size_bytes)
             except ValueError:
@@ -149,9 +159,11 @@ class Outbox:
             return self._requests[0] if self._requests else None
 
     def remove(self, request: Request, parts: Sequence[Sequence[Item]] = ()) -> None:
-        """Remove a request that was delivered or refused. parts: smaller requests that replace one that was too large.
+        """Remove a request that was delivered or refused. parts: smaller requests that replace one
+        that was too large.
 
-        Parts of a file are written to disk before the file is deleted, so nothing is lost if the process is killed."""
+        Parts of a file are written to disk before the file is deleted, so nothing is lost if the
+        process is killed."""
         smaller = [Request(part, size(part)) for part in parts]
         if request.path is not None:
             smaller = [part for part in smaller if not self._write_request(part)]
@@ -183,7 +195,10 @@ class Outbox:
     # -- parts
 
     def _is_due(self) -> bool:
-        return len(self._items) >= self._batch_items or self._clock() - self._oldest_item_s >= self._delay_s
+        return (
+            len(self._items) >= self._batch_items
+            or self._clock() - self._oldest_item_s >= self._delay_s
+        )
 
     def _form_request(self) -> None:
         """Form a request from the oldest items. The caller holds the lock."""
@@ -239,7 +254,8 @@ def outbox(run: Path) -> Path:
 
 
 def found(folder: Path | None, signal: str, owner: str = "") -> list[tuple[Path, int, int]]:
-    """Return a signal's files in the outbox, oldest first, as (path, number of items, sequence number).
+    """Return a signal's files in the outbox, oldest first, as (path, number of items, sequence
+    number).
 
     owner: name of a node; "": files of all nodes.
     """

@@ -26,7 +26,9 @@ _EXPORTERS = {
 class SdkTransport:
     """Sends requests through an exporter of the SDK. Not thread-safe."""
 
-    def __init__(self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None) -> None:
+    def __init__(
+        self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None
+    ) -> None:
         """observer: classifies the endpoint's responses; None if the exporter has no endpoint."""
         self._signal, self._exporter, self._observer = signal, exporter, observer
         # The sender logs failed responses, at a limited rate. Other messages of the SDK are kept.
@@ -62,7 +64,8 @@ def over_http(signal: str) -> SdkTransport:
     module, name, _, _ = _EXPORTERS[signal]
     provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
     session = ObservedSession(
-        os.environ.get(provider.format(f"{signal.upper()}_"), "") or os.environ.get(provider.format(""), "")
+        os.environ.get(provider.format(f"{signal.upper()}_"), "")
+        or os.environ.get(provider.format(""), "")
     )
     exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.http.{module}")
     return SdkTransport(signal, getattr(exporters, name)(session=session), session)
@@ -82,4 +85,6 @@ def over_grpc(signal: str) -> SdkTransport:
 def to_console(signal: str) -> SdkTransport:
     """Return a transport that prints to standard output, as the SDK does."""
     _, _, module, name = _EXPORTERS[signal]
-    return SdkTransport(signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)())
+    return SdkTransport(
+        signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)()
+    )

@@ -1,8 +1,9 @@
 """A thread that sends one signal's requests from its outbox, until it is closed.
 
-A failed request is retried for as long as the outbox has room: after the delay that the endpoint asks for, otherwise
-with a backoff of up to a minute. Meanwhile new requests are written to disk, so a sidecar that is killed loses none of
-them. Only one request is in flight at a time, so at most one is delivered twice.
+A failed request is retried for as long as the outbox has room: after the delay that the endpoint
+asks for, otherwise with a backoff of up to a minute. Meanwhile new requests are written to disk, so
+a sidecar that is killed loses none of them. Only one request is in flight at a time, so at most one
+is delivered twice.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ class Sender:
         collect: Callable[[bool], float] = lambda final: float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """collect: called on the sender's thread to add() the items that are due, or all items if its argument is True.
+        """collect: called on the sender's thread to add() the items that are due, or all items if
+        its argument is True.
 
-        It returns the seconds until more items are due. clock: seconds, also for pauses between retries."""
+        It returns the seconds until more items are due. clock: seconds, also for pauses between
+        retries."""
         self.signal, self.outbox = outbox.signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
@@ -90,7 +93,10 @@ class Sender:
 
             def wait(slice_s: float) -> bool:
                 return self._changed.wait_for(
-                    lambda: self.outbox.due_s() > 0 or self._total_failures != failed or self._ended, slice_s
+                    lambda: (
+                        self.outbox.due_s() > 0 or self._total_failures != failed or self._ended
+                    ),
+                    slice_s,
                 )
 
             _in_slices(wait, timeout_s)
@@ -109,7 +115,9 @@ class Sender:
         self.begin_closing()
         if not _in_slices(self._has_ended, timeout_s):
             self._written_by_close = True
-            logger.warning("the OTLP endpoint did not accept all %s within %g s", self.signal, timeout_s)
+            logger.warning(
+                "the OTLP endpoint did not accept all %s within %g s", self.signal, timeout_s
+            )
         self._collect(True)
         self._write_undelivered()
 
@@ -165,7 +173,9 @@ class Sender:
         if answer.outcome is Outcome.LATER:
             self._consecutive_failures += 1
             self._total_failures += 1
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1))
+            pause_s = min(
+                _LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1)
+            )
             pause_s *= random.uniform(0.8, 1.2)  # Nodes must not all retry at the same moment.
             if answer.after_s is not None:
                 pause_s = max(pause_s, min(answer.after_s, _MAX_RETRY_AFTER_S))
@@ -182,10 +192,19 @@ class Sender:
             parts = split
         else:
             self.refused += request.count
-            logger.error("the OTLP endpoint refused %d items of %s: %s", request.count, self.signal, answer.reason)
+            logger.error(
+                "the OTLP endpoint refused %d items of %s: %s",
+                request.count,
+                self.signal,
+                answer.reason,
+            )
         self.outbox.remove(request, parts)
         if self._consecutive_failures:
-            logger.info("the OTLP endpoint accepts %s again; %d items are waiting", self.signal, self.outbox.waiting())
+            logger.info(
+                "the OTLP endpoint accepts %s again; %d items are waiting",
+                self.signal,
+                self.outbox.waiting(),
+            )
             self._consecutive_failures = 0
         with self._changed:
             self._changed.notify_all()
@@ -193,20 +212,27 @@ class Sender:
 
     def _write_undelivered(self, *, everything: bool = True) -> None:
         if not self.outbox.to_disk(everything=everything):
-            self._log_failure("undelivered items cannot be written to the run directory and stay in memory")
+            self._log_failure(
+                "undelivered items cannot be written to the run directory and stay in memory"
+            )
 
     def _log_failure(self, reason: str) -> None:
         if self._clock() - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s = self._clock()
-            logger.error("%s are not delivered: %s. They are kept and retried.", self.signal, reason)
+            logger.error(
+                "%s are not delivered: %s. They are kept and retried.", self.signal, reason
+            )
 
 
 def _in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:
     """Call wait(seconds) until it returns True or the timeout passes. Return its last result.
 
-    Python handles Ctrl-C only while the main thread runs. If another thread receives the signal, a long wait would
-    delay it."""
+    Python handles Ctrl-C only while the main thread runs. If another thread receives the signal,
+    a long wait would delay it."""
     until_s = time.monotonic() + timeout_s
-    while not (done := wait(max(0.0, min(_WAIT_SLICE_S, until_s - time.monotonic())))) and time.monotonic() < until_s:
+    while (
+        not (done := wait(max(0.0, min(_WAIT_SLICE_S, until_s - time.monotonic()))))
+        and time.monotonic() < until_s
+    ):
         pass
     return done

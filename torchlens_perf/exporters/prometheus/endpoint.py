@@ -1,6 +1,8 @@
-"""A server that answers GET /metrics on a thread of its own, one request at a time, each with a time and size limit.
+"""A server that answers GET /metrics on a thread of its own, one request at a time, each with a
+time and size limit.
 
-prometheus_client's own server starts a thread for each request and waits for slow clients without a limit.
+prometheus_client's own server starts a thread for each request and waits for slow clients without a
+limit.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class Endpoint:
     ) -> None:
         """answer: renders /metrics for an Accept header; called on the server's thread.
 
-        request_timeout_s: limit for receiving all headers. answer_timeout_s: limit for sending the response; the
-        default is that of Prometheus. Raises OSError if the port is in use or not permitted.
+        request_timeout_s: limit for receiving all headers. answer_timeout_s: limit for sending the
+        response; the default is that of Prometheus. Raises OSError if the port is in use or not
+        permitted.
         """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -85,7 +88,9 @@ class Endpoint:
         self._closing = False
         self.scrapes: list[float] = []
         """Start times (time.monotonic()) of the last two complete responses with metrics."""
-        self._thread = threading.Thread(target=self._serve, name="torchlens-perf-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="torchlens-perf-metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -124,17 +129,23 @@ class Endpoint:
             "Connection: close",
             "X-Content-Type-Options: nosniff",
         ]
-        connection.sendall("\r\n".join([*lines, "", ""]).encode() + (answer.body if method != "HEAD" else b""))
+        connection.sendall(
+            "\r\n".join([*lines, "", ""]).encode() + (answer.body if method != "HEAD" else b"")
+        )
         connection.shutdown(socket.SHUT_WR)
         if status is HTTPStatus.OK:
             self.scrapes = [*self.scrapes[-1:], began_s]
 
-    def _respond(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[HTTPStatus, Answer]:
+    def _respond(
+        self, method: str, path: str, headers: Mapping[str, str]
+    ) -> tuple[HTTPStatus, Answer]:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
             # DNS rebinding: the page of another site may have its own name resolve to this address.
-            return HTTPStatus.MISDIRECTED_REQUEST, _text("The Host header is not a name of this machine's loopback.\n")
+            return HTTPStatus.MISDIRECTED_REQUEST, _text(
+                "The Host header is not a name of this machine's loopback.\n"
+            )
         if path.partition("?")[0] != PATH:
             return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")
         with guard("making /metrics"):

@@ -1,6 +1,7 @@
 """The exporter for Prometheus: the metrics that are also sent over OTLP, and figures of the node.
 
-The sidecar's thread only stores values. The server's thread renders them as text when /metrics is requested.
+The sidecar's thread only stores values. The server's thread renders them as text when /metrics is
+requested.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class PrometheusExporter:
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
         self._state: NodeState | None = None
-        self._assesses_job = False  # Only the sidecar that assesses the whole job shows open alerts.
+        self._assesses_job = (
+            False  # Only the sidecar that assesses the whole job shows open alerts.
+        )
         self._update_due_s = float("-inf")
         self._final_updates = 0
         self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # only the newest
@@ -90,7 +93,9 @@ class PrometheusExporter:
             self._identity = assessment.identity
             self._assesses_job = assessment.whole_job
             # Alerts are updated first: a scrape that shows a hang must show the suspected rank too.
-            self._figures = NodeFigures({**self._figures.points, **self._open_alerts()}, self._figures.gone)
+            self._figures = NodeFigures(
+                {**self._figures.points, **self._open_alerts()}, self._figures.gone
+            )
             self._metrics.on_assessment(assessment)
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
@@ -141,7 +146,9 @@ class PrometheusExporter:
     def _families(self) -> Iterator[Metric]:
         identity = self._identity
         if identity is not None:
-            yield from families(self._meter.collect(), node_resource(identity).attributes, self._figures.gone)
+            yield from families(
+                self._meter.collect(), node_resource(identity).attributes, self._figures.gone
+            )
         yield from self._process.collect()
 
 

@@ -32,11 +32,13 @@ _RANK = prometheus_name(semantics.RANK)
 Labels = dict[str, str]
 
 
-def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()) -> Iterator[Metric]:
+def families(
+    metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()
+) -> Iterator[Metric]:
     """Yield families with samples, target_info first.
 
-    resource: the node's attributes. gone: ranks whose processes have ended. Their memory gauges are left out, and their
-    counters are kept.
+    resource: the node's attributes. gone: ranks whose processes have ended. Their memory gauges are
+    left out, and their counters are kept.
     """
     info = Metric("target", "Who serves these metrics: the resource of OpenTelemetry", "info")
     info.add_sample("target_info", labels_of(resource.items()), 1)
@@ -51,15 +53,22 @@ def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Co
             yield _histogram_family(metric, labelled)
         else:
             lasting = metric.name not in _OF_PROCESSES
-            yield _number_family(metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended])
-    lost = Metric(_DROPPED, "Points that are not in this answer, as there would be too many", "gauge")
+            yield _number_family(
+                metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended]
+            )
+    lost = Metric(
+        _DROPPED, "Points that are not in this answer, as there would be too many", "gauge"
+    )
     lost.add_sample(_DROPPED, {}, dropped)
     yield lost
 
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
     """Return attributes as labels, limited in length and without terminal control characters."""
-    return {prometheus_name(name): printable(_label_text(value))[:MAX_LABEL] for name, value in attributes}
+    return {
+        prometheus_name(name): printable(_label_text(value))[:MAX_LABEL]
+        for name, value in attributes
+    }
 
 
 def _label_text(value: Any) -> str:
@@ -76,7 +85,9 @@ def _number_family(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> M
     return found
 
 
-def _histogram_family(metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
+def _histogram_family(
+    metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]
+) -> Metric:
     unit = prometheus_unit(metric.unit or "", gauge=False)
     name, buckets = prometheus_name(metric.name, unit), metric.name not in _WITHOUT_BUCKETS
     found = Metric(name, metric.description or "", "histogram" if buckets else "summary", unit)
@@ -97,9 +108,14 @@ def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> No
         until_here += count
         upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"
         exemplar = _exemplar(newest[bucket]) if bucket in newest else None
-        found.add_sample(f"{found.name}_bucket", {**labels, "le": upper}, until_here, exemplar=exemplar)
+        found.add_sample(
+            f"{found.name}_bucket", {**labels, "le": upper}, until_here, exemplar=exemplar
+        )
 
 
 def _exemplar(example: Any) -> Exemplar:
-    ids = {"trace_id": format_trace_id(example.trace_id), "span_id": format_span_id(example.span_id)}
+    ids = {
+        "trace_id": format_trace_id(example.trace_id),
+        "span_id": format_span_id(example.span_id),
+    }
     return Exemplar(ids, example.value, example.time_unix_nano / 1e9)

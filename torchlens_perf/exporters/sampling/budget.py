@@ -1,6 +1,7 @@
 """A token bucket that limits the spans a job may send. Pure.
 
-The timestamps of steps refill it, so a replay, which reads faster than real time, sends no more spans.
+The timestamps of steps refill it, so a replay, which reads faster than real time, sends no more
+spans.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class SpanBudget:
     def at(self, time_s: float) -> float:
         """Return the number of spans that a step that ended at `time_s` may send."""
         if self._newest_s is not None and time_s > self._newest_s:
-            self._left = min(self.capacity, self._left + (time_s - self._newest_s) * self._refill_per_s)
+            self._left = min(
+                self.capacity, self._left + (time_s - self._newest_s) * self._refill_per_s
+            )
         self._newest_s = time_s if self._newest_s is None else max(time_s, self._newest_s)
         return self._left
 

@@ -12,7 +12,13 @@ from torchlens_perf.run.records import TracedStep
 # Why a step is sent.
 FIRST, NUMBER, SLOW, VERDICT = "first", "number", "slow", "verdict"
 # Why a rank of the step is sent, if not all ranks are.
-NAMED, LAST, MOST_WORK, REFERENCE, ONLY_KNOWN = "slow", "arrived last", "most work", "reference", "known"
+NAMED, LAST, MOST_WORK, REFERENCE, ONLY_KNOWN = (
+    "slow",
+    "arrived last",
+    "most work",
+    "reference",
+    "known",
+)
 EVERYTHING = (1 << 62) - 1
 _VERSION = 1
 _MAX_SAID_STEPS = 64
@@ -20,7 +26,9 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=EVERYTHING)]
 _Word = Annotated[str, msgspec.Meta(max_length=32)]
 _Ranks = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=256)]
 _Roles = Annotated[tuple[tuple[_Word, _Ranks], ...], msgspec.Meta(max_length=8)]
-_Steps = Annotated[list[tuple[_Number, _Word, _Roles, _Number, _Number]], msgspec.Meta(max_length=_MAX_SAID_STEPS)]
+_Steps = Annotated[
+    list[tuple[_Number, _Word, _Roles, _Number, _Number]], msgspec.Meta(max_length=_MAX_SAID_STEPS)
+]
 _SAID = tuple[_Number, _Number, _Number, _Ranks, _Steps]
 
 
@@ -40,7 +48,9 @@ class TraceDecision:
         """Encode into `max_bytes`, without the oldest steps if needed; b"" if impossible."""
         for first in range(max(0, len(self.steps) - _MAX_SAID_STEPS), len(self.steps) + 1):
             steps = [dataclasses.astuple(each)[1:] for each in self.steps[first:]]
-            found = msgspec.json.encode((_VERSION, self.attempt, self.decided_to, self.standing, steps))
+            found = msgspec.json.encode(
+                (_VERSION, self.attempt, self.decided_to, self.standing, steps)
+            )
             if len(found) <= max_bytes:
                 return found
         return b""
@@ -54,4 +64,6 @@ class TraceDecision:
             raise ValueError(f"invalid selection of traces from node 0: {error}") from error
         if version != _VERSION:
             raise ValueError(f"invalid selection of traces from node 0: unknown version {version}")
-        return cls(attempt, decided_to, standing, tuple(TracedStep(attempt, *each) for each in steps))
+        return cls(
+            attempt, decided_to, standing, tuple(TracedStep(attempt, *each) for each in steps)
+        )

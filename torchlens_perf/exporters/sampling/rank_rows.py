@@ -1,4 +1,5 @@
-"""Work and wait times of each rank in the newest steps: they show which rank arrived last and which had most work.
+"""Work and wait times of each rank in the newest steps: they show which rank arrived last and which
+had most work.
 
 A row is the mean over the steps of one bin (analysis/statistics/step_bins.py). Pure.
 """
@@ -36,7 +37,10 @@ class Row:
         most = int(ranks.max()) + 1
         if most > len(self.work_ns):
             more = np.full(most - len(self.work_ns), np.nan, np.float32)
-            self.work_ns, self.wait_ns = np.append(self.work_ns, more), np.append(self.wait_ns, more)
+            self.work_ns, self.wait_ns = (
+                np.append(self.work_ns, more),
+                np.append(self.wait_ns, more),
+            )
         self.work_ns[ranks], self.wait_ns[ranks] = work_ns, wait_ns
 
     @property
@@ -53,7 +57,9 @@ class RankRows:
         self._ranks = 0
 
     def add(self, block: BinBatch) -> None:
-        self._ranks = max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
+        self._ranks = (
+            max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
+        )
         work_ns, rows = block.parts_ns.sum(axis=2), block.key.shape[1]
         if len(block.ranks) == 1:  # Ranks of this node come one at a time.
             for index in range(max(0, rows - _KEPT_ROWS), rows):
@@ -63,7 +69,9 @@ class RankRows:
             return
         for key in np.unique(block.key[block.key >= 0]).tolist():
             rank, row = np.nonzero(block.key == key)
-            self._row(block.width, key).set(block.ranks[rank], work_ns[rank, row], block.wait_ns[rank, row])
+            self._row(block.width, key).set(
+                block.ranks[rank], work_ns[rank, row], block.wait_ns[rank, row]
+            )
 
     def _row(self, width: int, key: int) -> Row:
         found = self._rows.get((width, key))
@@ -95,18 +103,25 @@ class RankRows:
         found = {}
         for what, values in (("work", row.work_ns), ("wait", row.wait_ns)):
             there = values[~np.isnan(values)].astype(np.float64)
-            for name, value in zip(QUANTILES, np.quantile(there, list(QUANTILES.values())), strict=True):
+            for name, value in zip(
+                QUANTILES, np.quantile(there, list(QUANTILES.values())), strict=True
+            ):
                 found[what, name] = float(value) / 1e9
         return found
 
 
 def ranks_that_matter(
-    row: Row | None, slow: Sequence[int], places: Mapping[int, Placement], within: Collection[int] | None = None
+    row: Row | None,
+    slow: Sequence[int],
+    places: Mapping[int, Placement],
+    within: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
     """Return the ranks that explain a step, keyed by their role in it.
 
-    The roles: ranks reported as slow (the costliest first), the rank that arrived last, the rank with most work, and a
-    rank with median work for comparison. row: times of the step, if known. within: limits the result to these ranks.
+    The roles: ranks reported as slow (the costliest first), the rank that arrived last, the rank
+    with most work, and a
+    rank with median work for comparison. row: times of the step, if known. within: limits the
+    result to these ranks.
     """
     found: dict[str, list[int]] = {}
     named = [rank for rank in slow if within is None or rank in within][:MAX_NAMED]
@@ -129,7 +144,9 @@ def ranks_that_matter(
     others = [
         index
         for index, rank in enumerate(there.tolist())
-        if rank not in taken and rank not in slow and (rank not in places or places[rank].population == population)
+        if rank not in taken
+        and rank not in slow
+        and (rank not in places or places[rank].population == population)
     ]
     if others:
         of_others = work_ns[others]

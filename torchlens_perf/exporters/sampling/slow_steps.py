@@ -24,7 +24,8 @@ class SlowSteps:
         self._recent_ns: deque[int] = deque(maxlen=WINDOW)
 
     def add(self, steps: StepTable) -> npt.NDArray[np.bool_]:
-        """Return a mask of the slow steps: above the 99th percentile of the last 512 steps, and 10% above their median.
+        """Return a mask of the slow steps: above the 99th percentile of the last 512 steps, and 10%
+        above their median.
 
         No step is slow before there are 64 steps to compare with."""
         above_ns = self._limit_ns()

@@ -1,8 +1,10 @@
-"""Selection of finished steps to send as traces, and of the ranks of each step, within a budget of spans. Pure.
+"""Selection of finished steps to send as traces, and of the ranks of each step, within a budget of
+spans. Pure.
 
-A step becomes a candidate because of its number, because it is slower than the steps before it, or because a rank is
-reported as slow. Once the records of a candidate have arrived, all ranks are sent if they fit into the budget, and
-otherwise only the ranks that explain the step. Candidates that exceed the budget are counted.
+A step becomes a candidate because of its number, because it is slower than the steps before it, or
+because a rank is reported as slow. Once the records of a candidate have arrived, all ranks are sent
+if they fit into the budget, and otherwise only the ranks that explain the step. Candidates that
+exceed the budget are counted.
 """
 
 from __future__ import annotations
@@ -112,7 +114,13 @@ class StepSampler:
             del self._candidates[step]
 
     def choose(
-        self, attempt: int, known: JobSnapshot, now_s: float, *, final: bool = False, after_s: float = 0.0
+        self,
+        attempt: int,
+        known: JobSnapshot,
+        now_s: float,
+        *,
+        final: bool = False,
+        after_s: float = 0.0,
     ) -> list[TracedStep]:
         """Return the steps to send, among the candidates that can be decided now.
 
@@ -127,7 +135,9 @@ class StepSampler:
             spans = known.spans(step)
             if not known.running <= spans.keys() and waited_s < _LOCAL_RECORDS_TIMEOUT_S:
                 break
-            chosen = self._decide(attempt, step, candidate.because, spans, known, waited_s, candidate.ended_s)
+            chosen = self._decide(
+                attempt, step, candidate.because, spans, known, waited_s, candidate.ended_s
+            )
             if chosen is None:
                 break  # `decided_to` is a single number, so the steps have to be decided in order.
             del self._candidates[step]
@@ -155,14 +165,20 @@ class StepSampler:
         if total <= left:
             return self._chosen(attempt, step, because, (), allowed - 1, total, ended_s)
         is_small = total <= (1 - _RESERVED_SHARE[NUMBER]) * self.budget.capacity
-        if because == NUMBER and is_small and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S:
+        if (
+            because == NUMBER
+            and is_small
+            and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S
+        ):
             return False  # A complete step will fit later.
         row = known.rows.at(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
         if (row is None or row.known < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:
             return None
         within = None if elsewhere > 0 else spans.keys()
-        matter = ranks_that_matter(row, known.slow, known.places, within) or {ONLY_KNOWN: [min(spans)]}
+        matter = ranks_that_matter(row, known.slow, known.places, within) or {
+            ONLY_KNOWN: [min(spans)]
+        }
         count = sum(map(len, matter.values()))
         allowed = min(allowed, max(_MIN_SPANS, int(self.budget.capacity) // (2 * count)))
         if because == VERDICT:
@@ -170,7 +186,9 @@ class StepSampler:
         if 1 + count * allowed > left:
             return False
         roles = tuple((why, tuple(ranks)) for why, ranks in matter.items())
-        return self._chosen(attempt, step, because, roles, allowed - 1, 1 + count * allowed, ended_s)
+        return self._chosen(
+            attempt, step, because, roles, allowed - 1, 1 + count * allowed, ended_s
+        )
 
     def _chosen(
         self, attempt: int, step: int, because: str, roles: tuple[tuple[str, tuple[int, ...]], ...], max_spans: int,

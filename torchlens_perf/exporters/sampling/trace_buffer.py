@@ -61,7 +61,10 @@ class TraceBuffer:
         """Return the entries that contain a step: for each rank, that of the newest process."""
         found: dict[int, BufferedSteps] = {}
         for each in self._kept:
-            if int(each.steps.step[0]) <= step <= int(each.steps.step[-1]) and (each.steps.step == step).any():
+            if (
+                int(each.steps.step[0]) <= step <= int(each.steps.step[-1])
+                and (each.steps.step == step).any()
+            ):
                 found[each.rank] = each
         return [found[rank] for rank in sorted(found)]
 

@@ -34,23 +34,34 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
     if isinstance(model, Mapping):
         found, given = list(model.values()), [str(name) for name in model]
     else:
-        found = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
+        found = (
+            list(model)
+            if isinstance(model, (list, tuple)) and not isinstance(model, Module)
+            else [model]
+        )
     if not found:
         raise ConfigError(
-            f"model={model!r}: must be a torch.nn.Module, or a list or dict of modules; omit it to time all models"
+            f"model={model!r}: must be a torch.nn.Module, or a list or dict of modules; omit it to"
+            " time all models"
         )
     for each in found:
         if not isinstance(each, Module):
             hint = "a torch.nn.Module, or a list or dict of them"
             if hasattr(each, "param_groups"):
-                hint += ", and this is an optimizer; write watch(model, optimizer) or watch(optimizer=...)"
+                hint += (
+                    ", and this is an optimizer; write watch(model, optimizer) or"
+                    " watch(optimizer=...)"
+                )
             elif isinstance(each, types.FunctionType):
                 hint += ", and this is a function; write @watch() with parentheses"
             raise ConfigError(f"model={type(each).__name__}: must be {hint}")
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
     given = given or names_in_call(caller, function)
-    return [NamedModel(*each) for each in zip(found, name_models(found, given[: len(found)]), strict=True)]
+    return [
+        NamedModel(*each)
+        for each in zip(found, name_models(found, given[: len(found)]), strict=True)
+    ]
 
 
 def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
@@ -72,6 +83,13 @@ def optimizers(optimizer: Any) -> list[Optimizer]:
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if not callable(getattr(each, "step", None)):
-            hint = "; this is a model: write watch(model, optimizer)" if hasattr(each, "named_modules") else ""
-            raise ConfigError(f"optimizer={type(each).__name__}: must have a step() method, or be a list of such{hint}")
+            hint = (
+                "; this is a model: write watch(model, optimizer)"
+                if hasattr(each, "named_modules")
+                else ""
+            )
+            raise ConfigError(
+                f"optimizer={type(each).__name__}: must have a step() method, or be a list of"
+                f" such{hint}"
+            )
     return found

@@ -113,9 +113,15 @@ class FirstStep:
         return self._passes > 0 or bool(objects_of_type(Module)) or bool(living_optimizers())
 
     def _explanation(self) -> str:
-        following = "Next: for inference, or to mark yourself where a step ends, use perf.watch(model) in the script."
+        following = (
+            "Next: for inference, or to mark yourself where a step ends, use perf.watch(model) in"
+            " the script."
+        )
         if self._passes > 1:
-            following = "Next: call w.step() at the end of your loop, inside of `with perf.watch(model) as w:`."
+            following = (
+                "Next: call w.step() at the end of your loop, inside of `with perf.watch(model) as"
+                " w:`."
+            )
         passes = f"{self._passes} backward pass{'es' if self._passes != 1 else ''}"
         return f"no optimizer's step was seen, and {passes}. {following}"
 
@@ -152,8 +158,15 @@ def is_users_program() -> bool:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None:
         return not hasattr(sys, "ps1")
-    folders = [sysconfig.get_path(name) for name in ("scripts", "stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [
+        sysconfig.get_path(name)
+        for name in ("scripts", "stdlib", "platstdlib", "purelib", "platlib")
+    ]
     # A .pth file or PYTHONPATH may add other environments. torchrun and torch may be in different
     # ones.
-    folders += [entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")]
-    return not os.path.realpath(file).startswith(tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders))
+    folders += [
+        entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")
+    ]
+    return not os.path.realpath(file).startswith(
+        tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
+    )

@@ -28,7 +28,9 @@ _MAX_FRAMES = 64
 _MAIN, _LOCAL, _GLOBAL, _ATTRIBUTE, _ELEMENT = range(5)
 
 
-def name_models(models: Sequence[Module], given: Sequence[str | None] = (), taken: Collection[str] = ()) -> list[str]:
+def name_models(
+    models: Sequence[Module], given: Sequence[str | None] = (), taken: Collection[str] = ()
+) -> list[str]:
     """Return a distinct name for each model that is not in `taken`.
 
     given: known names by position, or None where the name is unknown. All objects of the process
@@ -42,7 +44,11 @@ def name_models(models: Sequence[Module], given: Sequence[str | None] = (), take
         wanted = name or held.get(id(model)) or class_name(model)
         numbered = (f"{wanted}_{number}" for number in itertools.count(2))
         names.append(
-            next(each for each in itertools.chain([wanted], numbered) if each not in taken and each not in names)
+            next(
+                each
+                for each in itertools.chain([wanted], numbered)
+                if each not in taken and each not in names
+            )
         )
     return names
 
@@ -64,9 +70,16 @@ def names_in_call(frame: types.FrameType | None, function: str) -> list[str | No
     line, arguments = frame.f_lineno, list[ast.expr]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called == function:
-                arguments = [*node.args[:1], *(each.value for each in node.keywords if each.arg == "model")]
+                arguments = [
+                    *node.args[:1],
+                    *(each.value for each in node.keywords if each.arg == "model"),
+                ]
     if not arguments or not isinstance(arguments[0], (ast.List, ast.Tuple)):
         return []
     return [_last_name(element) for element in arguments[0].elts]
@@ -99,9 +112,13 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
         for rank, name, value in _named_values(holder):
             if any(value is container for container in containers):
                 for position, element in enumerate(value):
-                    held.setdefault(id(element), []).append((_ELEMENT + rank, len(name), f"{name}.{position}"))
+                    held.setdefault(id(element), []).append(
+                        (_ELEMENT + rank, len(name), f"{name}.{position}")
+                    )
     wanted = {id(model) for model in models}
-    return {identity: min(candidates)[2] for identity, candidates in held.items() if identity in wanted}
+    return {
+        identity: min(candidates)[2] for identity, candidates in held.items() if identity in wanted
+    }
 
 
 def _named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
@@ -133,7 +150,10 @@ def _local_values(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any
         if frame is None:
             return
         code = frame.f_code
-        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE and code.co_flags & _OPTIMIZED:
+        if (
+            frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE
+            and code.co_flags & _OPTIMIZED
+        ):
             for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
                 if not name.startswith("_"):
                     yield _LOCAL, name, _local_value(frame, name)

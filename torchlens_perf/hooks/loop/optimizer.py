@@ -53,7 +53,10 @@ class Relay:
         """Register the hooks once. Must not be called inside an optimizer's step."""
         if self._handles:
             return
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         guarded = guard("optimizer hook")
         step_begins, step_ended = guarded.calling(self, "before"), guarded.calling(self, "after")
@@ -124,7 +127,9 @@ class OptimizerHook:
                 return None
             name_id = name_ids.get(type(optimizer))
             if name_id is None:
-                name_id = name_ids[type(optimizer)] = session.intern(f"optimizer {type(optimizer).__name__}")
+                name_id = name_ids[type(optimizer)] = session.intern(
+                    f"optimizer {type(optimizer).__name__}"
+                )
             if opened:
                 drop_raised(id(optimizer))
                 if any(identity == id(optimizer) for identity, _ in opened):
@@ -139,7 +144,10 @@ class OptimizerHook:
             if len(args) > 1 and callable(args[1]):
                 return (args[0], _TimedClosure(args[1], recorder, closure_id), *args[2:]), kwargs
             if callable(kwargs.get("closure")):
-                return args, {**kwargs, "closure": _TimedClosure(kwargs["closure"], recorder, closure_id)}
+                return args, {
+                    **kwargs,
+                    "closure": _TimedClosure(kwargs["closure"], recorder, closure_id),
+                }
             return None
 
         def drop_raised(beginning: int) -> None:
@@ -196,7 +204,9 @@ class OptimizerHook:
         @guard("GradScaler.step")
         def step_without_hook(optimizer: Any) -> None:
             # Without hooks, as in classes that do not derive from torch's, the step may have run.
-            self._loop.optimizer_stepped(optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer))
+            self._loop.optimizer_stepped(
+                optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
+            )
 
         ours = not relay.installed
         relay.install()
@@ -204,7 +214,9 @@ class OptimizerHook:
         try:
             with ExitStack() as attached:
                 attached.enter_context(patched(torch.amp.GradScaler, "step", noticed_step))
-                attached.enter_context(patched(torch.optim.Optimizer, "__init__", noticed_construct))
+                attached.enter_context(
+                    patched(torch.optim.Optimizer, "__init__", noticed_construct)
+                )
                 for owner in {type(each) for each in self._loop.passed.without_hooks()}:
                     attached.enter_context(_stepping(owner, self._loop.passed, session))
                 yield
@@ -234,5 +246,7 @@ def _stepping(owner: type, passed: PassedOptimizers, session: Session) -> Iterat
         try:
             attached.enter_context(patched(owner, "step", noticed_step))
         except TypeError:  # The class is written in C.
-            session.note(f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop")
+            session.note(
+                f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop"
+            )
         yield

@@ -60,12 +60,17 @@ class PassedOptimizers:
         These neither derive from torch's class nor contain such an optimizer. An object whose step
         is a function of the object, not of its class, is left out: it usually wraps an optimizer.
         """
-        unseen = (each for each in self.alive() if not any(_has_hooks(part) for part in parts_of(each)))
+        unseen = (
+            each for each in self.alive() if not any(_has_hooks(part) for part in parts_of(each))
+        )
         return [each for each in unseen if callable(getattr(type(each), "step", None))]
 
     def class_names(self) -> str:
         """Return the class names for messages, such as "AdamW" or "AdamW and SGD"."""
-        return " and ".join(type(each).__name__ for each in self.alive()) or "the optimizer passed to watch()"
+        return (
+            " and ".join(type(each).__name__ for each in self.alive())
+            or "the optimizer passed to watch()"
+        )
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
@@ -79,7 +84,9 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
                 continue
             seen.add(id(each))
             yield each
-            deeper += [inner for inner in _held_by(each) if callable(getattr(type(inner), "step", None))]
+            deeper += [
+                inner for inner in _held_by(each) if callable(getattr(type(inner), "step", None))
+            ]
         level = deeper
 
 

@@ -95,12 +95,22 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     elif isinstance(config.modules, int):
         chosen = down_to(config.modules)
     elif isinstance(config.modules, tuple):
-        chosen = [each for name, each in every.items() if config.wants_module(name) or config.wants_module(each.name)]
+        chosen = [
+            each
+            for name, each in every.items()
+            if config.wants_module(name) or config.wants_module(each.name)
+        ]
     else:
-        fitting = [down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most]
+        fitting = [
+            down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most
+        ]
         chosen = fitting[0] if fitting else []
     timed = {each.name for each in chosen}
-    untimed = [each for each in every.values() if each.name not in timed and id(each.module) not in compiled]
+    untimed = [
+        each
+        for each in every.values()
+        if each.name not in timed and id(each.module) not in compiled
+    ]
     patterns = config.modules if isinstance(config.modules, tuple) else ()
     names = {pattern: [(name, each.name) for name, each in every.items()] for pattern in patterns}
     return Selection(
@@ -122,9 +132,12 @@ def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
     for pattern in each[0] if each else ():
         if all(pattern in unmatched for unmatched in each):
             example = next((unmatched[pattern] for unmatched in each if unmatched[pattern]), "")
-            names = f', for example "{example}"' if example else ", and the model has no modules inside"
+            names = (
+                f', for example "{example}"' if example else ", and the model has no modules inside"
+            )
             messages.append(
-                f'modules="{pattern}" matches no module. Names are matched against model.named_modules(){names}'
+                f'modules="{pattern}" matches no module. Names are matched against'
+                f" model.named_modules(){names}"
             )
     return messages
 
@@ -157,7 +170,9 @@ def _unwrap(root: Module) -> tuple[str, Module]:
     path: list[str] = []
     while True:
         only = _only_child(root)
-        if only is None or not (only[0] in ("module", *_WRAPPED_NAMES) or _is_frameworks(root, only[1])):
+        if only is None or not (
+            only[0] in ("module", *_WRAPPED_NAMES) or _is_frameworks(root, only[1])
+        ):
             return ".".join(path), root
         path.append(only[0])
         root = only[1]
@@ -175,7 +190,11 @@ def _only_child(module: Module) -> tuple[str, Module] | None:
     """
     if any(True for _ in module.parameters(recurse=False)):
         return None
-    holding = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    holding = [
+        (name, child)
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
     for name, child in holding:
         inside = {id(each) for each in child.modules()}
         if all(id(other) in inside for _, other in holding):
@@ -206,7 +225,9 @@ def _is_frameworks(wrapper: Module, inner: Module) -> bool:
 @functools.cache
 def _installed_packages() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    return tuple(f"{path}/" for path in [*paths, *site.getsitepackages(), site.getusersitepackages()])
+    return tuple(
+        f"{path}/" for path in [*paths, *site.getsitepackages(), site.getusersitepackages()]
+    )
 
 
 def _levels(model: Module) -> dict[int, int]:
@@ -225,7 +246,9 @@ def _levels(model: Module) -> dict[int, int]:
     def has_no_level(name: str, child: Module) -> bool:
         only_holds = len(list(child.children())) == 1 and _only_child(child) is not None
         is_the_model = only is not None and child is only[1]
-        return only_holds or is_the_model or name in _WRAPPED_NAMES or isinstance(child, _containers())
+        return (
+            only_holds or is_the_model or name in _WRAPPED_NAMES or isinstance(child, _containers())
+        )
 
     def descend(module: Module, level: int) -> None:
         for name, child in module.named_children():
@@ -240,5 +263,7 @@ def _levels(model: Module) -> dict[int, int]:
 def device_of(model: Module) -> str:
     """Return the device type of a model's first parameter, or "" if it is not on a device yet."""
     with torch_private.out_of_sight()():
-        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
+        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {
+            "meta"
+        }
     return next(iter(kinds), "")

@@ -41,8 +41,16 @@ class TrainedModels:
 
     def _known_models_of(self, optimizer: Optimizer) -> list[NamedModel]:
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
-        alive = [NamedModel(module, name) for reference, name in self._known if (module := reference()) is not None]
-        return [each for each in alive if any(id(parameter) in stepped for parameter in _parameters(each.module))]
+        alive = [
+            NamedModel(module, name)
+            for reference, name in self._known
+            if (module := reference()) is not None
+        ]
+        return [
+            each
+            for each in alive
+            if any(id(parameter) in stepped for parameter in _parameters(each.module))
+        ]
 
     def _add_models(self, optimizer: Optimizer) -> None:
         """Add the models of all optimizers at once, so that each gets a distinct name."""
@@ -51,11 +59,18 @@ class TrainedModels:
         new = [
             module
             for module in top_modules()
-            if id(module) not in known and any(id(parameter) in trained for parameter in _parameters(module))
+            if id(module) not in known
+            and any(id(parameter) in trained for parameter in _parameters(module))
         ]
         several = len(new) + len(self._known) > 1
-        names = name_models(new, taken=[name for _, name in self._known]) if several else [""] * len(new)
-        self._known += [(weakref.ref(module), name) for module, name in zip(new, names, strict=True)]
+        names = (
+            name_models(new, taken=[name for _, name in self._known])
+            if several
+            else [""] * len(new)
+        )
+        self._known += [
+            (weakref.ref(module), name) for module, name in zip(new, names, strict=True)
+        ]
 
 
 def objects_of_type(kind: type) -> list[Any]:
@@ -78,7 +93,9 @@ def top_modules() -> list[Module]:
 
     # A module whose constructor is still running, or has failed, has no children yet.
     modules = [each for each in objects_of_type(Module) if "_modules" in each.__dict__]
-    children = {id(child) for module in modules for child in list(module.__dict__["_modules"].values())}
+    children = {
+        id(child) for module in modules for child in list(module.__dict__["_modules"].values())
+    }
     return [module for module in modules if id(module) not in children]
 
 
@@ -96,6 +113,8 @@ def models_with_gradients() -> list[NamedModel]:
     Must not run while another thread may run a backward pass, which writes the gradients read here.
     """
     with torch_private.out_of_sight()():
-        models = [each for each in top_modules() if any(p.grad is not None for p in _parameters(each))]
+        models = [
+            each for each in top_modules() if any(p.grad is not None for p in _parameters(each))
+        ]
     names = name_models(models) if len(models) > 1 else [""] * len(models)
     return [NamedModel(model, name) for model, name in zip(models, names, strict=True)]

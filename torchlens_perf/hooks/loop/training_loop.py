@@ -11,9 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers, parameters_of, reference_to
+from torchlens_perf.hooks.loop.passed_optimizers import (
+    PassedOptimizers,
+    parameters_of,
+    reference_to,
+)
 from torchlens_perf.hooks.loop.selection import NamedModel
-from torchlens_perf.hooks.loop.trained_models import TrainedModels, living_optimizers, models_with_gradients
+from torchlens_perf.hooks.loop.trained_models import (
+    TrainedModels,
+    living_optimizers,
+    models_with_gradients,
+)
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.current_step import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
@@ -91,7 +99,11 @@ class Accumulation:
     def add(self, optimizer: Any) -> None:
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
-                trained = (each for each in parameters_of(optimizer) if getattr(each, "requires_grad", False))
+                trained = (
+                    each
+                    for each in parameters_of(optimizer)
+                    if getattr(each, "requires_grad", False)
+                )
                 parameter = next(trained, None)
             if parameter is not None:
                 self._samples[id(optimizer)] = _Sample(parameter)
@@ -195,7 +207,10 @@ class TrainingLoop:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         if not self._session.recorder.closed:
             address = id(optimizer)
-            self._made[address] = weakref.ref(optimizer, lambda _: self._made.pop(address, None)), self._count
+            self._made[address] = (
+                weakref.ref(optimizer, lambda _: self._made.pop(address, None)),
+                self._count,
+            )
 
     def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Handle an optimizer step that has returned or that GradScaler has skipped."""
@@ -270,7 +285,9 @@ class TrainingLoop:
             flags |= _EVALUATION
         # Observed gradients give the number of accumulated passes. If none was observed, as with
         # sharded gradients, it is the smaller of the numbers of forward and backward passes.
-        passes = self._accumulation.step_ended() or min(self._forwards, self._backwards or self._forwards)
+        passes = self._accumulation.step_ended() or min(
+            self._forwards, self._backwards or self._forwards
+        )
         self._forwards = self._backwards = 0
         self._without_gradient = self._skipped = False
         return StepContent(flags, max(1, passes))
@@ -278,7 +295,12 @@ class TrainingLoop:
     # -- helpers
 
     def _stepped(
-        self, optimizer: int, position: int | None, stepping: Optimizer | None = None, *, is_new: bool = False
+        self,
+        optimizer: int,
+        position: int | None,
+        stepping: Optimizer | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
         ignored = self._rule.ignores_passed
         before = self._rule.ending
@@ -287,21 +309,27 @@ class TrainingLoop:
         patience = None
         if stepping is not None and ending is not None and (before != optimizer or is_new):
             patience = self._patience_of(stepping, ending, is_new=is_new)
-        ends = self._rule.optimizer_stepped(optimizer, position, ending_lives=lives, patience=patience)
+        ends = self._rule.optimizer_stepped(
+            optimizer, position, ending_lives=lives, patience=patience
+        )
         if before not in (None, self._rule.ending):
             self._evaluations.steps_end_elsewhere()
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
                 self._note_once(
-                    f"{name} has replaced {ending.class_name}: its first steps, before this was clear, count as one"
+                    f"{name} has replaced {ending.class_name}: its first steps, before this was"
+                    " clear, count as one"
                 )
             elif ending is not None and len(self.passed) and patience is not None:
-                self._note_once(f"{name} has replaced {ending.class_name}: steps end with {name} from then on")
+                self._note_once(
+                    f"{name} has replaced {ending.class_name}: steps end with {name} from then on"
+                )
         if ends:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
             self._session.note(
-                f"{self.passed.class_names()}, passed to watch(), has made no step: another optimizer ends the steps"
+                f"{self.passed.class_names()}, passed to watch(), has made no step: another"
+                " optimizer ends the steps"
             )
 
     def _stepped_inside(self) -> None:
@@ -310,14 +338,18 @@ class TrainingLoop:
         new = [each for each in optimizers if id(each) not in self._optimizers]
         known = [self._optimizers.get(id(each)) or self._add(each) for each in optimizers]
         self._stepped(
-            _INSIDE_BACKWARD, max((each.position for each in known if each.position is not None), default=None)
+            _INSIDE_BACKWARD,
+            max((each.position for each in known if each.position is not None), default=None),
         )
         for optimizer in new:
             self._watch_models_of(optimizer)
 
     def _add(self, optimizer: Optimizer) -> _Stepped:
         added = _Stepped(
-            reference_to(optimizer), self.passed.position(optimizer), type(optimizer).__name__, self._count
+            reference_to(optimizer),
+            self.passed.position(optimizer),
+            type(optimizer).__name__,
+            self._count,
         )
         self._optimizers[id(optimizer)] = added
         self._patience.clear()
@@ -351,13 +383,18 @@ class TrainingLoop:
             return 0
         if not is_watched and self._models_given and watched:
             name = type(optimizer).__name__
-            self._note_once(f"{name} has no parameters of a watched model: its steps do not end steps of the loop")
+            self._note_once(
+                f"{name} has no parameters of a watched model: its steps do not end steps of the"
+                " loop"
+            )
             return NEVER if replaced & watched else None
         made = self._made.get(id(optimizer))
         if not is_watched or made is None or made[0]() is not optimizer or made[1] < since:
             return None
         others = [each.reference() for each in self._optimizers.values()]
-        return None if any(stepped & _ids_of(each) for each in others if each is not optimizer) else 0
+        return (
+            None if any(stepped & _ids_of(each) for each in others if each is not optimizer) else 0
+        )
 
     def _note_once(self, note: str) -> None:
         if note not in self._notes:
@@ -367,8 +404,8 @@ class TrainingLoop:
     @guard("finding the trained models")
     def _backwards_are_steps(self) -> None:
         self._session.note(
-            "no optimizer's step was seen: each backward pass counts as a step. To mark where a step ends, call "
-            "w.step() at the end of your loop"
+            "no optimizer's step was seen: each backward pass counts as a step. To mark where a"
+            " step ends, call w.step() at the end of your loop"
         )
         if not self._models_given:
             self._watch(self._models_with_gradients())
@@ -376,8 +413,12 @@ class TrainingLoop:
     def _models_with_gradients(self) -> list[NamedModel]:
         with self._session.thread.gradients:
             if self._session.thread.reads_gradients:
-                return [each for each in models_with_gradients() if not self._is_watched(each.module)]
-        self._session.note("models are not timed, as several threads train: pass them to watch(model)")
+                return [
+                    each for each in models_with_gradients() if not self._is_watched(each.module)
+                ]
+        self._session.note(
+            "models are not timed, as several threads train: pass them to watch(model)"
+        )
         return []
 
     @guard("finding the trained models")
@@ -385,15 +426,23 @@ class TrainingLoop:
         """Watch the models of an optimizer after its first step, or note why they are not."""
         self._accumulation.add(optimizer)
         watched = self._watched_parameters() if self._models_given else set()
-        if self._models_given and all(id(parameter) in watched for parameter in parameters_of(optimizer)):
+        if self._models_given and all(
+            id(parameter) in watched for parameter in parameters_of(optimizer)
+        ):
             return  # The search for other models takes as long as several steps.
-        new = [each for each in self._trained.trained_by(optimizer) if not self._is_watched(each.module)]
+        new = [
+            each
+            for each in self._trained.trained_by(optimizer)
+            if not self._is_watched(each.module)
+        ]
         if not self._models_given:
             self._watch(new)
             return
         for each in new:
             name = each.name or type(each.module).__name__
-            self._session.note(f"{name} is also trained, but its modules are not timed: pass it to watch() as well")
+            self._session.note(
+                f"{name} is also trained, but its modules are not timed: pass it to watch() as well"
+            )
 
     def _is_watched(self, model: Module) -> bool:
         """Return True if the model shares parameters with a watched model.

@@ -140,4 +140,8 @@ def gpu_identity(index: int) -> Gpu:
 
     device = torch.cuda.get_device_properties(index)
     uuid = str(device.uuid)
-    return {"uuid": uuid if uuid.startswith(_PREFIX) else _PREFIX + uuid, "name": device.name, "index": index}
+    return {
+        "uuid": uuid if uuid.startswith(_PREFIX) else _PREFIX + uuid,
+        "name": device.name,
+        "index": index,
+    }

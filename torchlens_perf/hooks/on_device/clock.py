@@ -69,7 +69,9 @@ class EventClock:
     Methods must be called with the GIL, because autograd's threads mark too.
     """
 
-    def __init__(self, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         """Take the first anchor, which needs a few microseconds. now_ns: the host's clock."""
         self._events = events
         self.name = events.name
@@ -113,7 +115,11 @@ class EventClock:
         self._late: tuple[Event, int] | None = None
         with events.beside_captures():
             anchors = [self._take_anchor(_FIRST_TIMEOUT_NS) for _ in range(_FIRST_ANCHORS)]
-        self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
+        self._anchor = min(
+            (each for each in anchors if each is not None),
+            key=lambda each: each.error_ns,
+            default=None,
+        )
         self._anchored_ns = now_ns()  # Time of the last attempt to take an anchor.
 
     @property
@@ -248,7 +254,10 @@ class EventClock:
         while stream.pending and stream.pending[0][0] <= last:
             mark, reached, anchor = stream.pending.popleft()
             stream.read = mark
-            self._times[mark] = anchor.device_ns + round(anchor.event.elapsed_time(reached) * 1e6), anchor
+            self._times[mark] = (
+                anchor.device_ns + round(anchor.event.elapsed_time(reached) * 1e6),
+                anchor,
+            )
             self._pool.append(reached)
         return True
 

@@ -58,7 +58,9 @@ class Device:
         device = self.current()
         if device not in _rings:
             if device_in_use() not in (device, None):
-                raise DeviceError(f"the current device is {device}, on which this process has no memory")
+                raise DeviceError(
+                    f"the current device is {device}, on which this process has no memory"
+                )
             driver = Driver()
             with driver.relaxed_captures():  # Another thread may be capturing a graph.
                 _rings[device] = DeviceRing(driver, kernels.load(device))

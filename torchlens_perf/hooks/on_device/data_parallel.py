@@ -48,7 +48,9 @@ class DataParallelHook:
                 if torch_private.works(FSDP2):
                     attached.enter_context(_Fsdp2(session, sys.modules[_FSDP2_GROUPS]).attached())
                 else:
-                    session.note("waits of the device in FSDP2 are not recorded with this version of torch")
+                    session.note(
+                        "waits of the device in FSDP2 are not recorded with this version of torch"
+                    )
 
             with session.throttled(self.name, look_for_fsdp2):
                 look_for_fsdp2()
@@ -72,7 +74,9 @@ def _ddp_buffers(session: Session) -> Iterator[None]:
         finally:
             stalls.end()
 
-    with patched(DistributedDataParallel, "_sync_buffers", torch_private.break_in_compiled_code(marked)):
+    with patched(
+        DistributedDataParallel, "_sync_buffers", torch_private.break_in_compiled_code(marked)
+    ):
         yield
 
 
@@ -107,7 +111,9 @@ class _Fsdp2:
                 (self._group, "finalize_backward", self._wrap_finalize),
             ):
                 original = getattr(owner, name)
-                marked = torch_private.break_in_compiled_code(functools.wraps(original)(wrap(original)))
+                marked = torch_private.break_in_compiled_code(
+                    functools.wraps(original)(wrap(original))
+                )
                 attached.enter_context(patched(owner, name, marked))
             yield
 
@@ -133,7 +139,9 @@ class _Fsdp2:
             if begun is not None:
                 import torch
 
-                torch.get_device_module(result.all_gather_output.device).current_stream().wait_event(event)
+                torch.get_device_module(
+                    result.all_gather_output.device
+                ).current_stream().wait_event(event)
         finally:
             stalls.end()
 
@@ -157,7 +165,9 @@ class _Fsdp2:
             pending = getattr(context, "reduce_scatter_state", None) is not None
         else:
             pending = len(states) >= getattr(context, "reduce_scatter_max_input_buffers", 1)
-        self._expects_wait = self._session.clocks.stalls is not None and group.reduce_grads and pending
+        self._expects_wait = (
+            self._session.clocks.stalls is not None and group.reduce_grads and pending
+        )
 
     def _wrap_record_function(self, record_function: Callable[..., Any]) -> Callable[..., Any]:
         """Begin a wait when the profiler range ends after which post_backward() waits.
@@ -200,7 +210,11 @@ class _Fsdp2:
         """
 
         def marked(group: Any) -> Any:
-            stalls, reduced, self._has_reduced = self._session.clocks.stalls, self._has_reduced, False
+            stalls, reduced, self._has_reduced = (
+                self._session.clocks.stalls,
+                self._has_reduced,
+                False,
+            )
             if stalls is None or not reduced:
                 return finalize(group)
             stalls.begin(self._last)

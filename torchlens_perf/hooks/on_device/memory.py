@@ -44,7 +44,10 @@ class MemoryHook:
                 yield
             return
         if self._history:
-            session.note("memory history is not recorded: there is no device with an allocator that supports it")
+            session.note(
+                "memory history is not recorded: there is no device with an allocator that"
+                " supports it"
+            )
         session.publish(memory_source="resident memory of the process")
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +100,9 @@ class _DeviceMemory:
         found = [*quantities(stats, self._backend), (LIMIT, limit, 0)]
         took_ns = recorder.now_ns() - begin_ns
         for name, value0, value1 in found:
-            recorder.record_span(_MEMORY, session.intern(name), begin_ns, took_ns, 0, value0, value1)
+            recorder.record_span(
+                _MEMORY, session.intern(name), begin_ns, took_ns, 0, value0, value1
+            )
             if name == "allocated":
                 session.step.set_memory(value1)
                 self._has_read = value1 > 0
@@ -116,10 +121,16 @@ class _DeviceMemory:
             self._device = device_in_use()
         except DeviceError:
             self._device = torch.cuda.current_device()
-            self._session.note(f"memory is that of device {self._device}; this process also computes on other devices")
+            self._session.note(
+                f"memory is that of device {self._device}; this process also computes on other"
+                " devices"
+            )
         if self._device is None:
             return False
         self._backend = torch.cuda.get_allocator_backend()
         if not can_be_read(self._backend):
-            self._session.note(f"memory is not measured: the job's own allocator ({self._backend}) does not report it")
+            self._session.note(
+                f"memory is not measured: the job's own allocator ({self._backend}) does not"
+                " report it"
+            )
         return can_be_read(self._backend)

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _TOO_LATE = (
-    "end times of asynchronous collectives are missing: the NCCL communicators were created before the profiler "
-    "plugin was loaded. Enter watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
+    "end times of asynchronous collectives are missing: the NCCL communicators were created before"
+    " the profiler plugin was loaded. Enter watch() before init_process_group(), or start with the"
+    " flag or TORCHLENS_PERF=1"
 )
 _PROBLEM_NOTES = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
-    "unnamed": "NCCL operations are not recorded, because NCCL 2.27 does not identify operations of an NCCL group "
-    "and operations that were not issued through torch.distributed",
+    "unnamed": (
+        "NCCL operations are not recorded, because NCCL 2.27 does not identify operations of an"
+        " NCCL group and operations that were not issued through torch.distributed"
+    ),
     "crowded": "collectives have no end time, because an NCCL group had more than 64 of them",
     "lost": "collectives have no end time, because NCCL did not report it",
 }
@@ -43,7 +46,9 @@ _GIVEN_UP = {
     Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
     Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
     Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
-    Cause.NO_ROOM: "shared memory has no room for the data that NCCL needs to time another communicator",
+    Cause.NO_ROOM: (
+        "shared memory has no room for the data that NCCL needs to time another communicator"
+    ),
 }
 _captured: WeakSet[Any] = WeakSet()
 """CUDA graphs that were captured inside a watch of this process."""
@@ -70,11 +75,14 @@ class NcclHook:
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
             plugin, file = nccl_plugin.load(), nccl_plugin.path()
-            missing = self._offer_plugin(plugin, file, session.identity.local_world_size or session.identity.world_size)
+            missing = self._offer_plugin(
+                plugin, file, session.identity.local_world_size or session.identity.world_size
+            )
             if missing or plugin is None or file is None:
                 self._note(
                     session,
-                    f"end times of asynchronous collectives are missing: NCCL's profiler plugin is not used: {missing}",
+                    "end times of asynchronous collectives are missing: NCCL's profiler plugin is"
+                    f" not used: {missing}",
                 )
                 attached.enter_context(_by_events(session))
             else:
@@ -98,9 +106,15 @@ class NcclHook:
             return "this torch was built without NVIDIA's NCCL"
         self._every = nccl_plugin.steps_between(nccl, asked_for=self._wish == "on")
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
-            return f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.27 and newer versions do"
+            return (
+                f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.27 and newer"
+                " versions do"
+            )
         if self._every == 0:
-            return f'it supports NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
+            return (
+                f'it supports NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on"'
+                " times some steps"
+            )
         if plugin is None or file is None:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         if plugin.counters().given_up:
@@ -117,13 +131,17 @@ class NcclHook:
         return ""
 
     @contextmanager
-    def _by_plugin(self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack) -> Iterator[None]:
+    def _by_plugin(
+        self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack
+    ) -> Iterator[None]:
         self._before = plugin.counters()
         captures = _Captures(plugin)
         by_events = False
 
         def switch() -> None:
-            plugin.switch(on=not captures.under_way and session.step.training_steps % self._every == 0)
+            plugin.switch(
+                on=not captures.under_way and session.step.training_steps % self._every == 0
+            )
 
         def take_events(why: str) -> None:
             nonlocal by_events
@@ -137,7 +155,8 @@ class NcclHook:
             self._note_problems(session, counters, last=False)
             if counters.given_up:
                 take_events(
-                    f"end times of asynchronous collectives are missing from here on: {_given_up_reason(counters)}"
+                    "end times of asynchronous collectives are missing from here on:"
+                    f" {_given_up_reason(counters)}"
                 )
             elif not counters.communicators and _has_run_collective(session):
                 take_events(_TOO_LATE)
@@ -163,14 +182,20 @@ class NcclHook:
                 self._note_problems(session, plugin.counters(), last=True)
                 if plugin.counters().given_up and not by_events:
                     reason = _given_up_reason(plugin.counters())
-                    self._note(session, f"end times of asynchronous collectives are missing at the end: {reason}")
+                    self._note(
+                        session,
+                        f"end times of asynchronous collectives are missing at the end: {reason}",
+                    )
 
     def _note_problems(self, session: Session, counters: Counters, *, last: bool) -> None:
         """Note operations without times: at first that there are some, at the end how many.
 
         A job that is killed has then at least the first note.
         """
-        since = {field: now - then for field, now, then in zip(counters._fields, counters, self._before, strict=True)}
+        since = {
+            field: now - then
+            for field, now, then in zip(counters._fields, counters, self._before, strict=True)
+        }
         # An end is also missing if NCCL did not report one of the operation's parts.
         since["lost"] = session.recorder.lost_ends
         for field, text in _PROBLEM_NOTES.items():
@@ -182,12 +207,17 @@ class NcclHook:
 
 def _has_run_collective(session: Session) -> bool:
     """Return True if NCCL has run a collective."""
-    return any(torch_groups.backend_of_group(*group) == "nccl" for group in session.metadata.device_groups)
+    return any(
+        torch_groups.backend_of_group(*group) == "nccl" for group in session.metadata.device_groups
+    )
 
 
 def _given_up_reason(counters: Counters) -> str:
     """Return why timing was given up."""
-    return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times are unreliable in this process"
+    return (
+        f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times are unreliable in this"
+        " process"
+    )
 
 
 class _Captures:
@@ -305,7 +335,9 @@ class CollectiveEvents:
         ticket = self._session.recorder.claim()
         if ticket:
             self._pending.append(
-                _Pending(ticket, self._session.clocks.current, begin, end, self._session.recorder.step)
+                _Pending(
+                    ticket, self._session.clocks.current, begin, end, self._session.recorder.step
+                )
             )
 
     def read(self) -> None:

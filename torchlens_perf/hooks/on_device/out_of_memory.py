@@ -137,7 +137,8 @@ class _Observer:
     def __init__(self, session: Session, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._session = session
         self._run = RunDirectory(
-            Path(session.config.dir).absolute() / session.identity.run_id, shared=session.config.is_shared
+            Path(session.config.dir).absolute() / session.identity.run_id,
+            shared=session.config.is_shared,
         )
         self._now_ns = now_ns
         self._not_before_ns = 0
@@ -174,7 +175,11 @@ class _Observer:
             "untold": self._unreported,
             "caught": False,
             "table": None,
-            "earlier": f"{path.parent.name}/{self._files_with_table[-1].name}" if self._files_with_table else None,
+            "earlier": (
+                f"{path.parent.name}/{self._files_with_table[-1].name}"
+                if self._files_with_table
+                else None
+            ),
             "took_s": 0.0,
         }
         if begin_ns < self._not_before_ns:
@@ -188,7 +193,13 @@ class _Observer:
         module, stack = places.of(_python_frames())
         table = live_table(torch_instruments.memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
-        value |= {"module": module, "stack": list(stack), "table": table, "earlier": None, "took_s": took_s}
+        value |= {
+            "module": module,
+            "stack": list(stack),
+            "table": table,
+            "earlier": None,
+            "took_s": took_s,
+        }
         self._write(path, value)
         self._unreported = 0
         end_ns = self._now_ns()
@@ -250,7 +261,8 @@ def _python_frames() -> list[dict[str, Any]]:
     # Skip this function and its caller.
     frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES)
     found: list[dict[str, Any]] = [
-        {"filename": each.f_code.co_filename, "line": line, "name": each.f_code.co_name} for each, line in frames
+        {"filename": each.f_code.co_filename, "line": line, "name": each.f_code.co_name}
+        for each, line in frames
     ]
     return [frame for frame in found if not frame["filename"].startswith(_own_package())]
 

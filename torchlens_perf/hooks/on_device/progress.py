@@ -69,7 +69,9 @@ class DeviceProgress:
                 if before is None:
                     # Marking began inside this step, so its first marks are missing.
                     return None
-                kind, name_id, is_end = _closest(reached, before, spans) if reached > before else (0, 0, False)
+                kind, name_id, is_end = (
+                    _closest(reached, before, spans) if reached > before else (0, 0, False)
+                )
                 return DeviceMark(step, reached - before, kind, name_id, is_end, now_ns, now_ns)
             before = last
         if before is None:

@@ -46,7 +46,9 @@ class DeviceHook:
 
     name = "device times"
 
-    def __init__(self, *, asked_for: bool, kind: str = "cuda", known: PendingSteps | None = None) -> None:
+    def __init__(
+        self, *, asked_for: bool, kind: str = "cuda", known: PendingSteps | None = None
+    ) -> None:
         """asked_for: mark even if that prevents overlap, as with a single device connection.
 
         kind: torch's name of the device type.
@@ -70,8 +72,8 @@ class DeviceHook:
     def attach(self, session: Session) -> Iterator[None]:
         if os.environ.get(CONNECTIONS) == "1" and not self._asked_for:
             raise HookUnavailable(
-                f"not recorded: with {CONNECTIONS}=1 they would keep communication from overlapping with computation; "
-                'device_times="on" records them anyway'
+                f"not recorded: with {CONNECTIONS}=1 they would keep communication from overlapping"
+                ' with computation; device_times="on" records them anyway'
             )
         try:
             with session.each_step(self.name, lambda: self._step_ended(session)):
@@ -81,7 +83,12 @@ class DeviceHook:
             with guard("the device's last times"):
                 self._read_last(session)
 
-    def start(self, session: Session, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def start(
+        self,
+        session: Session,
+        events: AcceleratorEvents,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         """Begin to mark. The device must already have a context. now_ns: the host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
@@ -100,7 +107,10 @@ class DeviceHook:
                 if kind == _BACKWARD:
                     stalls.backward_ended(end)
 
-        mark, span = guard("marking the device")(clock.mark), guard("marking the device")(span_ended)
+        mark, span = (
+            guard("marking the device")(clock.mark),
+            guard("marking the device")(span_ended),
+        )
         recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
         session.clocks.use(clock, stalls)
         time_collectives(stalls.begin_collective)
@@ -134,8 +144,14 @@ class DeviceHook:
         if self._stalls is not None:
             self._stalls.step_ended()  # Updates the count of missing marks for this step.
         # The step's record completes the step. It is not written if a stall may be missing.
-        if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
-            self._pending.append(MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
+        if (
+            boundary is not None
+            and self._boundary is not None
+            and clock.missing == self._missing_before
+        ):
+            self._pending.append(
+                MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns())
+            )
         self._boundary, self._missing_before = boundary, clock.missing
         if self._stalls is not None:
             self._stalls.stream = clock.current() or self._stalls.stream
@@ -157,7 +173,9 @@ class DeviceHook:
         if self._is_unavailable or step & (step + 1):
             return
         try:
-            device = accelerator_in_use(self._kind, computes_there=session.metadata.computes_on(self._kind))
+            device = accelerator_in_use(
+                self._kind, computes_there=session.metadata.computes_on(self._kind)
+            )
             if device is None or _is_capturing(self._kind):
                 return  # Taking an anchor would end the capture.
             self.start(session, events_of(device))
@@ -199,7 +217,14 @@ class DeviceHook:
 
         This happens at first, when a number becomes positive, and at the end.
         """
-        missing = clock.captured, clock.skipped, clock.crowded, clock.aside, clock.open_ended, self._given_up
+        missing = (
+            clock.captured,
+            clock.skipped,
+            clock.crowded,
+            clock.aside,
+            clock.open_ended,
+            self._given_up,
+        )
         is_first = [before == 0 < now for before, now in zip(self._missing, missing, strict=True)]
         self._missing = missing
         if last or any(is_first) or not self._has_published:

@@ -68,7 +68,9 @@ class StampHook:
 class SessionStamper:
     """The device_sections.Stamper of a session, used on the training thread."""
 
-    def __init__(self, session: Session, device: Device, now_ns: Callable[[], int], known: PendingSteps) -> None:
+    def __init__(
+        self, session: Session, device: Device, now_ns: Callable[[], int], known: PendingSteps
+    ) -> None:
         self._session = session
         self._device = device
         self._now_ns = now_ns
@@ -99,7 +101,9 @@ class SessionStamper:
             if self._merge is not None:
                 self._merge.release()
             self._merge = None
-            self._session.note(f"aggregate='device' is off: {problem or 'another rank cannot merge'}")
+            self._session.note(
+                f"aggregate='device' is off: {problem or 'another rank cannot merge'}"
+            )
         return agreed
 
     def begin(self) -> None:
@@ -126,7 +130,9 @@ class SessionStamper:
         if slot == NO_SLOT:
             # Each note is kept, and programs may generate names, so the note does not contain the
             # name.
-            self._session.note(f"device sections: only {len(ring.names)} names are timed, and there are more")
+            self._session.note(
+                f"device sections: only {len(ring.names)} names are timed, and there are more"
+            )
         elif self._device.current() != self._ring_device:
             self._session.note("device sections: timed on one device of the process only")
         else:
@@ -181,12 +187,16 @@ class SessionStamper:
     def _record_merged(self, merge: DeviceAggregate) -> None:
         merged = merge.collect()
         if merge.disagreed:
-            self._session.note("device sections: sections that ranks entered in different orders are not merged")
+            self._session.note(
+                "device sections: sections that ranks entered in different orders are not merged"
+            )
         if merged is None or merge.rank != 0:
             return
         for each in merged:
             name_id = self._session.intern(each.name)
-            self._session.recorder.record_completed(int(Kind.MERGED), name_id, each.step, *packed(each))
+            self._session.recorder.record_completed(
+                int(Kind.MERGED), name_id, each.step, *packed(each)
+            )
 
     def end(self) -> None:
         """Collect the last results.
@@ -202,7 +212,8 @@ class SessionStamper:
             self._end_ring(ring, merge)
         elif merge is not None and self._session.step.training_steps // MERGE_STEPS > self._merges:
             self._session.note(
-                "device sections: the watch ended in a capture, in which this rank could not merge: other ranks wait"
+                "device sections: the watch ended in a capture, in which this rank could not merge:"
+                " other ranks wait"
             )
         if merge is not None:
             merge.release()
@@ -224,21 +235,23 @@ class SessionStamper:
         if (requested and not ring.is_pending) or not ring.names:
             return
         self._session.note(
-            "device sections: times of the last second are missing, as they were not known when the watch ended"
+            "device sections: times of the last second are missing, as they were not known when the"
+            " watch ended"
         )
 
     def _note_unmerged(self, merge: DeviceAggregate) -> None:
         if not self._merges:
             self._session.note(
-                f"device sections: nothing was merged over ranks, as there were fewer than {MERGE_STEPS} steps"
+                "device sections: nothing was merged over ranks, as there were fewer than"
+                f" {MERGE_STEPS} steps"
             )
         due = self._merges * MERGE_STEPS
         left_out = due - self._known.merged
         # The times of the last steps are always still unknown.
         if left_out > MERGE_STEPS:
             self._session.note(
-                f"device steps: {left_out} of {due} were not merged over ranks, as their device times were missing or "
-                "came too late"
+                f"device steps: {left_out} of {due} were not merged over ranks, as their device"
+                " times were missing or came too late"
             )
         missing = merge.uncollected + merge.is_pending
         if missing:
@@ -255,14 +268,19 @@ class SessionStamper:
             self._untimed[name] += 1
         if self._device.capturing():
             self._session.note(
-                f"device_section {name[:40]!r} was captured before there was memory for its times: the graph's replays "
-                "are not timed; decorate a function with it before the watch begins, or enter it in an earlier step"
+                f"device_section {name[:40]!r} was captured before there was memory for its times:"
+                " the graph's replays are not timed; decorate a function with it before the watch"
+                " begins, or enter it in an earlier step"
             )
 
     def _try_to_make_ring(self) -> None:
         """Create the ring at a step's end if possible. The time counts as overhead of the step."""
         step = self._session.recorder.step
-        if self._is_unavailable or not device_sections.wanted() or (not self._untimed and step & (step + 1)):
+        if (
+            self._is_unavailable
+            or not device_sections.wanted()
+            or (not self._untimed and step & (step + 1))
+        ):
             return
         begun_ns = self._session.recorder.now_ns()
         try:
@@ -283,10 +301,13 @@ class SessionStamper:
     def _note_untimed(self) -> None:
         """Note how many sections were entered without a ring."""
         if self._untimed:
-            times, names = self._untimed.total(), ", ".join(name[:40] for name in list(self._untimed)[:4])
+            times, names = (
+                self._untimed.total(),
+                ", ".join(name[:40] for name in list(self._untimed)[:4]),
+            )
             self._session.note(
-                f"device sections: not timed when entered {times} times ({names}): the memory for their times is "
-                "allocated when the watch begins or at a step's end"
+                f"device sections: not timed when entered {times} times ({names}): the memory for"
+                " their times is allocated when the watch begins or at a step's end"
             )
             self._untimed.clear()
 
@@ -312,5 +333,14 @@ class SessionStamper:
             for place, words in enumerate(records):
                 start, duration, nested, phase, value0, value1 = words
                 recorder.record_completed(
-                    kind, name_id, recorder.step, start, duration, place, value0, value1, nested, phase
+                    kind,
+                    name_id,
+                    recorder.step,
+                    start,
+                    duration,
+                    place,
+                    value0,
+                    value1,
+                    nested,
+                    phase,
                 )

@@ -34,13 +34,16 @@ def _policy(style: str, script: str, form: str, *more: str) -> str:
 LIVE_POLICY = _policy("'self'", "'self'", "'self'", "connect-src 'self'")
 """Content security policy of pages that a server sends: they may fetch from that server only."""
 _ICON = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M2 4h7M2 8h12M2 12h7" stroke-width="3" '
-    f'stroke="{FASTER.light}"/><path d="M9 8h5" stroke-width="3" stroke="{SLOWER.light}"/></svg>'
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M2 4h7M2 8h12M2 12h7"'
+    f' stroke-width="3" stroke="{FASTER.light}"/><path d="M9 8h5" stroke-width="3"'
+    f' stroke="{SLOWER.light}"/></svg>'
 )
 
 
 class LivePart(NamedTuple):
-    """Additions of a server to the page, and the addresses of styles and scripts that a file has inline."""
+    """Additions of a server to the page, and the addresses of styles and scripts that a file has
+    inline.
+    """
 
     version: str
     """The version of the run data. The server reports another version when it has newer data."""
@@ -55,7 +58,11 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
     report = contents["report"]
     run, status = report["run"], overall(contents["headlines"])
     sections = [(key, label, section(contents)) for key, label, section in SECTIONS]
-    links = [tag("li", tag("a", label, href=f"#{key}")) for key, label, made in sections if made is not None]
+    links = [
+        tag("li", tag("a", label, href=f"#{key}"))
+        for key, label, made in sections
+        if made is not None
+    ]
     rules, styles, scripts = _inline_parts() if live is None else _linked_parts(live)
     body = tag(
         "body",
@@ -68,14 +75,22 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
             key_figures(report, status),
             [made for _, _, made in sections],
         ),
-        tag("footer", tag("p", f"Written {minute(contents['written'])} by torchlens_perf {contents['version']}.")),
+        tag(
+            "footer",
+            tag(
+                "p",
+                f"Written {minute(contents['written'])} by torchlens_perf {contents['version']}.",
+            ),
+        ),
         raw("script", inert(as_json(contents)), type="application/json", id="contents"),
         scripts,
     )
     state = None if live is None else "running" if run["live"] else "ended"
     version = live.version if live is not None else None
     title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
-    whole = tag("html", head(title, rules, styles), body, lang="en", data_live=state, data_version=version)
+    whole = tag(
+        "html", head(title, rules, styles), body, lang="en", data_live=state, data_version=version
+    )
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
@@ -101,7 +116,11 @@ def icon() -> Element:
 def _inline_parts() -> tuple[str, Child, Child]:
     """Return policy, styles and scripts of a page that has styles and scripts inline."""
     style, script = page_style(), page_script()
-    return _policy(_digest(style), _digest(script), "'none'"), [icon(), raw("style", style)], raw("script", script)
+    return (
+        _policy(_digest(style), _digest(script), "'none'"),
+        [icon(), raw("style", style)],
+        raw("script", script),
+    )
 
 
 def _linked_parts(live: LivePart) -> tuple[str, Child, Child]:
@@ -115,15 +134,22 @@ def by_address(styles: Sequence[str]) -> list[Element]:
 
 
 def as_json(contents: Contents) -> str:
-    """Return the parts of the contents that scripts need, as ASCII, so line separators such as U+2028 are escaped.
+    """Return the parts of the contents that scripts need, as ASCII, so line separators such as
+    U+2028 are escaped.
 
     `named_ranks` are the ranks that verdicts are about. `prominent_ranks` are the ranks with lines
     in charts.
     """
-    data = {key: value for key, value in contents.items() if key not in ("headlines", "tables", "thinned_report")}
+    data = {
+        key: value
+        for key, value in contents.items()
+        if key not in ("headlines", "tables", "thinned_report")
+    }
     data["report"] = contents["thinned_report"]
     data["named_ranks"] = named_ranks(contents["report"])
-    data["prominent_ranks"] = [rank["rank"] for rank in by_prominence(contents["report"])[:_MAX_LINES]]
+    data["prominent_ranks"] = [
+        rank["rank"] for rank in by_prominence(contents["report"])[:_MAX_LINES]
+    ]
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

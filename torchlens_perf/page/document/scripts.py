@@ -20,7 +20,9 @@ _STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css", "charts.css")
 @functools.cache
 def page_script() -> str:
     """Return all scripts as one text. The theme's names and thresholds come first."""
-    return "\n".join([f"const TORCHLENS_THEME = {json.dumps(theme.for_scripts())};", *map(static, _SCRIPTS)])
+    return "\n".join(
+        [f"const TORCHLENS_THEME = {json.dumps(theme.for_scripts())};", *map(static, _SCRIPTS)]
+    )
 
 
 @functools.cache

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.verdicts.node_state import ProcessState
 
-# Limit for all ranks together: a step takes tens of microseconds. Beyond it, windows are shown instead of steps.
+# Limit for all ranks together: a step takes tens of microseconds. Beyond it, windows are shown
+# instead of steps.
 MAX_STEPS = 100_000
 _KINDS = (
     Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
@@ -56,7 +57,8 @@ def device_grid(
             empty.add(_batch_of_windows(process, empty.row_of[rank], empty.width, hidden=hidden))
         width = max(each.judged_windows().width for each in processes.values())
         notes.append(
-            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to show each."
+            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to"
+            " show each."
         )
         return empty
     rank_of = {each.identity.key: rank for rank, each in processes.items()}
@@ -94,14 +96,23 @@ def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
 
 
 def _batch_of_windows(process: ProcessState, row: int, column_width: int, *, hidden: bool) -> Batch:
-    """Return a step for each window, or for each column that a window covers if it is wider than a column."""
+    """Return a step for each window, or for each column that a window covers if it is wider than a
+    column.
+    """
     windows = process.judged_windows()
     offsets = np.arange(0, windows.width, column_width)
     at = np.repeat(np.arange(len(windows.first_step)), len(offsets))
     # Use the last step of each window and column, since the first ones may belong to the warm-up.
-    step = windows.first_step[at] + np.tile(offsets, len(windows.first_step)) + min(windows.width, column_width) - 1
+    step = (
+        windows.first_step[at]
+        + np.tile(offsets, len(windows.first_step))
+        + min(windows.width, column_width)
+        - 1
+    )
     known = windows.work_steps > 0
-    work_ns = np.divide(windows.work_sum_ns, windows.work_steps, out=np.zeros(len(known)), where=known)
+    work_ns = np.divide(
+        windows.work_sum_ns, windows.work_steps, out=np.zeros(len(known)), where=known
+    )
     unknown = np.full(len(at), -1)
     return Batch(
         row=np.full(len(at), row),

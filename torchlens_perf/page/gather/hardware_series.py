@@ -67,7 +67,10 @@ _GPU = {
 _LINK = {
     "transmitted_bytes": _Quantity("Network transmitted", "By/s", _RATE),
     "received_bytes": _Quantity("Network received", "By/s", _RATE),
-    **{name: _Quantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
+    **{
+        name: _Quantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT)
+        for name in LINK_ERRORS
+    },
 }
 _PROCESS = {
     "cpu_ns": _Quantity("CPU used, in percent of one core", "%", _SHARE),
@@ -99,7 +102,9 @@ def hardware_series(
     for (_, uuid), table in _tables(Files(run.path / GPUS, nodes, noted_in(notes)), "uuid", _GPU):
         if uuid in rank_of:
             found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
-    for (host, port), table in _tables(Files(run.path / LINKS, nodes, noted_in(notes)), "device", _LINK):
+    for (host, port), table in _tables(
+        Files(run.path / LINKS, nodes, noted_in(notes)), "device", _LINK
+    ):
         found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
     hosts = set[str]()
     for (host, rank), table in _tables(
@@ -107,7 +112,8 @@ def hardware_series(
     ):
         if int(rank) in ranks:
             found += _series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
-        # Ranks of one node share its network interfaces, so the first rank's samples stand for the node.
+        # Ranks of one node share its network interfaces, so the first rank's samples stand for the
+        # node.
         if host not in hosts:
             hosts.add(host)
             found += _series(table, _NAMESPACE, host, None, begin_unix_ns)
@@ -126,7 +132,9 @@ def rank_series(
     for rank in ranks:
         shares = grid.no_cpu_share(row_of[rank])
         if np.nanmax(shares, initial=0.0) >= _MIN_CONTENTION:
-            found.append(_thinned_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares))
+            found.append(
+                _thinned_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares)
+            )
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
             continue
@@ -135,7 +143,9 @@ def rank_series(
             ("allocated_bytes", "Device memory allocated"),
             ("reserved_bytes", "Device memory reserved"),
         ):
-            values = np.array([np.nan if (value := getattr(each, name)) is None else value for each in readings])
+            values = np.array(
+                [np.nan if (value := getattr(each, name)) is None else value for each in readings]
+            )
             if np.isfinite(values).any():
                 found.append(_thinned_series(title, "By", f"rank {rank}", rank, at, values))
     return found
@@ -156,7 +166,9 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
     for _, each in sorted(order, key=lambda item: item[0]):
         used_bytes += size_bytes(each)
         if used_bytes > budget_bytes:
-            notes.append(f"Of {len(series)} quantities that were measured over time, {len(kept)} are shown.")
+            notes.append(
+                f"Of {len(series)} quantities that were measured over time, {len(kept)} are shown."
+            )
             break
         kept.append(each)
     return sorted(kept, key=lambda each: each["title"])
@@ -167,14 +179,23 @@ def _tables(
 ) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
     """Yield the columns of numbers in time order for each pair of host and name."""
     needed = ["host", named_by, "time"]
-    tables = list(files.read(lambda file: file.table([*needed, *(set(file.names) & {"port", *quantities})])))
+    tables = list(
+        files.read(lambda file: file.table([*needed, *(set(file.names) & {"port", *quantities})]))
+    )
     if not tables:
         return
     table = concatenated(tables)
-    columns = {name: found for name in table.column_names if (found := numbers(table.column(name))) is not None}
+    columns = {
+        name: found
+        for name in table.column_names
+        if (found := numbers(table.column(name))) is not None
+    }
     names = [str(name) for name in table.column(named_by).to_pylist()]
     if "port" in columns:
-        names = [f"{name} port {port:.0f}" for name, port in zip(names, columns["port"].tolist(), strict=True)]
+        names = [
+            f"{name} port {port:.0f}"
+            for name, port in zip(names, columns["port"].tolist(), strict=True)
+        ]
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     for at, key in enumerate(zip(table.column("host").to_pylist(), names, strict=True)):
         rows[key].append(at)
@@ -183,7 +204,11 @@ def _tables(
 
 
 def _series(
-    table: Mapping[str, Floats], quantities: Mapping[str, _Quantity], where: str, rank: int | None, begin_unix_ns: int
+    table: Mapping[str, Floats],
+    quantities: Mapping[str, _Quantity],
+    where: str,
+    rank: int | None,
+    begin_unix_ns: int,
 ) -> list[Series]:
     time_s = (table["time"] - begin_unix_ns) / 1e9
     found = []
@@ -211,7 +236,9 @@ def _series(
     return found
 
 
-def _thinned_series(title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats) -> Series:
+def _thinned_series(
+    title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats
+) -> Series:
     """Return a series with at most MAX_POINTS points.
 
     If there are more samples, points are means of intervals.

@@ -1,4 +1,5 @@
-"""Align the clocks of several nodes by collectives: a blocking collective ends at about the same time on all ranks.
+"""Align the clocks of several nodes by collectives: a blocking collective ends at about the same
+time on all ranks.
 
 Ranks of one node share a clock. Wall clocks of different nodes can be milliseconds apart, more than
 the details of a step. The ends of collectives that ranks of both nodes took part in show the offset
@@ -54,7 +55,9 @@ class CommonClock(NamedTuple):
 class NodeClocks:
     """Offsets between the nodes' wall clocks, measured in the steps that were read."""
 
-    def __init__(self, steps: Iterable[Collection[RankRecords]], uncomparable: Collection[str]) -> None:
+    def __init__(
+        self, steps: Iterable[Collection[RankRecords]], uncomparable: Collection[str]
+    ) -> None:
         """uncomparable: names of groups whose sequence numbers differ between ranks."""
         ends: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for step in steps:
@@ -63,7 +66,9 @@ class NodeClocks:
                     for key, end_ns in _ends(each, uncomparable):
                         ends[key][each.node].append(end_ns + each.unix_offset_ns)
         self._ends = [
-            {node: float(np.median(times)) for node, times in of.items()} for of in ends.values() if len(of) > 1
+            {node: float(np.median(times)) for node, times in of.items()}
+            for of in ends.values()
+            if len(of) > 1
         ]
 
     def of(self, ranks: Collection[RankRecords]) -> CommonClock:
@@ -82,18 +87,26 @@ class NodeClocks:
                 if deviation <= _MAX_SPREAD_NS:
                     shift_ns[node], spread_ns = -round(middle), max(spread_ns, deviation)
                     fewest = min(fewest, len(apart))
-        offset_ns = {each.rank: each.unix_offset_ns + shift_ns[each.node] for each in ranks if each.node in shift_ns}
+        offset_ns = {
+            each.rank: each.unix_offset_ns + shift_ns[each.node]
+            for each in ranks
+            if each.node in shift_ns
+        }
         if len(shift_ns) < 2:
             return CommonClock(offset_ns, f"The clocks of {len(nodes)} nodes cannot be compared.")
         words = (
-            f"The clocks of {len(shift_ns)} nodes are laid together by the ends of {fewest} or more collectives, to "
-            f"within about {max(spread_ns / 1e6, 0.001):.3f} ms."
+            f"The clocks of {len(shift_ns)} nodes are laid together by the ends of {fewest} or more"
+            f" collectives, to within about {max(spread_ns / 1e6, 0.001):.3f} ms."
         )
         left = len(nodes) - len(shift_ns)
-        return CommonClock(offset_ns, words + (f" Those of {left} others cannot be compared." if left else ""))
+        return CommonClock(
+            offset_ns, words + (f" Those of {left} others cannot be compared." if left else "")
+        )
 
     def _apart(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
-        """Return how far the other node's clock is ahead, by each of the collectives nearest to this time."""
+        """Return how far the other node's clock is ahead, by each of the collectives nearest to
+        this time.
+        """
         shared = [each for each in self._ends if one in each and other in each]
         shared.sort(key=lambda each: abs(each[one] - at_ns))
         return np.array([each[other] - each[one] for each in shared[:_MAX_ENDS]])
@@ -104,15 +117,25 @@ def _begin_ns(each: RankRecords) -> int:
 
 
 def _ends(each: RankRecords, uncomparable: Collection[str]) -> list[tuple[tuple[str, int], int]]:
-    """Return name, sequence number and end of each of a rank's blocking collectives that end together on all ranks."""
+    """Return name, sequence number and end of each of a rank's blocking collectives that end
+    together on all ranks.
+    """
     records, names = each.records
-    rows = records[(records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)]
+    rows = records[
+        (records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)
+    ]
     found = []
     for row in rows:
         operation = parse(names[row["name_id"]])
-        if operation is None or operation.group in uncomparable or not ends_after_all_have_come(operation.operation):
+        if (
+            operation is None
+            or operation.group in uncomparable
+            or not ends_after_all_have_come(operation.operation)
+        ):
             continue
         group = each.groups.get(operation.group)
         key = f"{names[row['name_id']]} {group['ranks'] if group is not None else ''}"
-        found.append(((key, int(row["value1"]) & 0xFFFFFFFF), int(row["start_ns"] + row["duration_ns"])))
+        found.append(
+            ((key, int(row["value1"]) & 0xFFFFFFFF), int(row["start_ns"] + row["duration_ns"]))
+        )
     return found

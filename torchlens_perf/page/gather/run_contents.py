@@ -6,11 +6,23 @@ import datetime
 import math
 from typing import TYPE_CHECKING
 
-from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
+from torchlens_perf.page.contents import (
+    SCHEMA,
+    Contents,
+    Series,
+    SlowTime,
+    StepMatrices,
+    StepTraces,
+)
 from torchlens_perf.page.gather.device_grid import device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
 from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
-from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
+from torchlens_perf.page.gather.step_matrices import (
+    begin_unix_ns,
+    slow_times,
+    step_grid,
+    step_matrices,
+)
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report import report_json
@@ -31,7 +43,8 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_BYTES = 1_200_000
 # Maximal shares of the budget. Steps shown span by span get the rest.
 _REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12
-# If the report exceeds its share, the matrices' share applies to the remaining budget times this factor.
+# If the report exceeds its share, the matrices' share applies to the remaining budget times this
+# factor.
 _REMAINDER_FACTOR = 1.5
 
 
@@ -48,18 +61,24 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     plain: Report = report_json.plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named_ranks(plain, slow)
-    shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
+    shown = thinned_report(
+        {**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes
+    )
     begin_ns = begin_unix_ns(processes)
     grid = step_grid(run, processes, notes)
     matrices: StepMatrices | None = None
     series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_ns, notes)
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
-        room = int(_MATRICES * min(budget_bytes, _REMAINDER_FACTOR * (budget_bytes - size_bytes(shown))))
+        room = int(
+            _MATRICES * min(budget_bytes, _REMAINDER_FACTOR * (budget_bytes - size_bytes(shown)))
+        )
         own = plain["steps"]["own_time"]
         hidden = own is not None and own["is_hidden"]
         grid.device = device_grid(run, processes, node_of, grid.empty(), notes, hidden=hidden)
-        grid, fitting = thinned_grid(grid, lambda of: step_matrices(of, processes, slow), room, notes)
+        grid, fitting = thinned_grid(
+            grid, lambda of: step_matrices(of, processes, slow), room, notes
+        )
         matrices = fitting
         series += rank_series(grid, fitting["columns"], processes, ranks)
     series = within(series, int(_SERIES * budget_bytes), notes)
@@ -67,7 +86,9 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         left = budget_bytes - sum(map(size_bytes, (shown, matrices, series)))
         kept = kept_steps(run, {node_of[rank] for rank in ranks})
         steps = chosen_steps(grid, slow, int(grid.warm_from.max(initial=0)), kept)
-        traces = whole_steps(run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True)
+        traces = whole_steps(
+            run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True
+        )
     return {
         "schema": SCHEMA,
         "report": plain,
@@ -94,17 +115,23 @@ def one_step(run: RunDirectory, step: int) -> StepTraces:
     processes, node_of, slow, uncomparable = _ranks_of(states)
     ranks = chosen_ranks(report_json.plain(report), slow, node_of)
     asked = [(step, "asked for")]
-    return whole_steps(run, processes, node_of, ranks, asked, uncomparable, math.inf, notes=[], with_others=False)
+    return whole_steps(
+        run, processes, node_of, ranks, asked, uncomparable, math.inf, notes=[], with_others=False
+    )
 
 
 def _ranks_of(
     states: list[NodeState],
 ) -> tuple[dict[int, ProcessState], dict[int, str], list[SlowTime], set[str]]:
-    """Return processes and nodes by rank, slow times, and groups whose sequence numbers differ between ranks."""
+    """Return processes and nodes by rank, slow times, and groups whose sequence numbers differ
+    between ranks.
+    """
     processes = latest_attempt(states)
     node_by_key = {key: state.host for state in states for key in state.processes}
     node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
-    findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
+    findings = max(
+        (state.findings for state in states), key=lambda each: each.compared, default=NOTHING
+    )
     uncomparable = {name for state in states for name in state.join.uncomparable()}
     return processes, node_of, slow_times(findings), uncomparable
 

@@ -49,22 +49,38 @@ def chosen_steps(
 
     now = [each for each in slow if not has_ended(each)]
     for each in now[:1]:
-        add(usual & (numbers >= each["since_step"]), f"typical while rank {each['rank']} is slow", typical=True)
+        add(
+            usual & (numbers >= each["since_step"]),
+            f"typical while rank {each['rank']} is slow",
+            typical=True,
+        )
     add(there & (numbers >= warm_from), "slowest")
     for each in slow[:_MAX_SLOW_TIMES]:
         add(there & (numbers == each["since_step"]), f"first slow step of rank {each['rank']}")
     for each in now[:1]:
-        add(usual & (numbers < each["since_step"]), f"typical before rank {each['rank']} was slow", typical=True)
+        add(
+            usual & (numbers < each["since_step"]),
+            f"typical before rank {each['rank']} was slow",
+            typical=True,
+        )
     if not now:
         add(usual, "typical", typical=True)
     for kind, flag in TAGS.items():
-        add(there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from), f"longest with {kind}")
+        add(
+            there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from),
+            f"longest with {kind}",
+        )
     ends = numbers[there]
     if len(ends):
         add(there & (numbers == ends[0]), "first")
         add(there & (numbers == ends[-1]), "last")
-        add(there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION)), "longest of the newest")
-        for number in np.unique(ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)]).tolist():
+        add(
+            there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION)),
+            "longest of the newest",
+        )
+        for number in np.unique(
+            ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)]
+        ).tolist():
             found.setdefault(number, "one of many")
     return list(found.items())[:MAX_STEPS]
 
@@ -93,16 +109,25 @@ def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int,
     named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] in rows]
     named += [each["rank"] for each in reversed(slow) if each["rank"] in rows]
     by_compute = sorted(rows, key=lambda rank: -compute_s(rows[rank]))
-    chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_compute]))[:_SLOW]
+    chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_compute]))[
+        :_SLOW
+    ]
     nodes = list(dict.fromkeys(node_of[rank] for rank in chosen))[:2]
     near = [rank for rank in rows if node_of[rank] in nodes and rank not in chosen]
     chosen += sorted(near, key=lambda rank: -_waiting(rows[rank]))[:_WAITING]
     middle = compute_s(rows[by_compute[len(by_compute) // 2]])
-    usual = sorted((rank for rank in near if rank not in chosen), key=lambda r: abs(compute_s(rows[r]) - middle))
+    usual = sorted(
+        (rank for rank in near if rank not in chosen),
+        key=lambda r: abs(compute_s(rows[r]) - middle),
+    )
     chosen += usual[:_USUAL]
-    elsewhere = next((rank for rank in by_compute[len(by_compute) // 2 :] if rank not in chosen), None)
+    elsewhere = next(
+        (rank for rank in by_compute[len(by_compute) // 2 :] if rank not in chosen), None
+    )
     return sorted([*chosen, *([elsewhere] if elsewhere is not None else [])])[:MAX_RANKS]
 
 
 def _waiting(rank: Rank) -> float:
-    return rank["typical"]["parts"].get("communication", 0.0) if rank["typical"] is not None else 0.0
+    return (
+        rank["typical"]["parts"].get("communication", 0.0) if rank["typical"] is not None else 0.0
+    )

@@ -11,7 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.collectives.semantics import OperationKey, Waits, attribute, parse, semantics_of
+from torchlens_perf.analysis.collectives.semantics import (
+    OperationKey,
+    Waits,
+    attribute,
+    parse,
+    semantics_of,
+)
 from torchlens_perf.page.contents import CollectiveJoined
 from torchlens_perf.run.ring import Kind
 
@@ -36,7 +42,9 @@ def joined_by_step(
     places = _places([each for each in ranks if each.rank in wanted])
     found: dict[int, list[tuple[int, CollectiveJoined]]] = defaultdict(list)
 
-    def take(key: OperationKey, members: tuple[int, ...], rows: npt.NDArray[np.void], root: int | None) -> None:
+    def take(
+        key: OperationKey, members: tuple[int, ...], rows: npt.NDArray[np.void], root: int | None
+    ) -> None:
         member = next((rank for rank in members if rank in wanted), None)
         if member is None or key.group.name in uncomparable:
             return
@@ -44,7 +52,9 @@ def joined_by_step(
             place = places.get((member, key.group.name, int(row["sequence"][0])))
             if place is not None:
                 step, end_ns = place
-                found[step].append((end_ns, _row(key, members, row, root, known, wanted, one_clock=one_clock)))
+                found[step].append(
+                    (end_ns, _row(key, members, row, root, known, wanted, one_clock=one_clock))
+                )
 
     join = CollectiveJoin(take)
     join.set_ranks([each.rank for each in ranks])
@@ -56,7 +66,10 @@ def joined_by_step(
             records["start_ns"] = -records["duration_ns"]
         join.add(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
     join.join()
-    return {step: [row for _, row in sorted(rows, key=lambda each: each[0])] for step, rows in found.items()}
+    return {
+        step: [row for _, row in sorted(rows, key=lambda each: each[0])]
+        for step, rows in found.items()
+    }
 
 
 def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tuple[int, int]]:
@@ -103,7 +116,9 @@ def _row(
 
     def of_shown(times_ns: Sequence[int | None]) -> dict[str, float | None]:
         known_ns = {rank: ns for rank, ns in zip(ranks, times_ns, strict=True) if rank in shown}
-        return {str(rank): None if ns is None else round(ns / 1e3, 1) for rank, ns in known_ns.items()}
+        return {
+            str(rank): None if ns is None else round(ns / 1e3, 1) for rank, ns in known_ns.items()
+        }
 
     return {
         "name": f"{key.operation} {key.dtype}".strip(),

@@ -1,4 +1,5 @@
-"""Sums of all ranks' steps in windows common to all ranks, from which the page's matrices are made. Pure.
+"""Sums of all ranks' steps in windows common to all ranks, from which the page's matrices are made.
+Pure.
 
 Memory depends on the number of ranks and windows, not of steps: steps arrive in batches and are not
 kept.
@@ -55,7 +56,9 @@ class Batch:
 class StepGrid:
     """Sums over windows of `width` steps, a power of two. Row i is the i-th rank."""
 
-    def __init__(self, ranks: Sequence[int], warm_from: Integers, first: int, last: int, parts: int) -> None:
+    def __init__(
+        self, ranks: Sequence[int], warm_from: Integers, first: int, last: int, parts: int
+    ) -> None:
         """warm_from: each rank's first step after the warm-up.
 
         first, last: range of all ranks' steps.
@@ -82,13 +85,19 @@ class StepGrid:
         self._counts = np.zeros((columns, _BINS), np.int32)
         self.first_single = max(first, last - _MAX_SINGLE_STEPS + 1)
         self.single_ns = np.zeros(last - self.first_single + 1)
-        """Each step's duration on its slowest rank, from step `first_single` on; 0 if the step is missing."""
+        """Each step's duration on its slowest rank, from step `first_single` on; 0 if the
+        step is missing.
+        """
         self.single_flags = np.zeros(len(self.single_ns), np.int64)
         self.device: StepGrid | None = None
-        """Steps by the devices' clocks, of the ranks that are judged by these; None if no rank is."""
+        """Steps by the devices' clocks, of the ranks that are judged by these; None if no
+        rank is.
+        """
 
     def empty(self) -> StepGrid:
-        """Return a grid for the same ranks and steps that contains no data, with the original width."""
+        """Return a grid for the same ranks and steps that contains no data, with the original
+        width.
+        """
         return StepGrid(*self._range)
 
     @property
@@ -101,7 +110,12 @@ class StepGrid:
         _, _, first, last, _ = self._range
         inside = (batch.step >= first) & (batch.step <= last)
         if not inside.all():
-            batch = Batch(**{field.name: getattr(batch, field.name)[inside] for field in dataclasses.fields(Batch)})
+            batch = Batch(
+                **{
+                    field.name: getattr(batch, field.name)[inside]
+                    for field in dataclasses.fields(Batch)
+                }
+            )
         column = (batch.step - self.first) // self.width
         at = (batch.row, column)
         np.add.at(self.steps, at, 1)
@@ -110,7 +124,9 @@ class StepGrid:
             np.add.at(self.parts_ns[part], at, batch.parts_ns[:, part])
         measured = batch.ready_ns >= 0
         np.add.at(self.ready_ns, (batch.row[measured], column[measured]), batch.ready_ns[measured])
-        np.add.at(self.ready_of_ns, (batch.row[measured], column[measured]), batch.duration_ns[measured])
+        np.add.at(
+            self.ready_of_ns, (batch.row[measured], column[measured]), batch.duration_ns[measured]
+        )
         np.maximum.at(self.memory_bytes, at, batch.memory_bytes)
         np.minimum.at(self.start_ns, at, batch.start_ns)
         compared = ((batch.flags & OTHER_WORK) == 0) & (batch.step >= self.warm_from[batch.row])
@@ -127,17 +143,25 @@ class StepGrid:
         np.add.at(self._counts, (column, np.minimum(bins.astype(np.int64), _BINS - 1)), 1)
 
     def quantile_s(self, share: float) -> Floats:
-        """Return a quantile of each column's step durations, to within 0.5 %; NaN if the column has no step."""
+        """Return a quantile of each column's step durations, to within 0.5 %; NaN if the column has
+        no step.
+        """
         reached = self._counts.cumsum(axis=1)
         total = reached[:, -1]
         found = (reached >= np.maximum(1, np.ceil(share * total))[:, None]).argmax(axis=1)
         seconds = _SMALLEST_NS * np.exp((found + 0.5) * _BIN_WIDTH) / 1e9
-        return np.where(total > 0, np.minimum(seconds, np.nan_to_num(self.longest_ns, nan=np.inf) / 1e9), np.nan)
+        return np.where(
+            total > 0, np.minimum(seconds, np.nan_to_num(self.longest_ns, nan=np.inf) / 1e9), np.nan
+        )
 
     def no_cpu_share(self, row: int) -> Floats:
-        """Return the share of a rank's time that it was runnable but not scheduled, by column; NaN: not measured."""
+        """Return the share of a rank's time that it was runnable but not scheduled, by column; NaN:
+        not measured.
+        """
         of_ns = self.ready_of_ns[row]
-        share: Floats = np.divide(self.ready_ns[row], of_ns, out=np.full(len(of_ns), np.nan), where=of_ns > 0)
+        share: Floats = np.divide(
+            self.ready_ns[row], of_ns, out=np.full(len(of_ns), np.nan), where=of_ns > 0
+        )
         return share
 
     def widened(self) -> StepGrid:

@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
 MAX_MEMORY_COLUMNS = 256
 _PARTS = tuple(f"{part}_ns" for part in PARTS)
-_COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
+_COLUMNS = (
+    "process",
+    "step",
+    "start_ns",
+    "duration_ns",
+    "own_ns",
+    "ready_ns",
+    "memory_bytes",
+    "flags",
+    *_PARTS,
+)
 # Run directories of earlier versions lack this column.
 _WORK = "work_ns"
 _NO_WORK = "Recorded by an earlier version: time shown as work may include waiting for a CPU."
@@ -47,7 +57,9 @@ def begin_unix_ns(processes: Mapping[int, ProcessState]) -> int:
     return min((start + offset for start, offset in starts if start is not None), default=0)
 
 
-def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: list[str]) -> StepGrid | None:
+def step_grid(
+    run: RunDirectory, processes: Mapping[int, ProcessState], notes: list[str]
+) -> StepGrid | None:
     """Return a grid of the steps of these processes; None if there are no steps.
 
     notes: receives a line for each unreadable file.
@@ -55,11 +67,21 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     ranks = sorted(processes)
     firsts = [processes[rank].statistics.first_step for rank in ranks]
     lasts = [processes[rank].statistics.last_step for rank in ranks]
-    known = [(first, last) for first, last in zip(firsts, lasts, strict=True) if first is not None and last is not None]
+    known = [
+        (first, last)
+        for first, last in zip(firsts, lasts, strict=True)
+        if first is not None and last is not None
+    ]
     if not known:
         return None
     warm_from = np.array([(first or 0) + WARM_UP_STEPS for first in firsts], np.int64)
-    grid = StepGrid(ranks, warm_from, min(first for first, _ in known), max(last for _, last in known), len(PARTS))
+    grid = StepGrid(
+        ranks,
+        warm_from,
+        min(first for first, _ in known),
+        max(last for _, last in known),
+        len(PARTS),
+    )
     row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
     begin_ns = begin_unix_ns(processes)
     begins = {each.identity.key: begin_ns - unix_offset_ns(each) for each in processes.values()}
@@ -103,10 +125,14 @@ def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[st
     )
 
 
-def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
+def step_matrices(
+    grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]
+) -> StepMatrices:
     """Return the grid as data of the page."""
     ranks = sorted(processes)
-    work = _work_s(grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE])
+    work = _work_s(
+        grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
+    )
     device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
     others = _others_s(work, [processes[rank].place.population for rank in ranks])
     return {
@@ -134,28 +160,41 @@ def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
     """
     sums, counts = grid.work_ns.copy(), grid.compared.copy()
     if grid.device is not None:
-        sums[by_device], counts[by_device] = grid.device.work_ns[by_device], grid.device.compared[by_device]
+        sums[by_device], counts[by_device] = (
+            grid.device.work_ns[by_device],
+            grid.device.compared[by_device],
+        )
     return _mean_s(sums, counts)
 
 
 def _others_s(work: Floats, populations: Sequence[str]) -> Floats:
-    """Return the median work of the other ranks in each rank's population, shape [ranks, columns]."""
+    """Return the median work of the other ranks in each rank's population, shape [ranks,
+    columns].
+    """
     others = np.full(work.shape, np.nan)
     for population in dict.fromkeys(populations):
         rows = [row for row, each in enumerate(populations) if each == population]
         relative = 1 + relative_excess(work[rows])
-        others[rows] = np.divide(work[rows], relative, out=np.full(relative.shape, np.nan), where=relative > 0)
+        others[rows] = np.divide(
+            work[rows], relative, out=np.full(relative.shape, np.nan), where=relative > 0
+        )
     return others
 
 
 def _mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
     """Return the mean seconds of each part that occurs, shape [ranks, columns]."""
-    return {part: _mean_s(grid.parts_ns[at], grid.steps) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()}
+    return {
+        part: _mean_s(grid.parts_ns[at], grid.steps)
+        for at, part in enumerate(PARTS)
+        if grid.parts_ns[at].any()
+    }
 
 
 def _mean_s(sums_ns: Floats, counts: npt.NDArray[np.integer[Any]]) -> Floats:
     """Return means in seconds; NaN where the count is 0."""
-    means: Floats = np.divide(sums_ns, counts, out=np.full(sums_ns.shape, np.nan), where=counts > 0) / 1e9
+    means: Floats = (
+        np.divide(sums_ns, counts, out=np.full(sums_ns.shape, np.nan), where=counts > 0) / 1e9
+    )
     return means
 
 
@@ -168,7 +207,9 @@ def _columns(grid: StepGrid) -> Columns:
         "width": grid.width,
         "first_steps": grid.first_steps.tolist(),
         "started_s": _rounded(started_s),
-        "flags": [[name for name, flag in _FLAGS.items() if found & flag] for found in grid.flags.tolist()],
+        "flags": [
+            [name for name, flag in _FLAGS.items() if found & flag] for found in grid.flags.tolist()
+        ],
     }
 
 
@@ -185,8 +226,15 @@ def _place(rank: int, process: ProcessState) -> Place:
 def slow_times(findings: Findings) -> list[SlowTime]:
     """Return the times in which ranks were reported as slow, earliest first."""
     return [
-        {"rank": each.rank, "phase": each.phase, "since_step": each.since_step, "until_step": each.until_step}
-        for each in sorted(findings.episodes, key=lambda episode: (episode.since_step, episode.rank))
+        {
+            "rank": each.rank,
+            "phase": each.phase,
+            "since_step": each.since_step,
+            "until_step": each.until_step,
+        }
+        for each in sorted(
+            findings.episodes, key=lambda episode: (episode.since_step, episode.rank)
+        )
     ]
 
 
@@ -206,4 +254,7 @@ def _memory(grid: StepGrid) -> list[list[int | None]] | None:
 
 def _rounded(values: Floats | Sequence[float]) -> list[float | None]:
     """Return the values rounded to six digits, with None for NaN."""
-    return [float(f"{value:.6g}") if value == value else None for value in np.asarray(values, np.float64).tolist()]
+    return [
+        float(f"{value:.6g}") if value == value else None
+        for value in np.asarray(values, np.float64).tolist()
+    ]

@@ -67,10 +67,18 @@ def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return lanes
 
 
-def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dict[str, int], begin_ns: int) -> SpanRow:
+def _row(
+    lane: str,
+    spans: npt.NDArray[np.void],
+    texts: list[str],
+    index_of: dict[str, int],
+    begin_ns: int,
+) -> SpanRow:
     # A DEVICE record has the kind of the host span that it belongs to in value0.
     on_device = spans["kind"] == Kind.DEVICE
-    kinds = np.where(on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)).tolist()
+    kinds = np.where(
+        on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)
+    ).tolist()
     start_us = np.round((spans["start_ns"] - begin_ns) / 1e3, 1)
     duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
     numbered = spans["kind"] == Kind.COLLECTIVE
@@ -79,15 +87,22 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dic
     return {
         "lane": lane,
         "kind": [kind_name(kind) for kind in kinds],
-        "name": [index_of.setdefault(texts[name_id], len(index_of)) for name_id in spans["name_id"].tolist()],
+        "name": [
+            index_of.setdefault(texts[name_id], len(index_of))
+            for name_id in spans["name_id"].tolist()
+        ],
         "start_us": start_us.tolist(),
         "duration_us": duration_us.tolist(),
         "depth": depth.tolist(),
-        "number": np.where(numbered, spans["value1"] & _NUMBER, 0).tolist() if numbered.any() else None,
+        "number": (
+            np.where(numbered, spans["value1"] & _NUMBER, 0).tolist() if numbered.any() else None
+        ),
     }
 
 
-def _free_rows(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _free_rows(
+    start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
     """Return for each span the lowest row in which it overlaps no other span.
 
     Spans are sorted by start.

@@ -33,17 +33,24 @@ def thinned_grid(
     made = made_of(grid)
     narrow = grid.width
     while (size := size_bytes(made)) > budget_bytes and len(grid.flags) > 1:
-        # Doubling the width halves the size. Widths that cannot fit are skipped, since each attempt takes seconds.
+        # Doubling the width halves the size. Widths that cannot fit are skipped, since each attempt
+        # takes seconds.
         for _ in range(max(1, int(math.log2(size / max(1, budget_bytes))))):
             grid = grid.widened() if len(grid.flags) > 1 else grid
         made = made_of(grid)
     if grid.width > 1:
-        why = "to keep the page small" if grid.width > narrow else "as there are too many steps to show each"
+        why = (
+            "to keep the page small"
+            if grid.width > narrow
+            else "as there are too many steps to show each"
+        )
         notes.append(f"Columns of ranks by steps are means over {grid.width} steps, {why}.")
     return grid, made
 
 
-def thinned_report(report: Report, named: Collection[int], budget_bytes: int, notes: list[str]) -> Report:
+def thinned_report(
+    report: Report, named: Collection[int], budget_bytes: int, notes: list[str]
+) -> Report:
     """Return the report with its most important rows and all verdicts.
 
     named: ranks that must stay.
@@ -53,20 +60,26 @@ def thinned_report(report: Report, named: Collection[int], budget_bytes: int, no
     modules = report["modules"]
     if len(modules) > _MAX_MODULES:
         report = {**report, "modules": modules[:_MAX_MODULES]}
-        notes.append(f"Of {len(modules)} modules, the {_MAX_MODULES} that take most time are shown.")
+        notes.append(
+            f"Of {len(modules)} modules, the {_MAX_MODULES} that take most time are shown."
+        )
     ranks = report["ranks"]
     count = len(ranks)
     by_compute = sorted(ranks, key=lambda each: -compute_s(each))
     while size_bytes(report) > budget_bytes and count > _FEWEST_RANKS:
         count = max(_FEWEST_RANKS, count // 2)
         every = max(1, 2 * len(ranks) // count)
-        order = [*sorted(named), *(each["rank"] for each in (*by_compute[: count // 2], *ranks[::every], *by_compute))]
+        order = [
+            *sorted(named),
+            *(each["rank"] for each in (*by_compute[: count // 2], *ranks[::every], *by_compute)),
+        ]
         kept = set(list(dict.fromkeys(order))[: max(count, len(set(named)))])
         report = _of_ranks(report, kept)
     if len(report["ranks"]) < len(ranks):
         notes.append(
-            f"Interaction with ranks is limited to {len(report['ranks'])} of {len(ranks)}: reported ranks, the slowest "
-            "ranks and an even sample. Verdicts, tables and the heat map have all ranks."
+            f"Interaction with ranks is limited to {len(report['ranks'])} of {len(ranks)}: reported"
+            " ranks, the slowest ranks and an even sample. Verdicts, tables and the heat map have"
+            " all ranks."
         )
     return report
 
@@ -78,9 +91,12 @@ def _of_ranks(report: Report, kept: Collection[int]) -> Report:
         # Sentences on a collective quote the numbers of its slowest rank.
         shown = {*names, str(row.get("slowest_rank"))}
         return {
-            key: {rank: each for rank, each in value.items() if rank in shown}
-            if key in ("by_rank", "backward_by_rank", "device_own_by_rank") and isinstance(value, Mapping)
-            else value
+            key: (
+                {rank: each for rank, each in value.items() if rank in shown}
+                if key in ("by_rank", "backward_by_rank", "device_own_by_rank")
+                and isinstance(value, Mapping)
+                else value
+            )
             for key, value in row.items()
         }
 

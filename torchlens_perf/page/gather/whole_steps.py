@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
 
-# If the span files are not larger, collectives of ranks that are not shown are read too, to find the last to arrive.
+# If the span files are not larger, collectives of ranks that are not shown are read too, to find
+# the last to arrive.
 MAX_SPAN_BYTES = 1 << 30
 
 
@@ -48,7 +49,11 @@ def whole_steps(
     """
     wanted = [step for step, _ in steps]
     of_ranks = _rank_records(run, processes, node_of, ranks, wanted, notes)
-    if with_others and len(ranks) < len(processes) and Files(run.spans).size_bytes() <= MAX_SPAN_BYTES:
+    if (
+        with_others
+        and len(ranks) < len(processes)
+        and Files(run.spans).size_bytes() <= MAX_SPAN_BYTES
+    ):
         others = [rank for rank in processes if rank not in ranks]
         of_ranks += _rank_records(run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE])
         of_ranks.sort(key=lambda each: each.rank)
@@ -73,11 +78,13 @@ def whole_steps(
         index_of, used_bytes = with_its_own, used_bytes + size
         rows.append(row)
     if left_out:
-        notes.append(f"Of {left_out + len(rows)} steps that were to be shown whole, {left_out} are left out.")
+        notes.append(
+            f"Of {left_out + len(rows)} steps that were to be shown whole, {left_out} are left out."
+        )
     if len(ranks) < len(processes):
         notes.append(
-            f"Whole steps show {len(ranks)} of {len(processes)} ranks: those that were slow, those that wait most on "
-            "their nodes, and usual ones."
+            f"Whole steps show {len(ranks)} of {len(processes)} ranks: those that were slow, those"
+            " that wait most on their nodes, and usual ones."
         )
     return {"names": list(index_of), "steps": rows}
 
@@ -93,9 +100,17 @@ def _rank_records(
 ) -> list[RankRecords]:
     """Return the records of these ranks in these steps. Ranks without records are left out."""
     keys = {rank: processes[rank].identity.key for rank in ranks}
-    read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, steps, noted_in(notes), kinds)
+    read = records_of(
+        run, {keys[rank]: node_of[rank] for rank in ranks}, steps, noted_in(notes), kinds
+    )
     return [
-        RankRecords(rank, node_of[rank], unix_offset_ns(processes[rank]), processes[rank].groups, read[keys[rank]])
+        RankRecords(
+            rank,
+            node_of[rank],
+            unix_offset_ns(processes[rank]),
+            processes[rank].groups,
+            read[keys[rank]],
+        )
         for rank in ranks
         if keys[rank] in read
     ]
@@ -104,11 +119,19 @@ def _rank_records(
 def _by_step(read: Records) -> dict[int, Records]:
     """Return the records by step, for steps whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
-    return {step: Records(read.records[steps == step], read.names) for step in np.unique(steps[ends]).tolist()}
+    return {
+        step: Records(read.records[steps == step], read.names)
+        for step in np.unique(steps[ends]).tolist()
+    }
 
 
 def _step_row(
-    step: int, why: str, ranks: Sequence[RankRecords], world_size: int, index_of: dict[str, int], clocks: NodeClocks
+    step: int,
+    why: str,
+    ranks: Sequence[RankRecords],
+    world_size: int,
+    index_of: dict[str, int],
+    clocks: NodeClocks,
 ) -> StepTraceRow | None:
     """Return the row of a step without its collectives; None if no rank has records."""
     if not ranks:

@@ -19,7 +19,9 @@ _LABELLED = 0.09
 _NAMES = {key: part.name for key, part in PARTS.items()}
 
 
-def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] = _NAMES) -> Element:
+def bars(
+    key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] = _NAMES
+) -> Element:
     """Return a figure with bars on one scale.
 
     key: the id of the figure. caption: the sentence below. names: names of the parts in the legend.
@@ -27,7 +29,12 @@ def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapp
     """
     longest = max((row.total for row in rows), default=0.0) or 1.0
     seen = list(dict.fromkeys(part for row in rows for part, _, _ in row.segments(longest)))
-    legend = tag("ul", [tag("li", swatch(part), names[part]) for part in seen], class_="legend", aria_label="Legend")
+    legend = tag(
+        "ul",
+        [tag("li", swatch(part), names[part]) for part in seen],
+        class_="legend",
+        aria_label="Legend",
+    )
     drawn = tag("div", [_row(row, longest, names) for row in rows], class_="bars")
     inside = [legend if len(seen) > 1 else None, drawn]
     return figure(None, title, caption, *inside, id=key, class_="of-bars")
@@ -36,7 +43,10 @@ def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapp
 def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
     drawn = stacked(row, longest, names, shares=names is _NAMES)
     drawn.set("role", "img")
-    drawn.set("aria-label", inert(f"{row.label}: {parts_words(row, names)}" if row.label else parts_words(row, names)))
+    drawn.set(
+        "aria-label",
+        inert(f"{row.label}: {parts_words(row, names)}" if row.label else parts_words(row, names)),
+    )
     made = tag(
         "div",
         tag("span", row.label, class_="label", title=row.label),
@@ -46,11 +56,18 @@ def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
     )
-    return [made] if not row.heading else [tag("p", shortened(row.heading, 64), class_="name"), made]
+    return (
+        [made] if not row.heading else [tag("p", shortened(row.heading, 64), class_="name"), made]
+    )
 
 
 def stacked(
-    bar: Bar, longest: float, names: Mapping[str, str] = _NAMES, *, shares: bool = True, look: str = "bar"
+    bar: Bar,
+    longest: float,
+    names: Mapping[str, str] = _NAMES,
+    *,
+    shares: bool = True,
+    look: str = "bar",
 ) -> Element:
     """Return one bar.
 
@@ -74,7 +91,9 @@ def stacked(
 
 def parts_words(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
     """Return the parts of a bar in words: "data 1.00 ms, forward 4.00 ms"."""
-    return ", ".join(f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0)
+    return ", ".join(
+        f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0
+    )
 
 
 def swatch(part: str) -> Element:

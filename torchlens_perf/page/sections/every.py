@@ -39,7 +39,9 @@ def _heat(contents: Contents) -> Element | None:
         return None
     few = len(matrices["places"]) < _MIN_HEAT_RANKS
     chart, title = (
-        ("compute", "Compute time per step") if few else ("heat", "Compute time compared with the other ranks")
+        ("compute", "Compute time per step")
+        if few
+        else ("heat", "Compute time compared with the other ranks")
     )
     return section("heat", "Ranks by step", figure(chart, title, _slow_words(matrices["slow"])))
 
@@ -47,7 +49,10 @@ def _heat(contents: Contents) -> Element | None:
 def _slow_words(slow: Sequence[SlowTime]) -> str:
     if not slow:
         return "No slow rank."
-    named = [f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}" for each in slow[:_MAX_TIMES]]
+    named = [
+        f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}"
+        for each in slow[:_MAX_TIMES]
+    ]
     rest = f" and {len(slow) - _MAX_TIMES} more times" if len(slow) > _MAX_TIMES else ""
     return f"Slow: {'; '.join(named)}{rest}."
 
@@ -74,7 +79,12 @@ def _of_tables(contents: Contents, key: str, title: str, *tables: str) -> Elemen
 def _step(contents: Contents) -> Element | None:
     if not contents["traces"]["steps"]:
         return None
-    return section("step", "One step", figure("step", "Timeline of one step", None), tables_of(contents, "captures"))
+    return section(
+        "step",
+        "One step",
+        figure("step", "Timeline of one step", None),
+        tables_of(contents, "captures"),
+    )
 
 
 def _memory(contents: Contents) -> Element | None:
@@ -82,7 +92,9 @@ def _memory(contents: Contents) -> Element | None:
     if all(rank["memory"]["max_bytes"] is None for rank in report["ranks"]):
         return None
     words = _memory_words(report)
-    sources = sorted({rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]})
+    sources = sorted(
+        {rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]}
+    )
     title = f"Memory over the run ({', '.join(sources)})" if sources else "Memory over the run"
     drawn = matrices is not None and matrices["memory_bytes"] is not None
     shown = figure("memory", title, words) if drawn else tag("p", words)
@@ -90,8 +102,15 @@ def _memory(contents: Contents) -> Element | None:
 
 
 def _memory_words(report: Report) -> str:
-    known = {rank["rank"]: rank["memory"]["max_bytes"] for rank in report["ranks"] if rank["memory"]["max_bytes"]}
-    most, least = max(known, key=lambda rank: known[rank] or 0), min(known, key=lambda rank: known[rank] or 0)
+    known = {
+        rank["rank"]: rank["memory"]["max_bytes"]
+        for rank in report["ranks"]
+        if rank["memory"]["max_bytes"]
+    }
+    most, least = (
+        max(known, key=lambda rank: known[rank] or 0),
+        min(known, key=lambda rank: known[rank] or 0),
+    )
     text = f"Peak {amount(known[most] or 0, 'B')} on rank {most}"
     if len(known) > 1:
         text += f"; the lowest peak is {amount(known[least] or 0, 'B')} on rank {least}"
@@ -128,11 +147,18 @@ def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
             means[each["where"]] = sum(known) / len(known)
     if not means:
         return "Not measured."
-    low, high = min(means, key=lambda where: means[where]), max(means, key=lambda where: means[where])
+    low, high = (
+        min(means, key=lambda where: means[where]),
+        max(means, key=lambda where: means[where]),
+    )
     least, most = show(means[low]), show(means[high])
     if len(means) == 1:
         return f"Mean: {least} on {low}."
-    return f"Mean: from {least} on {low} to {most} on {high}." if least != most else f"Mean: {least} on each."
+    return (
+        f"Mean: from {least} on {low} to {most} on {high}."
+        if least != most
+        else f"Mean: {least} on each."
+    )
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
@@ -143,7 +169,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
     ("phases", "Phases", phases),
     ("modules", "Modules", modules),
     ("step", "One step", _step),
-    ("outliers", "Outlier steps", lambda of: _of_tables(of, "outliers", "Outlier steps", "outlier_steps")),
+    (
+        "outliers",
+        "Outlier steps",
+        lambda of: _of_tables(of, "outliers", "Outlier steps", "outlier_steps"),
+    ),
     (
         "collectives",
         "Collectives",

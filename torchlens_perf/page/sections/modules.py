@@ -51,7 +51,13 @@ def modules(contents: Contents) -> Element | None:
     title = f"Self time of modules per step ({'device' if on_device else 'forward'})"
     shown = _bars(rows, named_ranks(report), title) if rows else None
     note = tag("p", "Modules inside of these are not timed.", class_="note")
-    return section("modules", "Modules and sections", shown, found, note if report["run"]["deeper_modules"] else None)
+    return section(
+        "modules",
+        "Modules and sections",
+        shown,
+        found,
+        note if report["run"]["deeper_modules"] else None,
+    )
 
 
 def _module(name: str, by_rank: Mapping[int, float]) -> _Module:
@@ -78,11 +84,26 @@ def _bars(rows: Sequence[_Module], named: Sequence[int], title: str) -> Element:
             slowest = (f"rank {row.slowest} (slowest)", row.slowest_s, row.slowest)
             shown = [slowest, ("median of the others", row.others_s, None)]
         for at, (label, own_s, rank) in enumerate(shown):
-            slow = rank in named and rank == row.slowest and row.gap_s >= _MIN_MARKED_GAP * most.gap_s
-            made.append(Bar(label, {"slower" if slow else "module": own_s}, rank, slow, "" if at else row.name))
+            slow = (
+                rank in named and rank == row.slowest and row.gap_s >= _MIN_MARKED_GAP * most.gap_s
+            )
+            made.append(
+                Bar(
+                    label,
+                    {"slower" if slow else "module": own_s},
+                    rank,
+                    slow,
+                    "" if at else row.name,
+                )
+            )
     caption = "Self time: without the modules inside."
     if len(most.by_rank) > 1:
         others = "the others" if len(most.by_rank) > 2 else "the other"
-        gap = f"{duration(most.slowest_s)} on rank {most.slowest}, {duration(most.others_s)} on {others}"
+        gap = (
+            f"{duration(most.slowest_s)} on rank {most.slowest}, {duration(most.others_s)} on"
+            f" {others}"
+        )
         caption = f"Largest gap: {most.name} takes {gap}."
-    return bars("modules-bars", title, made, caption, names={"slower": "slow rank", "module": "other ranks"})
+    return bars(
+        "modules-bars", title, made, caption, names={"slower": "slow rank", "module": "other ranks"}
+    )

@@ -40,8 +40,15 @@ def header(report: Report, status: Headline | None) -> Element:
     ]
     return tag(
         "header",
-        tag("h1", run["program"] or "run", " ", status_chip(status) if status is not None else None),
-        tag("ul", [tag("li", fact) for fact in facts], tag("li", tag("small", run["id"])), class_="facts"),
+        tag(
+            "h1", run["program"] or "run", " ", status_chip(status) if status is not None else None
+        ),
+        tag(
+            "ul",
+            [tag("li", fact) for fact in facts],
+            tag("li", tag("small", run["id"])),
+            class_="facts",
+        ),
     )
 
 
@@ -69,7 +76,9 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
 
 
 def _of_step_time(status: Headline) -> str:
-    """Return the label of the cost share: the part that the step spends most time in, or lost time."""
+    """Return the label of the cost share: the part that the step spends most time in,
+    or lost time.
+    """
     facts = dict(status.facts)
     place = facts.get("in") or facts.get("bound by")
     return f"of step time in {place}" if place else "of step time lost"
@@ -94,11 +103,18 @@ def _tile(number: str, words: str, severity: str = "") -> Element:
 
 def _bar(bar: Bar, report: Report) -> Element:
     legend = [
-        tag("li", swatch(part), f"{part_name(report, part, bar.seconds[part])} ", tag("b", percent(share)))
+        tag(
+            "li",
+            swatch(part),
+            f"{part_name(report, part, bar.seconds[part])} ",
+            tag("b", percent(share)),
+        )
         for part, _, share in bar.segments(bar.total)
         if share >= _SMALLEST_NAMED
     ]
-    words = f"Where a step's time goes{' (mean of ranks)' if report['run']['world_size'] > 1 else ''}"
+    words = (
+        f"Where a step's time goes{' (mean of ranks)' if report['run']['world_size'] > 1 else ''}"
+    )
     drawn = stacked(bar, bar.total, shares=False, look="shares")
     drawn.set("aria-hidden", "true")
     return tag("div", words, drawn, tag("ul", legend, class_="legend"), class_="tile shares")
@@ -113,7 +129,11 @@ def _state(run: Run) -> str:
     """Return the state with its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
     words = state_words(run)
     if run["live"]:
-        return f"{words}, last step {_time(run['last_step_at']):%H:%M:%S}" if run["last_step_at"] else words
+        return (
+            f"{words}, last step {_time(run['last_step_at']):%H:%M:%S}"
+            if run["last_step_at"]
+            else words
+        )
     ended = run["ended"] or run["last_step_at"]
     if ended is None:
         return words

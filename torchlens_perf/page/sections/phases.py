@@ -33,12 +33,17 @@ def phases(contents: Contents) -> Element | None:
     shown = rows[:_MAX_BARS]
     own = report["steps"]["own_time"]
     hidden = own is not None and own["is_hidden"]
-    made = [_bars(report, shown, by_device=False, hidden=False), _bars(report, shown, by_device=True, hidden=hidden)]
+    made = [
+        _bars(report, shown, by_device=False, hidden=False),
+        _bars(report, shown, by_device=True, hidden=hidden),
+    ]
     if report["steps"]["by"] == DEVICE:
         made.reverse()
     rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else ""
     tables = tables_of(contents, *RANK_TABLES) if report["run"]["world_size"] == 1 else None
-    return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None, tables)
+    return section(
+        "phases", "Phases", made, tag("p", rest, class_="note") if rest else None, tables
+    )
 
 
 def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -> Element | None:
@@ -46,18 +51,29 @@ def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -
     several = report["run"]["world_size"] > 1
     found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in ranks}
     rows = [
-        Bar(f"rank {rank}" * several, {part: parts[part] for part in NAMES if parts.get(part)}, rank, rank in named)
+        Bar(
+            f"rank {rank}" * several,
+            {part: parts[part] for part in NAMES if parts.get(part)},
+            rank,
+            rank in named,
+        )
         for rank, parts in found.items()
         if parts
     ]
     if not rows:
         return None
     clock = "device" if by_device else "host"
-    return bars(f"phases-{clock}", f"Typical step by part ({clock} clock)", rows, _words(rows, report, hidden=hidden))
+    return bars(
+        f"phases-{clock}",
+        f"Typical step by part ({clock} clock)",
+        rows,
+        _words(rows, report, hidden=hidden),
+    )
 
 
 def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
-    """Return the caption: the part that takes longest on the slow rank compared with others, or the largest part.
+    """Return the caption: the part that takes longest on the slow rank compared with others, or the
+    largest part.
 
     hidden: devices wait for other ranks, so their clocks cannot show which host is slow.
     """
@@ -70,13 +86,17 @@ def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
     slow = next((row for row in rows if row.slow), None)
     others = [row for row in rows if not row.slow]
     if slow is not None and others:
-        usual = {part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts}
+        usual = {
+            part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts
+        }
         own = [part for part in parts if part != "communication"]
         more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
-        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _MIN_GAP * sum(slow.seconds.values()):
+        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _MIN_GAP * sum(
+            slow.seconds.values()
+        ):
             return (
-                f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in {NAMES[more].name}; the others "
-                f"average {duration(usual[more])}."
+                f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in"
+                f" {NAMES[more].name}; the others average {duration(usual[more])}."
             )
     sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
     largest = max(sums, key=lambda part: sums[part])

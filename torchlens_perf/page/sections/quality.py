@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 
 
 def quality(contents: Contents) -> Element:
-    """Return the section with recording counts, notes, and sentences on data that the page leaves out."""
+    """Return the section with recording counts, notes, and sentences on data that the page leaves
+    out.
+    """
     thinned = contents["thinned"]
     budget = amount(thinned["budget_bytes"], "B")
-    bounds = f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory has all records."
+    bounds = (
+        f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory has"
+        " all records."
+    )
     notes, left_out = contents["report"]["quality"]["notes"], thinned["sentences"]
     return section(
         "quality",
@@ -32,16 +37,22 @@ def quality(contents: Contents) -> Element:
 
 def _figures(report: Report) -> Table:
     found = report["quality"]
-    tool_s = [rank["phases"]["tool"]["mean_s"] for rank in report["ranks"] if "tool" in rank["phases"]]
+    tool_s = [
+        rank["phases"]["tool"]["mean_s"] for rank in report["ranks"] if "tool" in rank["phases"]
+    ]
     rows = {
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
-        "lowest coverage of a rank": coverage_text(found["coverage"], any_step=report["steps"]["count"] > 0),
+        "lowest coverage of a rank": coverage_text(
+            found["coverage"], any_step=report["steps"]["count"] > 0
+        ),
         "overhead in the training process": overhead_words(found["overhead_share"]),
         **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
         "sidecar CPU time": duration(found["sidecar_cpu_s"]),
     }
     measures = Column("measure", list(rows), Quantity.TEXT)
     return Table(
-        "quality_figures", "Records and overhead", [measures, Column("value", list(rows.values()), Quantity.NUMBER)]
+        "quality_figures",
+        "Records and overhead",
+        [measures, Column("value", list(rows.values()), Quantity.NUMBER)],
     )

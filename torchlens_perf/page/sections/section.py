@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from torchlens_perf.view.markup import Element
 
 RANK_TABLES = ("ranks", "device_times", "cpus")
-_NAMED = ("straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended")
+_NAMED = (
+    "straggler",
+    "hang",
+    "out_of_memory",
+    "hang_ended",
+    "straggler_transient",
+    "straggler_ended",
+)
 
 
 def tables_of(contents: Contents, *keys: str) -> list[Element]:
@@ -33,8 +40,11 @@ def named_ranks(report: Report) -> list[int]:
 
 
 def by_prominence(report: Report) -> list[Rank]:
-    """Return all ranks: those that verdicts are about first, then by compute time, longest first."""
+    """Return all ranks: those that verdicts are about first, then by compute time, longest
+    first.
+    """
     order = {rank: place for place, rank in enumerate(named_ranks(report))}
     return sorted(
-        report["ranks"], key=lambda rank: (order.get(rank["rank"], len(order)), -compute_s(rank), rank["rank"])
+        report["ranks"],
+        key=lambda rank: (order.get(rank["rank"], len(order)), -compute_s(rank), rank["rank"]),
     )

@@ -1,4 +1,6 @@
-"""The verdicts: the main one in full, other current ones as a line each, and ended ones behind one line."""
+"""The verdicts: the main one in full, other current ones as a line each, and ended ones behind one
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import VerdictRow
 
 _MAX_STACKS = 8
-# Attributes to leave out of a verdict's details: the card shows the host, and the others are equal on all ranks.
+# Attributes to leave out of a verdict's details: the card shows the host, and the others are equal
+# on all ranks.
 _OTHER_PLACES = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
 
 
@@ -39,7 +42,11 @@ def verdicts(contents: Contents) -> Element:
 def _more(key: str, row: VerdictRow) -> list[Child]:
     evidence: Any = row["evidence"]
     known: Mapping[str, Any] = evidence if isinstance(evidence, dict) else {}
-    places = [f"{name} {text}" for name, text in (row["where"] or {}).items() if not name.startswith(_OTHER_PLACES)]
+    places = [
+        f"{name} {text}"
+        for name, text in (row["where"] or {}).items()
+        if not name.startswith(_OTHER_PLACES)
+    ]
     return [
         tag("p", ", ".join(places), class_="note") if places else None,
         _diagnosis(key, row["rank"], known.get("diagnosis")),
@@ -48,20 +55,26 @@ def _more(key: str, row: VerdictRow) -> list[Child]:
 
 
 def _diagnosis(key: str, rank: int | None, diagnosis: Mapping[str, Any] | None) -> Element | None:
-    """Return the cause of a slow rank, the checked explanations, and the measurements behind them."""
+    """Return the cause of a slow rank, the checked explanations, and the measurements behind
+    them.
+    """
     if diagnosis is None:
         return None
     causes = [
         tag("li", tag("b", each["text"]), _explains(each["explains"]), f" Next: {each['action']}")
         for each in diagnosis["causes"]
     ]
-    checked, missing = (", ".join(diagnosis[key]) or "nothing" for key in ("looked_at", "not_measured"))
+    checked, missing = (
+        ", ".join(diagnosis[key]) or "nothing" for key in ("looked_at", "not_measured")
+    )
     signals = diagnosis["signals"]
     return details(
         "Causes and measurements",
         tag("ol", causes) if causes else None,
         tag("p", f"Checked: {checked}. Not measured: {missing}."),
-        table(signal_table(f"{key}-signals", rank, signals, diagnosis["others_signals"])) if signals else None,
+        table(signal_table(f"{key}-signals", rank, signals, diagnosis["others_signals"]))
+        if signals
+        else None,
     )
 
 

@@ -90,7 +90,9 @@ def unpacked(record: np.void, names: list[str]) -> MergedRow:
     value0, value1, start = int(record["value0"]), int(record["value1"]), int(record["start_ns"])
     row = (value1 >> _ROW_SHIFT & _ROW_MASK) - 1
     return MergedRow(
-        name=ROW_NAMES[row] if 0 <= row < len(ROW_NAMES) else name_of(names, int(record["name_id"])),
+        name=(
+            ROW_NAMES[row] if 0 <= row < len(ROW_NAMES) else name_of(names, int(record["name_id"]))
+        ),
         times=start & ((1 << _TIMES_BITS) - 1),
         sum_ns=int(record["duration_ns"]),
         p50_ns=value0 & _NS_MASK,

@@ -84,7 +84,9 @@ def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
     rows = [0] * len(Row)
     own_ns = [span[2] for span in spans]
     gap_ns = step_ns
-    for (_, _, duration), outer in zip(spans, outer_spans([span[1] for span in spans], own_ns.copy()), strict=True):
+    for (_, _, duration), outer in zip(
+        spans, outer_spans([span[1] for span in spans], own_ns.copy()), strict=True
+    ):
         if outer < 0:
             gap_ns -= duration
         else:

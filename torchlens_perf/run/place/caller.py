@@ -29,7 +29,9 @@ def calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
         if api is not None:
             found = api.get_current_span().get_span_context()
             if found.is_valid:
-                traceparent = f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}"
+                traceparent = (
+                    f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}"
+                )
                 return traceparent, found.trace_state.to_header()
     propagators = (environ.get(_PROPAGATORS) or _DEFAULT).split(",")
     if "tracecontext" not in [each.strip().lower() for each in propagators]:

@@ -57,7 +57,12 @@ LAUNCHERS = (
         restarts="TORCHELASTIC_RESTART_COUNT",
     ),
     # ray/train/torch/config.py
-    Launcher("Ray Train", ("RAY_JOB_ID", "NODE_RANK"), local_world_size="LOCAL_WORLD_SIZE", node=("NODE_RANK",)),
+    Launcher(
+        "Ray Train",
+        ("RAY_JOB_ID", "NODE_RANK"),
+        local_world_size="LOCAL_WORLD_SIZE",
+        node=("NODE_RANK",),
+    ),
     # deepspeed/launcher/launch.py
     Launcher(
         "DeepSpeed",
@@ -111,10 +116,17 @@ LAUNCHERS = (
     ),
     # lightning/fabric/strategies/launchers/subprocess_script.py sets no RANK. torch.distributed has
     # it.
-    Launcher("Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)),
+    Launcher(
+        "Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)
+    ),
     # Only torch's env:// variables: a loop in a shell, Kubeflow's PyTorchJob with one process per
     # pod, a JobSet.
-    Launcher("environment", ("RANK", "WORLD_SIZE"), local_world_size="LOCAL_WORLD_SIZE", node=("NODE_RANK",)),
+    Launcher(
+        "environment",
+        ("RANK", "WORLD_SIZE"),
+        local_world_size="LOCAL_WORLD_SIZE",
+        node=("NODE_RANK",),
+    ),
 )
 _ALONE = Launcher("", ())
 
@@ -140,19 +152,28 @@ class Place:
     """
 
 
-def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()) -> Place:
+def place(
+    environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()
+) -> Place:
     """Return the place of this process in its job.
 
     distributed: rank and world size of torch.distributed if it is initialized. They override the
     environment. parent: command line of the parent process.
     """
     row, rank, world_size = _row(environ, distributed)
-    local_rank, local_world_size = _number(environ, row.local_rank), _number(environ, row.local_world_size)
+    local_rank, local_world_size = (
+        _number(environ, row.local_rank),
+        _number(environ, row.local_world_size),
+    )
     if local_world_size is None:
         local_world_size = _of_node(_text(environ, row.per_node), _number(environ, *row.node))
     nodes = _number(environ, *row.nodes)
     if world_size == 1 or nodes == 1:
-        local_rank, local_world_size, nodes = rank if local_rank is None else local_rank, world_size, 1
+        local_rank, local_world_size, nodes = (
+            rank if local_rank is None else local_rank,
+            world_size,
+            1,
+        )
     if local_world_size is not None and not 0 < local_world_size <= world_size:
         local_world_size = None
     if local_world_size == world_size:
@@ -171,7 +192,9 @@ def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, paren
     )
 
 
-def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tuple[Launcher, int, int]:
+def _row(
+    environ: Mapping[str, str], distributed: tuple[int, int] | None
+) -> tuple[Launcher, int, int]:
     """Return the launcher's row that applies to this process, its rank and its world size."""
     known = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
     for row in LAUNCHERS:
@@ -179,7 +202,11 @@ def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tup
             own = _pair(environ, row.rank, row.world_size)
             if own is not None and (known is None or own == known):
                 return row, *own
-            if known is not None and row.name == "Lightning" and _number(environ, "WORLD_SIZE") == known[1]:
+            if (
+                known is not None
+                and row.name == "Lightning"
+                and _number(environ, "WORLD_SIZE") == known[1]
+            ):
                 return row, *known
     if known is not None:
         return _ALONE, *known
@@ -189,7 +216,10 @@ def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tup
 
 def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> str:
     if row.name == "torchrun":
-        elastic, store = environ.get("TORCHELASTIC_RUN_ID", "none"), [environ.get(name, "") for name in _STORE]
+        elastic, store = (
+            environ.get("TORCHELASTIC_RUN_ID", "none"),
+            [environ.get(name, "") for name in _STORE],
+        )
         # With c10d, node 0 has chosen a free port for this job and sent it to the others. A plain
         # id, or the port of a static rendezvous, is configured by the user and recurs in the next
         # job.
@@ -219,7 +249,9 @@ def _digest(*texts: str) -> str:
 
 
 def _facts(environ: Mapping[str, str], world_size: int) -> str:
-    known = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    known = [
+        environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    ]
     return "\n".join([*known, str(world_size)]) if known[1] else ""
 
 
@@ -236,9 +268,15 @@ def _of_node(per_node: str, node: int | None) -> int | None:
     return counts[0] if len(set(counts)) == 1 else None
 
 
-def _pair(environ: Mapping[str, str], rank: str, world_size: tuple[str, ...]) -> tuple[int, int] | None:
+def _pair(
+    environ: Mapping[str, str], rank: str, world_size: tuple[str, ...]
+) -> tuple[int, int] | None:
     found = _number(environ, rank), _number(environ, *world_size)
-    return (found[0], found[1]) if found[0] is not None and found[1] is not None and found[0] < found[1] else None
+    return (
+        (found[0], found[1])
+        if found[0] is not None and found[1] is not None and found[0] < found[1]
+        else None
+    )
 
 
 def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

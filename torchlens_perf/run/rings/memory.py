@@ -56,7 +56,9 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
     A shared flock(2) on it lasts as long as a process has it mapped, see is_mapped().
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
         os.posix_fallocate(descriptor, 0, size)
         with contextlib.suppress(OSError):
@@ -114,13 +116,18 @@ def open_to_read(path: str) -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             place = os.readlink(link)
             # Another process may have this pid by now, with another file at the descriptor.
-            if place.startswith("/proc/") and os.readlink(place) == f"/memfd:{_name(path)} (deleted)":
+            if (
+                place.startswith("/proc/")
+                and os.readlink(place) == f"/memfd:{_name(path)} (deleted)"
+            ):
                 return os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     raise FileNotFoundError(errno.ENOENT, "it was in the memory of a process that has ended", path)
 
 
 def hold(path: str, descriptor: int) -> None:
-    """Announce that this process has a ring in anonymous memory open. descriptor: must stay open."""
+    """Announce that this process has a ring in anonymous memory open. descriptor: must stay
+    open.
+    """
     if os.path.islink(path):
         partial = f"{_held(path)}-{os.getpid()}"
         with contextlib.suppress(OSError):

@@ -23,7 +23,14 @@ class ControlGroup:
     have a memory limit are looked up once.
     """
 
-    def __init__(self, pid: int, *, proc: Path = Path("/proc"), root: Path = _ROOT, pressure: Path = _PRESSURE) -> None:
+    def __init__(
+        self,
+        pid: int,
+        *,
+        proc: Path = Path("/proc"),
+        root: Path = _ROOT,
+        pressure: Path = _PRESSURE,
+    ) -> None:
         """Raises OSError if there is no such process."""
         self._pressure = pressure
         paths: dict[str, str] = {}
@@ -35,7 +42,9 @@ class ControlGroup:
         self.path = paths.get("" if self._is_v2 else "memory", "/")
         """Path of the group in the hierarchy of the memory controller."""
         self._memory = self._folder(root if self._is_v2 else root / "memory", self.path)
-        self._cpu = self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
+        self._cpu = (
+            self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
+        )
         self._limits = list(self._memory_limits(root))
 
     @staticmethod
@@ -59,7 +68,11 @@ class ControlGroup:
     def refaults(self) -> int | None:
         """Return the number of pages so far that were evicted and then needed again."""
         fields = _fields(self._memory / "memory.stat")
-        found = [int(fields[name]) for name in ("workingset_refault_anon", "workingset_refault_file") if name in fields]
+        found = [
+            int(fields[name])
+            for name in ("workingset_refault_anon", "workingset_refault_file")
+            if name in fields
+        ]
         return sum(found) if found else None
 
     def quota_periods(self) -> tuple[int, int] | None:
@@ -92,7 +105,9 @@ class ControlGroup:
         for folder, limit in self._limits:
             used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
             fields = _fields(folder / "memory.stat")
-            droppable = int(fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0))
+            droppable = int(
+                fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0)
+            )
             if used is not None:
                 yield max(0, used - droppable), limit
 

@@ -76,14 +76,20 @@ class Neighbours:
 
         The result is as in "name (pid 7)", or "" if no such program is visible.
         """
-        others = [(used, pid) for pid, (seen, used) in self._weighted.items() if seen.cpu in cpus and pid not in job]
+        others = [
+            (used, pid)
+            for pid, (seen, used) in self._weighted.items()
+            if seen.cpu in cpus and pid not in job
+        ]
         if not others:
             return ""
         _, pid = max(others)
         return f"{self._weighted[pid][0].name} (pid {pid})"
 
     def _add_to_weighted(self) -> None:
-        weighted = {pid: (seen, _DECAY_PER_SAMPLE * used) for pid, (seen, used) in self._weighted.items()}
+        weighted = {
+            pid: (seen, _DECAY_PER_SAMPLE * used) for pid, (seen, used) in self._weighted.items()
+        }
         for pid, (seen, used) in self._used.items():
             weighted[pid] = seen, used + (weighted[pid][1] if pid in weighted else 0.0)
         busiest = sorted(weighted.items(), key=lambda item: -item[1][1])[:_MAX_PROGRAMS]
@@ -103,7 +109,9 @@ class Neighbours:
                 head, _, rest = text.rpartition(b")")
                 fields = rest.split()
                 name = head.partition(b"(")[2].decode("utf-8", "replace")
-                seen[int(entry.name)] = _ProcessTicks(name, int(fields[11]) + int(fields[12]), int(fields[36]))
+                seen[int(entry.name)] = _ProcessTicks(
+                    name, int(fields[11]) + int(fields[12]), int(fields[36])
+                )
         return seen
 
     def _read_cpus(self) -> dict[int, int]:

@@ -99,7 +99,9 @@ class HostMetrics:
         if self._samples_neighbours and self._neighbours.update(now_s):
             job = self._job()
             for pid, signals in found.items():
-                signals["neighbour_share"] = self._neighbours.busy_share(self._processes[pid].cpus, job)
+                signals["neighbour_share"] = self._neighbours.busy_share(
+                    self._processes[pid].cpus, job
+                )
         self._samples_neighbours = waits
         return found
 
@@ -120,7 +122,9 @@ class HostMetrics:
         """Return the number of child processes, without multiprocessing's resource tracker."""
         process = self._processes.get(pid)
         children = process.children if process is not None else []
-        return sum(_TRACKER not in text_of(self._proc / str(child) / "cmdline") for child in children)
+        return sum(
+            _TRACKER not in text_of(self._proc / str(child) / "cmdline") for child in children
+        )
 
     def control_group(self, pid: int) -> str:
         process = self._processes.get(pid)
@@ -130,7 +134,11 @@ class HostMetrics:
 
     def _job(self) -> dict[int, set[int]]:
         """Return the CPUs that this node's ranks and their data loader workers may use, by pid."""
-        return {pid: each.cpus for each in self._processes.values() for pid in (each.pid, *each.children)}
+        return {
+            pid: each.cpus
+            for each in self._processes.values()
+            for pid in (each.pid, *each.children)
+        }
 
     def _sample(self, process: _Process, gc_ns: int, now_s: float) -> None:
         if now_s - process.group_s > _GROUP_PERIOD_S:
@@ -162,7 +170,9 @@ class HostMetrics:
             if after is not None and earlier is not None:
                 signals[name] = max(0, after - earlier) / unit / elapsed_s
         if now.quota is not None and before.quota is not None:
-            periods, throttled = (after - earlier for after, earlier in zip(now.quota, before.quota, strict=True))
+            periods, throttled = (
+                after - earlier for after, earlier in zip(now.quota, before.quota, strict=True)
+            )
             signals["cpu_quota_share"] = throttled / periods if periods > 0 else 0.0
         limit_share = process.group.memory_limit_share()
         if limit_share is not None:
@@ -180,7 +190,11 @@ class HostMetrics:
             now_s=now_s,
             wait_ns=self._wait_ns(process.pid),
             kernel_ticks=int(self._stat(f"{process.pid}/task/{process.pid}")[12]),
-            major_faults=sum(int(fields[9]) for fields in map(self._stat, (process.pid, *process.children)) if fields),
+            major_faults=sum(
+                int(fields[9])
+                for fields in map(self._stat, (process.pid, *process.children))
+                if fields
+            ),
             gc_ns=gc_ns,
             refaults=group.refaults(),
             quota=group.quota_periods(),
@@ -190,7 +204,9 @@ class HostMetrics:
     def _waits_for_disk(self, process: _Process) -> bool:
         """Return True if the main thread waits, or if it sleeps and one of its workers waits."""
         state = self._stat(process.pid)[0]
-        return state == b"D" or (state == b"S" and any(self._stat(child)[:1] == [b"D"] for child in process.children))
+        return state == b"D" or (
+            state == b"S" and any(self._stat(child)[:1] == [b"D"] for child in process.children)
+        )
 
     def _stat(self, pid: int | str) -> list[bytes]:
         """Return the fields of a stat file from the third one, the state, or [] if it has ended.
@@ -202,7 +218,9 @@ class HostMetrics:
     def _wait_ns(self, pid: int) -> int | None:
         """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""
         try:
-            return int((self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1])
+            return int(
+                (self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1]
+            )
         except FileNotFoundError:
             return None  # The kernel was built without CONFIG_SCHED_INFO.
 
@@ -214,7 +232,10 @@ class HostMetrics:
         # Field 39 of a stat file is the CPU on which the thread ran last.
         folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
         try:
-            now, most = (int((folder / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+            now, most = (
+                int((folder / name).read_text())
+                for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+            )
         except OSError:
             return None
         return now / most if most else None

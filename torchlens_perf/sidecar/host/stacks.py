@@ -28,7 +28,14 @@ _MAX_BYTES = 1 << 20
 _TRIES = 3
 _KILL_TIMEOUT_S = 0.5
 _MAX_TEXT_CHARACTERS = 200
-_STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead", "X": "dead", "x": "dead"}
+_STATES = {
+    "T": "stopped",
+    "t": "traced",
+    "D": "uninterruptible",
+    "Z": "dead",
+    "X": "dead",
+    "x": "dead",
+}
 # Errors from the kernel, and from a container's seccomp profile.
 _REFUSALS = ("permission denied", "operation not permitted")
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
@@ -90,7 +97,12 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
         return f"none: {reason}"
     try:
         return "\n".join(
-            "\n".join([f"thread {each['thread_name'] or '?'}:", *(f"  {_line(frame)}" for frame in each["frames"])])
+            "\n".join(
+                [
+                    f"thread {each['thread_name'] or '?'}:",
+                    *(f"  {_line(frame)}" for frame in each["frames"]),
+                ]
+            )
             for each in json.loads(answer)
         )
     except (ValueError, KeyError, TypeError):
@@ -127,7 +139,13 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
         try:
             succeeded, answer, errors = _run(command, deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
-            return b"", f"py-spy did not answer within {timeout_s:g} s (process state: {process_state(pid)})"
+            return (
+                b"",
+                (
+                    f"py-spy did not answer within {timeout_s:g} s (process state:"
+                    f" {process_state(pid)})"
+                ),
+            )
         except OSError as error:
             return b"", f"py-spy cannot be run: {error.strerror or error}"
         if succeeded:
@@ -198,7 +216,11 @@ def _main_thread(pid: int, answer: bytes) -> Stack:
         frames = [frame for main in mains[:1] for frame in main["frames"]]
         lines = [_line(frame) for frame in frames]
         innermost = (str(frames[0]["filename"]), int(frames[0]["line"])) if frames else None
-        holders = [each["thread_name"] or "?" for each in threads if each["owns_gil"] and each not in mains[:1]]
+        holders = [
+            each["thread_name"] or "?"
+            for each in threads
+            if each["owns_gil"] and each not in mains[:1]
+        ]
     except (ValueError, KeyError, TypeError, AttributeError):
         return Stack((), "py-spy: its answer cannot be read")
     if not lines:
@@ -217,11 +239,20 @@ def _not_permitted(pid: int) -> str:
     scope, us = text_of(tracer.YAMA), os.geteuid()
     them = text_of(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
     if us and them and them != str(us):
-        why, how = f"the process is user {them}'s, and its sidecar user {us}'s", "run both as one user"
+        why, how = (
+            f"the process is user {them}'s, and its sidecar user {us}'s",
+            "run both as one user",
+        )
     elif scope == "1":
-        why, how = "kernel.yama.ptrace_scope is 1", f"`sudo sysctl kernel.yama.ptrace_scope=0`, {_IN_CONTAINER}"
+        why, how = (
+            "kernel.yama.ptrace_scope is 1",
+            f"`sudo sysctl kernel.yama.ptrace_scope=0`, {_IN_CONTAINER}",
+        )
     elif scope == "2":
-        why, how = "kernel.yama.ptrace_scope is 2", f"`sudo sysctl kernel.yama.ptrace_scope=1`, {_IN_CONTAINER}"
+        why, how = (
+            "kernel.yama.ptrace_scope is 2",
+            f"`sudo sysctl kernel.yama.ptrace_scope=1`, {_IN_CONTAINER}",
+        )
     elif scope == "3":
         why = "kernel.yama.ptrace_scope is 3, which only a reboot ends"
         how = "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"
@@ -230,7 +261,10 @@ def _not_permitted(pid: int) -> str:
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
         how = f"the capability CAP_SYS_PTRACE, {_IN_CONTAINER}"
-    return f"not permitted to read the process: {why}. Permit it: {how}; or set TORCHLENS_PERF_FAULTHANDLER=1"
+    return (
+        f"not permitted to read the process: {why}. Permit it: {how}; or set"
+        " TORCHLENS_PERF_FAULTHANDLER=1"
+    )
 
 
 def _last_cause(errors: str) -> str:

@@ -122,7 +122,11 @@ class Sender:
 
     async def _describe(self, error: BaseException) -> str:
         """Return the reason why the call has ended."""
-        if isinstance(error, asyncio.InvalidStateError) and self._call is not None and self._call.done():
+        if (
+            isinstance(error, asyncio.InvalidStateError)
+            and self._call is not None
+            and self._call.done()
+        ):
             return transport.status(await self._call.code(), await self._call.details())
         if isinstance(error, asyncio.TimeoutError):
             return "it does not answer"
@@ -185,15 +189,21 @@ class Sender:
             )
         )
         try:
-            found = dict(await asyncio.wait_for(self._call.initial_metadata(), self._timing.connect_s))
+            found = dict(
+                await asyncio.wait_for(self._call.initial_metadata(), self._timing.connect_s)
+            )
             if transport.PROOF not in found:  # Node 0 has refused the call.
                 await asyncio.wait_for(self._call.code(), self._timing.operation_s)
                 raise asyncio.InvalidStateError
         except transport.ERRORS as error:
             raise ConnectionError(f"{where}: {await self._describe(error)}") from None
         instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
-        if not transport.same(shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)):
-            raise ConnectionError(f"{where} belongs to another job: it does not have this job's token")
+        if not transport.same(
+            shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)
+        ):
+            raise ConnectionError(
+                f"{where} belongs to another job: it does not have this job's token"
+            )
         if instance != self._instance:
             with self._lock:
                 self._outbox.restart()

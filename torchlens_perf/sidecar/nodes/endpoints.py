@@ -30,7 +30,9 @@ class Endpoints:
     token: str = dataclasses.field(default="", repr=False)
 
     @classmethod
-    def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Endpoints | None:
+    def of(
+        cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = ""
+    ) -> Endpoints | None:
         """Return the endpoints for the setting Config.exchange.
 
         Returns None if the exchange is off, or if there is neither a store nor an address. token:
@@ -44,7 +46,11 @@ class Endpoints:
     @property
     def text(self) -> str:
         """Description for the log."""
-        known = [f"the job's store is {self.job_store[0]}:{self.job_store[1]}"] if self.job_store else []
+        known = (
+            [f"the job's store is {self.job_store[0]}:{self.job_store[1]}"]
+            if self.job_store
+            else []
+        )
         return "; ".join(known + ([f"node 0 is at {self.coordinator}"] if self.coordinator else []))
 
 
@@ -52,7 +58,10 @@ def split_address(text: str) -> tuple[str, int]:
     """Split "host:port" or "[host]:port". Raises ValueError for another text."""
     host, colon, port = text.strip().rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16) or " " in host:
+    if (
+        not (colon and host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16)
+        or " " in host
+    ):
         raise ValueError(f"{text!r} is not host:port")
     return host, int(port)
 
@@ -81,7 +90,11 @@ def listen_on(places: Endpoints) -> tuple[list[str], int]:
 
 def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     """Return the names and addresses under which others may reach this node, likeliest first."""
-    host = split_address(places.coordinator)[0] if places.coordinator else (places.job_store or ("", 0))[0]
+    host = (
+        split_address(places.coordinator)[0]
+        if places.coordinator
+        else (places.job_store or ("", 0))[0]
+    )
     if listens_on.startswith("127.") or listens_on == "::1":
         return (listens_on,)
     own = [listens_on]
@@ -89,9 +102,15 @@ def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
         own = [_own_address_towards(_FAR_AWAY) or "", *_addresses(socket.gethostname())]
     # Other nodes resolve this node's name to an address that they can reach, so the name comes
     # first.
-    ours = bool(places.coordinator) or any(_own_address_towards(each) == each for each in _addresses(host))
+    ours = bool(places.coordinator) or any(
+        _own_address_towards(each) == each for each in _addresses(host)
+    )
     hosts = [host, *own] if ours else [*own, host]
-    return tuple(dict.fromkeys(each for each in hosts if each and (each == host or not each.startswith(_LOOPBACK))))
+    return tuple(
+        dict.fromkeys(
+            each for each in hosts if each and (each == host or not each.startswith(_LOOPBACK))
+        )
+    )
 
 
 def _own_address_towards(address: str) -> str | None:

@@ -3,7 +3,8 @@
 ::
 
     setting, run directory, job's store   address of node 0's sidecar, and the token (rendezvous.py)
-    one gRPC call per node                each report and its reply (client.py, server.py, messages.py)
+    one gRPC call per node                each report and its reply (client.py, server.py,
+    messages.py)
 
 The exchange runs on one daemon thread with an event loop. post(), collect() and notes() only pass
 values to and from that thread. Only that thread imports grpc, so sidecars of jobs with one node do
@@ -23,7 +24,13 @@ from concurrent.futures import wait
 from typing import Protocol
 
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Inbox, Outbox, check_payloads
+from torchlens_perf.sidecar.nodes.messages import (
+    MAX_REPLY_BYTES,
+    Collected,
+    Inbox,
+    Outbox,
+    check_payloads,
+)
 from torchlens_perf.sidecar.nodes.rendezvous import NotYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -45,7 +52,13 @@ class Exchange:
     """
 
     def __init__(
-        self, endpoints: Endpoints, key: str, node: str, merges: bool, *, timing: Timing | None = None
+        self,
+        endpoints: Endpoints,
+        key: str,
+        node: str,
+        merges: bool,
+        *,
+        timing: Timing | None = None,
     ) -> None:
         """Start the thread.
 
@@ -137,25 +150,41 @@ class Exchange:
         On node 0, since its address cannot be published.
         """
         with self._lock:
-            return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+            return (
+                0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+            )
 
     def notes(self) -> list[str]:
         """Return notes for the report about the present state of the exchange."""
         notes = []
         with self._lock:
-            failing_s = 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+            failing_s = (
+                0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+            )
             if failing_s > self._timing.beat_s:
-                what = "other nodes may not reach this sidecar" if self._merges else "node 0's sidecar is not reached"
+                what = (
+                    "other nodes may not reach this sidecar"
+                    if self._merges
+                    else "node 0's sidecar is not reached"
+                )
                 notes.append(f"{what}, since {failing_s:.0f} s: {self._last_error}")
             elif self._errors:
-                notes.append(f"errors in the exchange between nodes: {self._errors}; the last: {self._last_error}")
+                notes.append(
+                    f"errors in the exchange between nodes: {self._errors}; the last:"
+                    f" {self._last_error}"
+                )
             if self._outbox.dropped:
-                notes.append(f"{self._outbox.dropped} windows could not be sent to node 0's sidecar")
+                notes.append(
+                    f"{self._outbox.dropped} windows could not be sent to node 0's sidecar"
+                )
             for node, count in self._inbox.unreadable().items():
                 notes.append(f"{count} reports of node {node} could not be read")
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
-            notes += [f"several sidecars use the node name {node!r}" for node in self._inbox.duplicate_names()]
+            notes += [
+                f"several sidecars use the node name {node!r}"
+                for node in self._inbox.duplicate_names()
+            ]
         if self._life.done() and not self._closing:
             notes.append(f"the exchange between nodes has failed: {self._life.exception()!r}")
         return notes
@@ -206,10 +235,15 @@ class Exchange:
         if self._merges:
             from torchlens_perf.sidecar.nodes.server import Collector
 
-            return Collector(rendezvous, self._endpoints, self._key, self._timing, self._lock, self._inbox)
+            return Collector(
+                rendezvous, self._endpoints, self._key, self._timing, self._lock, self._inbox
+            )
         from torchlens_perf.sidecar.nodes.client import Sender
 
-        name, tls = (secrets.token_hex(8), self._node), (self._endpoints.tls_folder, self._endpoints.tls_name)
+        name, tls = (
+            (secrets.token_hex(8), self._node),
+            (self._endpoints.tls_folder, self._endpoints.tls_name),
+        )
         return Sender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
 
     def _count(self, error: OSError) -> None:
@@ -233,7 +267,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     with _loop_lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="torchlens_perf exchange", daemon=True).start()
+            threading.Thread(
+                target=_loop.run_forever, name="torchlens_perf exchange", daemon=True
+            ).start()
         return _loop
 
 

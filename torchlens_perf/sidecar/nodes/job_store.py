@@ -30,7 +30,12 @@ def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str
     from torch.distributed import TCPStore
 
     store = TCPStore(
-        host, port, None, False, timedelta(seconds=min(_CONNECT_TIMEOUT_S, lives_s)), wait_for_workers=False
+        host,
+        port,
+        None,
+        False,
+        timedelta(seconds=min(_CONNECT_TIMEOUT_S, lives_s)),
+        wait_for_workers=False,
     )
     if publish:
         store.set(key, publish)

@@ -59,7 +59,11 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
         return []
     for row in report.rows:
         times = (row.wait_ns, *row.transfer_ns, row.joined, row.bytes, row.waits, row.transfers)
-        valid = _are_ranks(row.key.pair, world_size) if row.key.pair else _are_group(row.key.ranges, world_size)
+        valid = (
+            _are_ranks(row.key.pair, world_size)
+            if row.key.pair
+            else _are_group(row.key.ranges, world_size)
+        )
         if not valid or not 0 <= row.key.octave <= 64:
             raise ValueError("invalid link report: ranks or sizes are out of range")
         if not all(math.isfinite(each) and each >= 0 for each in times):

@@ -62,11 +62,17 @@ class ControlMessage:
         if version != _VERSION or len(generations) > MAX_GENERATIONS:
             raise ValueError("not a control message of node 0")
         return cls(
-            run_id, tuple(ProcessGeneration(number, -age_s, world_size) for number, age_s, world_size in generations)
+            run_id,
+            tuple(
+                ProcessGeneration(number, -age_s, world_size)
+                for number, age_s, world_size in generations
+            ),
         )
 
 
-def match_generations(sets: Sequence[ProcessGeneration], generations: Sequence[ProcessGeneration]) -> dict[int, int]:
+def match_generations(
+    sets: Sequence[ProcessGeneration], generations: Sequence[ProcessGeneration]
+) -> dict[int, int]:
     """Return the number of the matching generation for each of a node's sets, by the set's number.
 
     The match is the generation with the same number of ranks whose start is nearest. If two sets of
@@ -101,7 +107,13 @@ class Membership:
         self._leads = False
 
     def add(
-        self, local: int, started_s: float, world_size: int, *, restarts: int = 0, number: int | None = None
+        self,
+        local: int,
+        started_s: float,
+        world_size: int,
+        *,
+        restarts: int = 0,
+        number: int | None = None,
     ) -> None:
         """Add a set of this node.
 
@@ -145,7 +157,8 @@ class Membership:
         """Return the message for the other nodes."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_GENERATIONS:]
         generations = [
-            ProcessGeneration(self.number(each.number), each.started_s - now_s, each.world_size) for each in own
+            ProcessGeneration(self.number(each.number), each.started_s - now_s, each.world_size)
+            for each in own
         ]
         return ControlMessage(self.run_id, tuple(generations))
 
@@ -155,11 +168,14 @@ class Membership:
             return
         self.run_id = control.run_id or self.run_id
         self._received = tuple(
-            dataclasses.replace(each, started_s=now_s + each.started_s) for each in control.generations
+            dataclasses.replace(each, started_s=now_s + each.started_s)
+            for each in control.generations
         )
         self._match_sets()
 
-    def remote_generation(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
+    def remote_generation(
+        self, node: str, local: int, started_s: float, world_size: int
+    ) -> int | None:
         """Return the generation of a set of another node, or None without a match.
 
         Called on node 0.
@@ -171,7 +187,10 @@ class Membership:
         # Remember only the newest sets of a node.
         while len(sets) > MAX_GENERATIONS:
             del sets[min(sets, key=lambda each: sets[each].started_s)]
-        own = [dataclasses.replace(each, number=self.number(each.number)) for each in self._own.values()]
+        own = [
+            dataclasses.replace(each, number=self.number(each.number))
+            for each in self._own.values()
+        ]
         return match_generations(list(sets.values()), own).get(local)
 
     def _match_sets(self) -> None:

@@ -88,7 +88,9 @@ def check_payloads(payloads: Mapping[int, bytes]) -> None:
         if not 0 <= rank < 1 << 32:
             raise ValueError(f"invalid rank {rank}")
         if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"rank {rank}'s payload has {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
+            raise ValueError(
+                f"rank {rank}'s payload has {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}"
+            )
     if len(payloads) > MAX_RANKS:
         raise ValueError(f"{len(payloads)} ranks on a node, more than {MAX_RANKS}")
 
@@ -273,7 +275,10 @@ class Inbox:
                 post.age_s = max(0.0, now_s + post.age_s)
             posts += sender.unread
             sender.unread.clear()
-            silent_s, missed = max(0.0, now_s - sender.last_report_s), sender.dropped + sender.overwritten
+            silent_s, missed = (
+                max(0.0, now_s - sender.last_report_s),
+                sender.dropped + sender.overwritten,
+            )
             before = contacts.get(sender.node)
             if before is not None:
                 silent_s, missed = min(silent_s, before.silent_s), missed + before.missed
@@ -282,7 +287,11 @@ class Inbox:
 
     def links(self) -> list[bytes]:
         """Return the newest link report of each other node."""
-        return list({sender.node: sender.links for sender in self._senders.values() if sender.links}.values())
+        return list(
+            {
+                sender.node: sender.links for sender in self._senders.values() if sender.links
+            }.values()
+        )
 
     @property
     def senders(self) -> int:
@@ -291,7 +300,9 @@ class Inbox:
 
     def unreadable(self) -> dict[str, int]:
         """Return the number of reports that could not be read, by node."""
-        return {sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable}
+        return {
+            sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable
+        }
 
     def duplicate_names(self) -> list[str]:
         """Return the node names that several live sidecars use.

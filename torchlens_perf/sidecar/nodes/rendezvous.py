@@ -139,7 +139,12 @@ class Rendezvous:
         found, error = [], ""
         if self._places.coordinator:
             host, port = split_address(self._places.coordinator)
-            found.append(("the setting `exchange`", Address(port, new_token(self._places, self._key), (host,))))
+            found.append(
+                (
+                    "the setting `exchange`",
+                    Address(port, new_token(self._places, self._key), (host,)),
+                )
+            )
         if self.file is not None:
             try:
                 found.append(("the run directory", Address.decode(_private_file(self.file))))
@@ -192,7 +197,11 @@ class Rendezvous:
             "publish": publish.encode().decode() if publish else "",
         }  # fmt: skip
         # The child records nothing, loads no device plugin, and prints no warnings of torch.
-        environment = {**children.environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        environment = {
+            **children.environment(),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "TORCH_CPP_LOG_LEVEL": "FATAL",
+        }
         self._child = subprocess.Popen(
             children.command("job-store"),
             stdin=subprocess.PIPE,
@@ -216,8 +225,12 @@ class Rendezvous:
             if self._clock() < self._child_until_s:
                 return b""
             self._end_child()
-            self._store_error = f"the job's store did not answer within {self._timing.store_child_s:.0f} s"
-            self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
+            self._store_error = (
+                f"the job's store did not answer within {self._timing.store_child_s:.0f} s"
+            )
+            self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(
+                0.5, 1.0
+            )
             return b""
         assert self._child.stdout is not None
         kind, _, value = self._child.stdout.read(_MAX_RECORD_BYTES).partition(b" ")
@@ -225,7 +238,9 @@ class Rendezvous:
         if kind == b"found" and value:
             self._store_error = ""
             return value
-        failed = value.decode(errors="replace") or "the process that asks the job's store has failed"
+        failed = (
+            value.decode(errors="replace") or "the process that asks the job's store has failed"
+        )
         self._store_error = failed if kind != b"nothing" else ""
         self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
         return b""
@@ -257,6 +272,10 @@ def _private_file(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & 0o077
+        ):
             raise PermissionError("it is not a file that belongs to this user alone (mode 0600)")
         return file.read(_MAX_RECORD_BYTES)

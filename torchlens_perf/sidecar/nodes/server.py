@@ -143,8 +143,12 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         sender, node = metadata.get(transport.SENDER, ""), metadata.get(transport.NODE, b"")
         if not (sender.isalnum() and len(sender) <= 64):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a sender without a name")
-        proof = transport.proof(self._token, transport.INSTANCE, metadata[transport.NONCE] + self._instance)
-        await context.send_initial_metadata(((transport.INSTANCE, self._instance), (transport.PROOF, proof)))
+        proof = transport.proof(
+            self._token, transport.INSTANCE, metadata[transport.NONCE] + self._instance
+        )
+        await context.send_initial_metadata(
+            ((transport.INSTANCE, self._instance), (transport.PROOF, proof))
+        )
         inbox, lock, last_report_s = self._inbox, self._lock, self._last_report_s
         with lock:
             inbox.enter(sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic())
@@ -162,7 +166,9 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     data = b""
                 except ValueError:
                     # Only this sender has to reconnect.
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read")
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
+                    )
                 await context.write(encode(Reply(self._pace_s(), self.reply)))
         finally:
             del last_report_s[task]

@@ -115,12 +115,18 @@ def pack(summary: RankSummary) -> bytes:
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
     value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
-    value["set"], value["age_s"], value["world_size"] = summary.set & 0xFF, summary.age_s, summary.world_size
+    value["set"], value["age_s"], value["world_size"] = (
+        summary.set & 0xFF,
+        summary.age_s,
+        summary.world_size,
+    )
     value["state"] = _STATES.index(progress.state) if progress.state in _STATES else 0
     value["step"] = min(max(0, progress.step), (1 << 32) - 1)
     value["since_step_s"] = min(progress.since_step_s, _MAX_FLOAT16)
     value["usual_step_s"] = min(progress.usual_step_s, _MAX_FLOAT16)
-    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _MAX_FLOAT16)
+    value["since_mark_s"] = (
+        -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _MAX_FLOAT16)
+    )
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
     value["population"] = _cut_text(place.population, 48)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
@@ -131,7 +137,11 @@ def pack(summary: RankSummary) -> bytes:
         if name in progress.began:
             value["begun"][i] = min(max(0, sequence - progress.began[name]) + 1, 255)
     value["device"] = _device(progress)
-    inside = progress.inside if len(progress.inside) <= INSIDE else (progress.inside[0], *progress.inside[1 - INSIDE :])
+    inside = (
+        progress.inside
+        if len(progress.inside) <= INSIDE
+        else (progress.inside[0], *progress.inside[1 - INSIDE :])
+    )
     for i, name in enumerate(inside):
         value["inside"][i] = _cut_text(name, 16)
     value["row"] = NO_ROW
@@ -155,13 +165,17 @@ def pack(summary: RankSummary) -> bytes:
     return value.tobytes()
 
 
-def shares(times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def shares(
+    times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
     """Return times as scaled shares of the rows' durations, as in a packed summary."""
     shares = times_ns / np.maximum(of_ns, 1.0) * ((_MAX_U2 - 1) / _MAX_SHARE)
     return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MAX_U2 - 1))
 
 
-def times_ns(shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def times_ns(
+    shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
     """Return the times of packed shares, or NaN for times that were not measured."""
     times = shares * (of_ns * np.float32(_MAX_SHARE / (_MAX_U2 - 1)))
     return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
@@ -174,7 +188,12 @@ def _device(progress: Progress) -> tuple[int, int, float, int]:
     behind = progress.step - place.step + 1
     if not 0 < behind <= _MAX_U2 or place.place > _MAX_U2:
         return 0, 0, 0.0, 0
-    return behind, place.place, min(place.stood_s, _MAX_FLOAT16), place.kind | (_IS_END if place.is_end else 0)
+    return (
+        behind,
+        place.place,
+        min(place.stood_s, _MAX_FLOAT16),
+        place.kind | (_IS_END if place.is_end else 0),
+    )
 
 
 def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> DevicePlace:
@@ -183,11 +202,20 @@ def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int)
     The span's name is missing, because it is not part of a summary.
     """
     stood_ns = round(stood_s * 1e9)
-    return device_place(DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns), "")
+    return device_place(
+        DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns),
+        "",
+    )
 
 
-def _began(groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]) -> dict[str, int]:
-    return {text[name]: issued - behind for (name, issued), behind in zip(groups, begun, strict=True) if behind}
+def _began(
+    groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]
+) -> dict[str, int]:
+    return {
+        text[name]: issued - behind
+        for (name, issued), behind in zip(groups, begun, strict=True)
+        if behind
+    }
 
 
 def _cut_text(text: str, max_bytes: int) -> bytes:
@@ -200,7 +228,9 @@ def windows(rows: StepBins) -> Iterator[StepBins]:
     for first in range(0, len(rows), ROWS):
         chosen = slice(first, first + ROWS)
         fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
-        yield StepBins(**{name: value if name == "width" else value[chosen] for name, value in fields.items()})
+        yield StepBins(
+            **{name: value if name == "width" else value[chosen] for name, value in fields.items()}
+        )
 
 
 def take_rows(unsent: list[StepBins]) -> StepBins | None:
@@ -242,9 +272,16 @@ def are_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     # NaN is valid: it stands for a time that was not measured.
     good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)
     good &= np.isfinite(modules_ns(values)).all(axis=1)
-    texts = [values["population"][:, None], values["dimensions"]["name"], values["groups"]["name"], values["inside"]]
+    texts = [
+        values["population"][:, None],
+        values["dimensions"]["name"],
+        values["groups"]["name"],
+        values["inside"],
+    ]
     for column in texts:
-        ascii_only = (np.ascontiguousarray(column).view("u1").reshape(len(values), -1) < 0x80).all(axis=1)
+        ascii_only = (np.ascontiguousarray(column).view("u1").reshape(len(values), -1) < 0x80).all(
+            axis=1
+        )
         for index in np.flatnonzero(~ascii_only & good).tolist():
             good[index] = all(map(_is_text, column[index].tolist()))
     return good
@@ -299,11 +336,17 @@ def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
 
 def place(value: np.void, host: str, location: str = "") -> Placement:
     """Return the placement of one summary's rank. host, location: from the node's own data."""
-    coordinates = {entry["name"].decode(): int(entry["coordinate"]) for entry in value["dimensions"] if entry["name"]}
+    coordinates = {
+        entry["name"].decode(): int(entry["coordinate"])
+        for entry in value["dimensions"]
+        if entry["name"]
+    }
     return Placement(host, value["population"].decode(), coordinates, location)
 
 
-def progress(values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]) -> list[Progress]:
+def progress(
+    values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]
+) -> list[Progress]:
     """Return the progress of each summary's rank. report_age_s: ages of the summaries."""
     # Convert whole columns: reading a single field takes as long as a column of a few summaries.
     columns = {name: values[name].tolist() for name in _PROGRESS}

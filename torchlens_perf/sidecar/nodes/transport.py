@@ -31,7 +31,13 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL)
 # The number is the version of the protocol. Node 0 answers UNIMPLEMENTED to other versions.
 REPORT = "/torchlens_perf.Exchange3/Report"
 NONCE_BYTES, INSTANCE_BYTES = 16, 8
-NONCE, PROOF, SENDER, NODE, INSTANCE = "nonce-bin", "proof-bin", "sender", "node-bin", "instance-bin"
+NONCE, PROOF, SENDER, NODE, INSTANCE = (
+    "nonce-bin",
+    "proof-bin",
+    "sender",
+    "node-bin",
+    "instance-bin",
+)
 MAX_CONNECTIONS = 8192
 IDLE_S = 10  # Node 0 drops connections without a call after this time. Sidecars always have a call.
 _KEEPALIVE_S = 60
@@ -79,7 +85,9 @@ def proof(token: str, role: str, nonce: bytes) -> bytes:
 
     role: SENDER, or INSTANCE for node 0.
     """
-    return hmac.new(token.encode(), f"torchlens_perf {role} ".encode() + nonce, hashlib.sha256).digest()
+    return hmac.new(
+        token.encode(), f"torchlens_perf {role} ".encode() + nonce, hashlib.sha256
+    ).digest()
 
 
 def same(shown: bytes, wanted: bytes) -> bool:
@@ -97,8 +105,13 @@ def status(code: grpc.StatusCode, details: str | None) -> str:
 def client_credentials(folder: str) -> grpc.ChannelCredentials:
     """Return credentials from ca.crt and, if they exist, tls.crt and tls.key. Raises OSError."""
     files = Path(folder)
-    pair = [(files / name).read_bytes() if (files / name).exists() else None for name in ("tls.key", "tls.crt")]
-    return grpc.ssl_channel_credentials((files / "ca.crt").read_bytes(), *(pair if all(pair) else (None, None)))
+    pair = [
+        (files / name).read_bytes() if (files / name).exists() else None
+        for name in ("tls.key", "tls.crt")
+    ]
+    return grpc.ssl_channel_credentials(
+        (files / "ca.crt").read_bytes(), *(pair if all(pair) else (None, None))
+    )
 
 
 def server_credentials(folder: str) -> grpc.ServerCredentials:

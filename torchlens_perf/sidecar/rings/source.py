@@ -40,7 +40,9 @@ class RingSource:
     kept: int  # sequence number of the last record in a segment
     generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
-    waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
+    waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(
+        default_factory=list
+    )
     # True once all records are read and the process has ended. This is not taken from the saved
     # state: records that an earlier sidecar had read but not saved were lost with that sidecar.
     read_to_end: bool = False
@@ -54,7 +56,9 @@ class RingSource:
     joins: bool = False  # True once the process was added to the join of collectives
     delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
-    step_s: float = dataclasses.field(default_factory=time.monotonic)  # when the step in progress was first seen
+    step_s: float = dataclasses.field(
+        default_factory=time.monotonic
+    )  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
     _step: int = -1
     _head: int = -1
@@ -67,7 +71,12 @@ class RingSource:
 
     def continue_from(self, ring: WaitingRing) -> None:
         """Take over the progress that was seen before the ring was read."""
-        self._step, self.step_s, self._head, self.mark_s = ring.step, ring.step_s, ring.head, ring.mark_s
+        self._step, self.step_s, self._head, self.mark_s = (
+            ring.step,
+            ring.step_s,
+            ring.head,
+            ring.mark_s,
+        )
 
     def delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return a mask of the records, of whole steps, that a capture delayed.
@@ -120,7 +129,11 @@ class RingSource:
         sequences = np.concatenate([sequences for _, sequences in self.waiting])
         ends = np.flatnonzero(records["kind"] == Kind.STEP)
         held = 1 if self.state.device and now_s - self.step_s < HOLD_S else 0
-        cut = len(records) if self.read_to_end else (int(ends[-1 - held]) + 1 if len(ends) > held else 0)
+        cut = (
+            len(records)
+            if self.read_to_end
+            else (int(ends[-1 - held]) + 1 if len(ends) > held else 0)
+        )
         self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
         return records[:cut], sequences[:cut]
 
@@ -160,4 +173,6 @@ class RingSource:
     @property
     def origin(self) -> Origin:
         identity = self.state.identity
-        return Origin(identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor)
+        return Origin(
+            identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor
+        )

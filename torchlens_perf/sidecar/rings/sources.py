@@ -118,7 +118,9 @@ class RingSources:
         if source.path not in self._damaged:
             self._damaged.add(source.path)
             rank = source.state.identity.rank
-            self._state.notes.append(f"rank {rank}: its ring is damaged, and records of it are missing: {error}")
+            self._state.notes.append(
+                f"rank {rank}: its ring is damaged, and records of it are missing: {error}"
+            )
             logger.warning("%s is damaged: %s", source.path, error)
 
     def max_unkept_share(self) -> float:
@@ -147,7 +149,11 @@ class RingSources:
         if self._unfilled:
             return True
         if not sources:
-            return waited_s < _FIRST_RING_TIMEOUT_S and not self._state.processes and not self._unreadable
+            return (
+                waited_s < _FIRST_RING_TIMEOUT_S
+                and not self._state.processes
+                and not self._unreadable
+            )
         if any(not source.read_to_end for source in sources):
             return True
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
@@ -166,7 +172,9 @@ class RingSources:
     def has_unread_rings(self) -> bool:
         """Return True if a registered ring exists that this sidecar has not read."""
         known = self._sources.keys() | self._unreadable
-        return any(path not in known and path.exists() for path in self._run.registered_rings(self._host))
+        return any(
+            path not in known and path.exists() for path in self._run.registered_rings(self._host)
+        )
 
     def _registered(self) -> list[Path]:
         """Return the paths of all registered rings.
@@ -209,7 +217,10 @@ class RingSources:
                         self._unfilled.add(path)  # The process is about to write its metadata.
                         continue
                     path.unlink(missing_ok=True)  # Without metadata, the records' rank is unknown.
-                    raise RingError(f"its process died before it wrote its metadata; {records} records were in it")
+                    raise RingError(
+                        f"its process died before it wrote its metadata; {records} records were"
+                        " in it"
+                    )
                 self._sources[path] = self._new_source(path, reader, metadata)
             except FileNotFoundError:
                 self._unreadable.add(path)
@@ -227,19 +238,30 @@ class RingSources:
         """
         known = self._state.processes
         local_ranks = len({process.identity.rank for process in known.values()})
-        live = {source.state.identity.key for source in self if not source.settled or os.path.lexists(source.path)}
+        live = {
+            source.state.identity.key
+            for source in self
+            if not source.settled or os.path.lexists(source.path)
+        }
         ended = [key for key, process in known.items() if process.ended and key not in live]
         for key in ended[: max(0, len(known) - _MAX_GENERATIONS * local_ranks + 1)]:
             del known[key]
 
     def _reader(self, path: Path) -> Reader:
         seen = self._waiting.get(str(path))
-        return Reader(path, os.dup(seen.descriptor)) if seen is not None and seen.is_open else Reader(path)
+        return (
+            Reader(path, os.dup(seen.descriptor))
+            if seen is not None and seen.is_open
+            else Reader(path)
+        )
 
     def _note_missing(self, path: Path) -> None:
         why = ""
         if path.is_symlink():
-            why = "it was in the memory of processes that were killed; how many records are lost is not known"
+            why = (
+                "it was in the memory of processes that were killed; how many records are lost is"
+                " not known"
+            )
             self._run.remove_ring(path)
         elif writer_lives(path):
             why = "it was removed while its process runs, of which nothing is known"
@@ -262,7 +284,13 @@ class RingSources:
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
         source = RingSource(
-            path, reader, state, dict(metadata["settings"]), kept, generation, JudgedSteps(state.judged_by)
+            path,
+            reader,
+            state,
+            dict(metadata["settings"]),
+            kept,
+            generation,
+            JudgedSteps(state.judged_by),
         )
         reader.hold()
         if str(path) in self._waiting:

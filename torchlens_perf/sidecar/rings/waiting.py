@@ -44,7 +44,10 @@ class WaitingRing:
     def update(self, now_s: float) -> bool:
         """Read the ring's position. Return True if it should be read now."""
         header = os.pread(self.descriptor, 8 * (STATE + 1), 0)
-        head, step, state = (int.from_bytes(header[8 * word : 8 * word + 8], "little") for word in (HEAD, STEP, STATE))
+        head, step, state = (
+            int.from_bytes(header[8 * word : 8 * word + 8], "little")
+            for word in (HEAD, STEP, STATE)
+        )
         if step != self.step:
             self.step, self.step_s = step, now_s
         if head != self.head:

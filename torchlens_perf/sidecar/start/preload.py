@@ -61,7 +61,9 @@ class Preload:
             if before_ns is None or now_ns is None:
                 is_starved = now_s > deadline_s
             else:
-                is_starved = (now_ns - before_ns) / 1e9 < _MIN_CPU_SHARE * (now_s - began_s) and not self._sleeps()
+                is_starved = (now_ns - before_ns) / 1e9 < _MIN_CPU_SHARE * (
+                    now_s - began_s
+                ) and not self._sleeps()
             if is_starved:
                 return False
 

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
 from torchlens_perf.run import ownership, ring
-from torchlens_perf.run.directory import RunDirectory, leave_node, sidecar_lock, sidecar_log, where_kept, writer_lives
+from torchlens_perf.run.directory import (
+    RunDirectory,
+    leave_node,
+    sidecar_lock,
+    sidecar_log,
+    where_kept,
+    writer_lives,
+)
 from torchlens_perf.run.mailbox import REPORT, deliver
 from torchlens_perf.run.place.node import host_of, node_name
 from torchlens_perf.run.ring import Reader, State
@@ -42,7 +49,12 @@ _MAX_RESTARTS, _MAX_RESTART_DELAY_S = 10, 60.0
 
 
 def read_live_run(
-    run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing], *, shared: bool = False
+    run_dir: str,
+    host: str,
+    lock_descriptor: int,
+    rings: Mapping[str, WaitingRing],
+    *,
+    shared: bool = False,
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
 
@@ -74,7 +86,11 @@ def read_live_run(
 
 
 def read_or_replay(
-    run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _NO_PROGRESS, *, quiet: bool = False
+    run_dir: Path,
+    name: str | None,
+    replaying: AbstractContextManager[Advanced] = _NO_PROGRESS,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Read a node's rings if there are any, otherwise replay saved records. Return the exit code.
 
@@ -95,7 +111,9 @@ def read_or_replay(
         run.create()
         move_log(run, host)
         with ownership.as_private_as(run.nodes):
-            if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(run.spans):
+            if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(
+                run.spans
+            ):
                 return _replay(run, lock, replaying, quiet=quiet)
             _read(run, host, lock, {})
     finally:
@@ -114,10 +132,14 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     if run.node_rings(exact).exists() or run.local_rings():
         return exact
     host = socket.gethostname() if name is None else name
-    known = sorted({path.stem for kind in ("json", "rings") for path in run.nodes.glob(f"*.{kind}")})
+    known = sorted(
+        {path.stem for kind in ("json", "rings") for path in run.nodes.glob(f"*.{kind}")}
+    )
     of_host = [node for node in known if host_of(node) == host]
     if len(of_host) > 1:
-        raise RunStoreError(f"{host} has several nodes in this run. Choose one with --host: {', '.join(of_host)}")
+        raise RunStoreError(
+            f"{host} has several nodes in this run. Choose one with --host: {', '.join(of_host)}"
+        )
     return of_host[0] if of_host else exact
 
 
@@ -157,14 +179,23 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 
 
 def _read(
-    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, is_live: bool = False
+    run: RunDirectory,
+    host: str,
+    lock: SidecarLock,
+    rings: Mapping[str, WaitingRing],
+    *,
+    is_live: bool = False,
 ) -> None:
     # One low-priority thread does all the work, because the kernel ends the child that builds the
     # tap together with the thread that started it.
     background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if is_live else None
     if background is not None and not run.local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
-    from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
+    from torchlens_perf.exporters.otlp_environment import (
+        DeferredExporter,
+        exporter_from_environment,
+        wanted_signals,
+    )
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.node import Sidecar
@@ -174,7 +205,9 @@ def _read(
     again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
-        exporter = DeferredExporter(lambda: exporter_from_environment(run, host)) if wanted else None
+        exporter = (
+            DeferredExporter(lambda: exporter_from_environment(run, host)) if wanted else None
+        )
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
@@ -202,7 +235,13 @@ def _read(
         tap.finish()
 
 
-def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextManager[Advanced], *, quiet: bool) -> int:
+def _replay(
+    run: RunDirectory,
+    lock: SidecarLock,
+    replaying: AbstractContextManager[Advanced],
+    *,
+    quiet: bool,
+) -> int:
     from torchlens_perf.config import from_environment
     from torchlens_perf.exporters.delivery.outbox import found, outbox
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
@@ -216,9 +255,18 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
             notes = delivered(run, exporter)
             done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
         else:
-            replayed = replay(run, exporter, from_environment(os.environ).get("trace_every"), advanced)
-            where = "" if exporter is not None else "; no OTLP endpoint is configured, so nothing was sent"
-            done, notes = f"replayed {replayed.steps} steps, {replayed.records} records{where}", replayed.notes
+            replayed = replay(
+                run, exporter, from_environment(os.environ).get("trace_every"), advanced
+            )
+            where = (
+                ""
+                if exporter is not None
+                else "; no OTLP endpoint is configured, so nothing was sent"
+            )
+            done, notes = (
+                f"replayed {replayed.steps} steps, {replayed.records} records{where}",
+                replayed.notes,
+            )
     if not quiet:
         print(done)
     for note in notes:

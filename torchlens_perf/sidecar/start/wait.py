@@ -71,7 +71,10 @@ class Wait:
             if rescans:
                 self._rescanned_s = now_s
                 self._open_new()
-            due = [ring.update(now_s) or (rescans and not ring.writer_lives()) for ring in self.rings.values()]
+            due = [
+                ring.update(now_s) or (rescans and not ring.writer_lives())
+                for ring in self.rings.values()
+            ]
         except (OSError, ValueError):
             return True  # RingSources reports the error when it opens the ring.
         return any(due) or self._has_request
@@ -123,7 +126,9 @@ def wait(
         if preload is not None:
             if not hurries and (rings.fills or waited_s >= STARVED_S):
                 hurries = True
-                preload.hurry(priority.USUAL_GROUP if waited_s < FAST_FILL_S else priority.SLOW_GROUP)
+                preload.hurry(
+                    priority.USUAL_GROUP if waited_s < FAST_FILL_S else priority.SLOW_GROUP
+                )
             if preload.is_done and (impatient or waited_s >= SHORT_RUN_S):
                 break
         if termination.is_asked():

@@ -66,7 +66,9 @@ class GpuTelemetry:
         self.notes: list[str] = []
         """Reasons why values are not measured, without duplicates."""
 
-    def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
+    def sample(
+        self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
+    ) -> dict[str, GpuSample]:
         """Return a sample of each of these GPUs, without lost GPUs and GPUs that were slow lately.
 
         monotonic_ns, unix_ns: the current time on both clocks.
@@ -122,7 +124,10 @@ class GpuTelemetry:
             backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
             if self.slow_samples[uuid] == _SLOW_SAMPLES_BEFORE_NOTE:
-                self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is sampled less often")
+                self._note(
+                    f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is sampled less"
+                    " often"
+                )
         return sample
 
     def _read_xids(self) -> None:
@@ -153,7 +158,11 @@ class GpuTelemetry:
         except pynvml.NVMLError as error:
             self._library_backoff.failed(now_ns)
             missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-            remedy = "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility" if missing else ""
+            remedy = (
+                "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+                if missing
+                else ""
+            )
             self._note(f"GPU telemetry is not measured: {error}{remedy}")
             return False
         self._nvml, self._xids = pynvml, Xids(pynvml)
@@ -171,8 +180,13 @@ class GpuTelemetry:
         self.losses[uuid] += 1
         gpu.close()
         self._renew_xids()
-        xid = f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
-        self._note(f"{uuid}: no telemetry while the driver reports: {error}; see the kernel's log (dmesg), {xid}")
+        xid = (
+            f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
+        )
+        self._note(
+            f"{uuid}: no telemetry while the driver reports: {error}; see the kernel's log (dmesg),"
+            f" {xid}"
+        )
 
     def _unload(self, error: Exception, now_ns: int) -> None:
         """Discard all handles, which became invalid when the driver was unloaded or replaced."""
@@ -206,8 +220,14 @@ def survey() -> tuple[str, int, int] | str:
     try:
         nvml.nvmlInit()
         try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return _text(nvml.nvmlSystemGetDriverVersion()), len(handles), sum(_has_gpm(nvml, h) for h in handles)
+            handles = [
+                nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+            ]
+            return (
+                _text(nvml.nvmlSystemGetDriverVersion()),
+                len(handles),
+                sum(_has_gpm(nvml, h) for h in handles),
+            )
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
@@ -243,14 +263,23 @@ class _Gpu:
         self._max_clock_hz = _hertz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
 
     def sample(
-        self, before: GpuSample | None, monotonic_ns: int, unix_ns: int, xids: int | None, last_xid: int | None
+        self,
+        before: GpuSample | None,
+        monotonic_ns: int,
+        unix_ns: int,
+        xids: int | None,
+        last_xid: int | None,
     ) -> GpuSample:
         """Return all values that can be read. Slow fields are at most ten seconds old.
 
         Raises NVMLError if the GPU is lost.
         """
         nvml, ask = self._nvml, self._getters.ask
-        values: dict[str, Any] = {**self._read_slow(monotonic_ns), **self._fast.read(), **self._activity(monotonic_ns)}
+        values: dict[str, Any] = {
+            **self._read_slow(monotonic_ns),
+            **self._fast.read(),
+            **self._activity(monotonic_ns),
+        }
         if "power_w" not in values:
             milliwatts = ask("PowerUsage")
             values["power_w"] = milliwatts / 1e3 if milliwatts is not None else None
@@ -308,7 +337,8 @@ class _Gpu:
             # An unsupported function needs no note, but a missing permission does.
             if error.value not in NEVER or error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
                 self._note(
-                    f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM reports {error}"
+                    f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM"
+                    f" reports {error}"
                 )
             self.close()
         return {}

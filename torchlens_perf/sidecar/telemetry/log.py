@@ -72,7 +72,10 @@ class TelemetryLog:
         self._recent_links: dict[str, deque[LinkSample]] = {}
         self._unwritten: list[Sample] = []
         self._gpu_totals, self._link_totals, self._facts = saved.gpus, saved.links, saved.facts
-        self._losses, self._slow = Counter(saved.losses), Counter(saved.slow_samples)  # by earlier sidecars
+        self._losses, self._slow = (
+            Counter(saved.losses),
+            Counter(saved.slow_samples),
+        )  # by earlier sidecars
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
     def sample(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
@@ -89,19 +92,25 @@ class TelemetryLog:
         if now.monotonic_ns >= self._link_due_ns:
             links = self._links.sample(now.monotonic_ns, now.unix_ns)
             took_ns = self._now().monotonic_ns - now.monotonic_ns
-            self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _MIN_LINK_IDLE_RATIO * took_ns)
+            self._link_due_ns = now.monotonic_ns + max(
+                _LINK_PERIOD_NS, _MIN_LINK_IDLE_RATIO * took_ns
+            )
         if pids and now.monotonic_ns >= self._process_due_ns:
             began_ns = self._now().monotonic_ns
             self._add_unwritten(now, sample_processes(pids, now.monotonic_ns, now.unix_ns))
             took_ns = self._now().monotonic_ns - began_ns
-            self._process_due_ns = now.monotonic_ns + max(_PROCESS_PERIOD_NS, _MIN_PROCESS_IDLE_RATIO * took_ns)
+            self._process_due_ns = now.monotonic_ns + max(
+                _PROCESS_PERIOD_NS, _MIN_PROCESS_IDLE_RATIO * took_ns
+            )
         if not gpus and not links:
             return None
         self._keep(now, gpus, links)
         names = {uuid: name for uuid in gpus if (name := self._facts[uuid].name)}
         return Hardware(tuple(gpus.values()), tuple(links.values()), names)
 
-    def _keep(self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]) -> None:
+    def _keep(
+        self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]
+    ) -> None:
         for uuid, gpu in gpus.items():
             self._gpu_totals.setdefault(uuid, GpuTotals()).add(gpu)
             self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(gpu)
@@ -154,13 +163,16 @@ class TelemetryLog:
         if not self._unwritten or self._first_sample_ns is None:
             return
         now_ns = self._now().monotonic_ns
-        period_ns = min(_MAX_FILE_PERIOD_NS, max(_MIN_FILE_PERIOD_NS, (now_ns - self._first_sample_ns) // 20))
+        period_ns = min(
+            _MAX_FILE_PERIOD_NS, max(_MIN_FILE_PERIOD_NS, (now_ns - self._first_sample_ns) // 20)
+        )
         if not final and now_ns - self._written_ns < period_ns:
             return
         self._written_ns = now_ns
         kinds = {GPUS: GpuSample, LINKS: LinkSample, PROCESSES: ProcessSample}
         samples = {
-            folder: [each for each in self._unwritten if isinstance(each, kind)] for folder, kind in kinds.items()
+            folder: [each for each in self._unwritten if isinstance(each, kind)]
+            for folder, kind in kinds.items()
         }
         self._writer.write(samples, telemetry_bytes(disk_bytes))
         self._unwritten.clear()

@@ -73,7 +73,11 @@ SLOW_FIELDS = (
 
 
 def _per_link(**fields: int) -> tuple[Field, ...]:
-    return tuple(Field(name, number, 1, link) for name, number in fields.items() for link in range(_MAX_LINKS))
+    return tuple(
+        Field(name, number, 1, link)
+        for name, number in fields.items()
+        for link in range(_MAX_LINKS)
+    )
 
 
 # Fields for errors of NVLink: on Hopper, on Blackwell, and on older GPUs as sums over the links.
@@ -99,11 +103,17 @@ def fast_fields(driver: str) -> tuple[Field, ...]:
     id in all drivers are returned.
     """
     numbers = driver.split(".")
-    version = tuple(int(each) for each in numbers[:2]) if all(each.isdigit() for each in numbers[:2]) else (0,)
+    version = (
+        tuple(int(each) for each in numbers[:2])
+        if all(each.isdigit() for each in numbers[:2])
+        else (0,)
+    )
     first_id = next((number for since, number in _THROTTLE_TIME_IDS if version >= since), None)
     if first_id is None:
         return FAST_FIELDS
-    return FAST_FIELDS + tuple(Field(name, first_id + place) for place, name in enumerate(_THROTTLE_TIMES))
+    return FAST_FIELDS + tuple(
+        Field(name, first_id + place) for place, name in enumerate(_THROTTLE_TIMES)
+    )
 
 
 class Fields:
@@ -125,7 +135,9 @@ class Fields:
         if not self._fields:
             return {}
         try:
-            values = self._nvml.nvmlDeviceGetFieldValues(self._handle, [(each.id, each.scope) for each in self._fields])
+            values = self._nvml.nvmlDeviceGetFieldValues(
+                self._handle, [(each.id, each.scope) for each in self._fields]
+            )
         except self._nvml.NVMLError as error:
             if error.value in GONE:
                 raise
@@ -245,7 +257,9 @@ class Xids:
         if self._set is None:
             return False
         try:
-            self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._set)
+            self._nvml.nvmlDeviceRegisterEvents(
+                handle, self._nvml.nvmlEventTypeXidCriticalError, self._set
+            )
         except self._nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise

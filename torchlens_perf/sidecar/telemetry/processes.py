@@ -28,8 +28,12 @@ def sample_processes(
         if not parent:
             continue
         children = children_of(pid, proc)
-        stats = [parent, *(fields for child in children if (fields := stat_fields(f"{proc}/{child}/stat")))]
-        # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its resident pages.
+        stats = [
+            parent,
+            *(fields for child in children if (fields := stat_fields(f"{proc}/{child}/stat"))),
+        ]
+        # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its
+        # resident pages.
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
         io = [_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
         # The counters are those of the process's network namespace, not of the process alone.
@@ -64,7 +68,9 @@ def _total(processes: list[dict[str, int]], name: str) -> int | None:
 
 
 def _network(path: str) -> tuple[int, int] | None:
-    """Return bytes received and transmitted by all interfaces of a network namespace except loopback."""
+    """Return bytes received and transmitted by all interfaces of a network namespace except
+    loopback.
+    """
     lines = [line.split() for line in text_of(path).replace(":", " ").splitlines()[2:]]
     counts = [(int(fields[1]), int(fields[9])) for fields in lines if fields[0] != "lo"]
     if not counts:

@@ -106,7 +106,10 @@ class _Slot:
         self.grow(ranks)
         later.grow(ranks)
         counts = self.counts.astype(np.float32) + later.counts
-        weighted = self.means.astype(np.float32) * self.counts + later.means.astype(np.float32) * later.counts
+        weighted = (
+            self.means.astype(np.float32) * self.counts
+            + later.means.astype(np.float32) * later.counts
+        )
         self.means = (weighted / np.maximum(counts, 1)).astype(np.float16)
         self.counts = np.minimum(counts, _MAX_COUNTED).astype(np.uint16)
         self.end_s, self.last_step = later.end_s, max(self.last_step, later.last_step)
@@ -162,11 +165,19 @@ class MetricHistory:
         Slots that also contain other steps are left out, unless there are only such slots.
         """
         end = float("inf") if until_step is None else until_step
-        inside = [slot for slot in self._slots if slot.first_step >= since_step and slot.last_step < end]
+        inside = [
+            slot for slot in self._slots if slot.first_step >= since_step and slot.last_step < end
+        ]
         if not inside:
-            inside = [slot for slot in self._slots if slot.last_step >= since_step and slot.first_step < end]
+            inside = [
+                slot
+                for slot in self._slots
+                if slot.last_step >= since_step and slot.first_step < end
+            ]
         there = [rank for rank in ranks if rank in self._index]
-        total, counts = self._sample_sums(inside, np.array([self._index[rank] for rank in there], np.int64))
+        total, counts = self._sample_sums(
+            inside, np.array([self._index[rank] for rank in there], np.int64)
+        )
         means = np.where(counts > 0, total / np.maximum(counts, 1), np.nan).astype(np.float32)
         return dict(zip(there, means, strict=True))
 
@@ -179,11 +190,20 @@ class MetricHistory:
         """
         inside = [slot for slot in self._slots if slot.last_step < step][1:]
         at = self._index.get(rank)
-        if at is None or not inside or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < MIN_BEFORE_S:
+        if (
+            at is None
+            or not inside
+            or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < MIN_BEFORE_S
+        ):
             return None
         # _sample_sums() also grows all slots to include this rank, which the next line needs.
         total, counts = self._sample_sums(inside, np.array([at]))
-        table = np.stack([np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan) for slot in inside])
+        table = np.stack(
+            [
+                np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan)
+                for slot in inside
+            ]
+        )
         usual = np.full(len(METRICS), np.nan, np.float32)
         measured = ~np.isnan(table).all(axis=0)
         # A rank that was added later has no signals in these slots.
@@ -212,7 +232,9 @@ class MetricHistory:
 
         def length_by_age(index: int) -> float:
             first, second = self._slots[index], self._slots[index + 1]
-            return (second.end_s - first.start_s + _FIRST_SLOT_S) / (now_s - second.end_s + _FIRST_SLOT_S)
+            return (second.end_s - first.start_s + _FIRST_SLOT_S) / (
+                now_s - second.end_s + _FIRST_SLOT_S
+            )
 
         # The newest slot is left out, as samples are still added to it.
         index = min(range(len(self._slots) - 2), key=length_by_age)

@@ -82,11 +82,15 @@ class _Case:
 
     def against(self, signal: str, words: Callable[[float], str]) -> str:
         """Return a clause with the other ranks' value; "" if it is not measured there."""
-        return f", against {words(self.others[signal])} on the others" if signal in self.others else ""
+        return (
+            f", against {words(self.others[signal])} on the others" if signal in self.others else ""
+        )
 
     def evidence(self, *signals: str) -> dict[str, float]:
         found = {name: self.mine[name] for name in signals if name in self.mine}
-        return found | {f"others_{name}": self.others[name] for name in signals if name in self.others}
+        return found | {
+            f"others_{name}": self.others[name] for name in signals if name in self.others
+        }
 
 
 def diagnose(
@@ -107,7 +111,9 @@ def diagnose(
     if rank not in during:
         return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS), {}, {})
     mine = named(during[rank])
-    others = _median([values for other, values in during.items() if other != rank and other not in together])
+    others = _median(
+        [values for other, values in during.items() if other != rank and other not in together]
+    )
     usual = dict(others)
     if before is not None:
         for name, value in named(before).items():
@@ -116,7 +122,9 @@ def diagnose(
     case = _Case(mine, usual, others, episode, details or {})
     found = [cause for rule in _RULES for cause in rule(case)]
     found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
-    subjects = [each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)]
+    subjects = [
+        each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)
+    ]
     looked_at = tuple(subject for subject, signal in subjects if signal in mine)
     not_measured = tuple(subject for subject, signal in _SUBJECTS if signal not in mine)
     return Diagnosis(tuple(found[:MAX_CAUSES]), looked_at, not_measured, mine, others)
@@ -143,8 +151,8 @@ def _garbage_collection(case: _Case) -> list[Cause]:
         f"{case.against('gc_share', percent)}"
     )
     action = (
-        "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect() every so many steps "
-        "on all ranks at once; look for what makes so many objects there."
+        "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
+        " every so many steps on all ranks at once; look for what makes so many objects there."
     )
     return [Cause("gc", text, action, explains, case.evidence("gc_share"))]
 
@@ -161,7 +169,10 @@ def _no_cpu(case: _Case) -> list[Cause]:
     explains = case.explained(waits)
     if explains < _EXPLAINS:
         return []
-    waited = f"its thread is runnable but has no CPU for {percent(case.mine['cpu_wait_share'])} of the time"
+    waited = (
+        f"its thread is runnable but has no CPU for {percent(case.mine['cpu_wait_share'])} of the"
+        " time"
+    )
     # Ranks without a quota have no cpu_quota_share, and other programs are sampled only while a
     # rank waits.
     quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
@@ -169,8 +180,13 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if quota >= max(0.1, waits / 2):
         used_up = percent(case.mine["cpu_quota_share"])
         group = case.details.get("control_group", "")
-        text = f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
-        action = "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and workers in it."
+        text = (
+            f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
+        )
+        action = (
+            "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and"
+            " workers in it."
+        )
         evidence = case.evidence("cpu_quota_share", "cpu_wait_share")
         return [Cause("cpu_quota", _without_double_spaces(text), action, explains, evidence)]
     evidence = case.evidence("cpu_wait_share", "neighbour_share")
@@ -181,12 +197,21 @@ def _no_cpu(case: _Case) -> list[Cause]:
     # of them.
     if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
-        text = f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs busy"
+        text = (
+            f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs"
+            " busy"
+        )
         text += f", most of all {who}" if who else ""
         action = "stop or move them; give each rank CPUs of its own (taskset, cpuset, numactl)."
         return [Cause("busy_neighbour", text, action, explains, evidence)]
-    text = f"{waited}, and hardly any program but the job's own is busy there: threads, workers and ranks compete"
-    action = "lower OMP_NUM_THREADS and num_workers there, or give it more CPUs: compare its pinning with other ranks'."
+    text = (
+        f"{waited}, and hardly any program but the job's own is busy there: threads, workers and"
+        " ranks compete"
+    )
+    action = (
+        "lower OMP_NUM_THREADS and num_workers there, or give it more CPUs: compare its pinning"
+        " with other ranks'."
+    )
     return [Cause("own_threads", text, action, explains, evidence)]
 
 
@@ -218,8 +243,8 @@ def _disk(case: _Case) -> list[Cause]:
         f"{case.against('disk_wait_share', percent)}"
     )
     action = (
-        "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data to local disks, or "
-        "read ahead: more workers, larger prefetch_factor."
+        "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data"
+        " to local disks, or read ahead: more workers, larger prefetch_factor."
     )
     signals = ("disk_wait_share", "asleep_share", "major_faults_per_s")
     return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
@@ -231,13 +256,19 @@ def _has_memory_pressure(case: _Case) -> bool:
     if case.more("major_faults_per_s") < _MIN_FAULTS_PER_S:
         return False
     if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
-        return case.more("refaults_per_s") >= _MIN_FAULTS_PER_S or case.more("memory_stall_share") >= 0.05
+        return (
+            case.more("refaults_per_s") >= _MIN_FAULTS_PER_S
+            or case.more("memory_stall_share") >= 0.05
+        )
     return case.mine.get("memory_limit_share", 0.0) >= 0.9
 
 
 def _memory_pressure(case: _Case, explains: float) -> Cause:
     evicts = case.more("refaults_per_s") >= _MIN_FAULTS_PER_S
-    where = f"its control group {case.details.get('control_group', '')} has to evict pages that it needs again"
+    where = (
+        f"its control group {case.details.get('control_group', '')} has to evict pages that it"
+        " needs again"
+    )
     full = case.mine.get("memory_limit_share", 0.0)
     text = (
         f"{where if evicts else 'memory is short on its node'}: it waits for "
@@ -247,10 +278,16 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
     if full >= 0.9:
         text += f"; {percent(full)} of the group's memory limit is in use"
     action = (
-        "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else takes "
-        "memory on that node."
+        "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches;"
+        " see what else takes memory on that node."
     )
-    return Cause("memory_pressure", _without_double_spaces(text), action, explains, case.evidence(*_MEMORY_SIGNALS))
+    return Cause(
+        "memory_pressure",
+        _without_double_spaces(text),
+        action,
+        explains,
+        case.evidence(*_MEMORY_SIGNALS),
+    )
 
 
 def _cpu_clock(case: _Case) -> list[Cause]:
@@ -262,31 +299,60 @@ def _cpu_clock(case: _Case) -> list[Cause]:
         f"its CPU runs at {percent(case.mine['cpu_clock_share'])} of its highest clock, against "
         f"{percent(case.usual['cpu_clock_share'])} usually"
     )
-    action = "look at the governor (cpupower frequency-info), power limits and temperature of that node."
+    action = (
+        "look at the governor (cpupower frequency-info), power limits and temperature of that node."
+    )
     return [Cause("cpu_clock", text, action, explains, case.evidence("cpu_clock_share"))]
 
 
 def _gpu_clock(case: _Case) -> list[Cause]:
-    lower = _below(case, "sm_clock_share") if "sm_clock_share" in case.mine else _below(case, "sm_clock_mhz")
+    lower = (
+        _below(case, "sm_clock_share")
+        if "sm_clock_share" in case.mine
+        else _below(case, "sm_clock_mhz")
+    )
     explains = case.explained_by_clock(lower)
     if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     reasons = {
-        "thermal_share": ("temperature", "look at the cooling of that GPU: fans, airflow, inlet temperature"),
-        "hw_slowdown_share": ("the board's slowdown", "look at its power supply and cooling: power brake, cables"),
-        "power_share": ("its power limit", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
+        "thermal_share": (
+            "temperature",
+            "look at the cooling of that GPU: fans, airflow, inlet temperature",
+        ),
+        "hw_slowdown_share": (
+            "the board's slowdown",
+            "look at its power supply and cooling: power brake, cables",
+        ),
+        "power_share": (
+            "its power limit",
+            "compare its power limit with the others' (nvidia-smi -q -d POWER)",
+        ),
     }
     reason = max(reasons, key=case.more)
-    clock = f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)} below the usual"
+    clock = (
+        f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)}"
+        " below the usual"
+    )
     evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
     if case.more(reason) < 0.05:
-        action = "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or application clocks."
+        action = (
+            "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or"
+            " application clocks."
+        )
         return [Cause("gpu_clock", clock, action, explains, evidence)]
     why, action = reasons[reason]
     degrees = case.mine.get("temperature_c")
     hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
     text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
-    return [Cause("gpu_throttled", text, f"{action}; drain the node if this continues.", explains, evidence)]
+    return [
+        Cause(
+            "gpu_throttled",
+            text,
+            f"{action}; drain the node if this continues.",
+            explains,
+            evidence,
+        )
+    ]
 
 
 def _may_be_device(case: _Case) -> bool:
@@ -296,26 +362,54 @@ def _may_be_device(case: _Case) -> bool:
 
 # Signals that count errors: kind of the cause, name of the counted events, and action.
 _ERRORS = {
-    "xids_per_s": ("gpu_errors", "errors of the driver (XID)", "look them up in the kernel's log; drain the node"),
-    "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
+    "xids_per_s": (
+        "gpu_errors",
+        "errors of the driver (XID)",
+        "look them up in the kernel's log; drain the node",
+    ),
+    "ecc_errors_per_s": (
+        "gpu_errors",
+        "uncorrectable ECC errors",
+        "reset or replace that GPU; drain the node",
+    ),
     "remapped_rows_per_s": (
         "gpu_errors",
         "memory rows that were remapped, or are waiting for it",
         "reset that GPU at the next opportunity",
     ),
-    "pcie_replays_per_s": ("pcie", "PCIe replays", "look at the slot, riser and link width (nvidia-smi -q -d PCIE)"),
-    "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
-    "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
+    "pcie_replays_per_s": (
+        "pcie",
+        "PCIe replays",
+        "look at the slot, riser and link width (nvidia-smi -q -d PCIE)",
+    ),
+    "nvlink_errors_per_s": (
+        "nvlink",
+        "NVLink errors",
+        "look at nvidia-smi nvlink -e, and at the fabric manager",
+    ),
+    "link_errors_per_s": (
+        "network",
+        "InfiniBand errors",
+        "look at the cable and port (perfquery, ibdiagnet)",
+    ),
 }
 # Smaller rates of these are usual. Every error of the other signals is reported.
-_MIN_ERRORS = {"pcie_replays_per_s": 1.0, "nvlink_errors_per_s": 1 / 60, "link_errors_per_s": 1 / 60}
+_MIN_ERRORS = {
+    "pcie_replays_per_s": 1.0,
+    "nvlink_errors_per_s": 1 / 60,
+    "link_errors_per_s": 1 / 60,
+}
 
 
 def _errors(case: _Case) -> list[Cause]:
     found = []
     for signal, (kind, what, action) in _ERRORS.items():
         more = case.more(signal) if _may_be_device(case) else 0.0
-        if more <= 0 or more < _MIN_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
+        if (
+            more <= 0
+            or more < _MIN_ERRORS.get(signal, 0.0)
+            or case.mine[signal] < 3 * case.usual.get(signal, 0.0)
+        ):
             continue
         text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
         # A pending remapping is counted in every sample until a reset, so its rate has no meaning.
@@ -330,8 +424,14 @@ def _allocator(case: _Case) -> list[Cause]:
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
     often = "in every step" if every < 1.5 else f"once in {every:.0f} steps"
-    text = f"its device allocator runs out of memory {often}: each time it waits for the device and frees its cache"
-    action = "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
+    text = (
+        f"its device allocator runs out of memory {often}: each time it waits for the device and"
+        " frees its cache"
+    )
+    action = (
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller"
+        " batch)."
+    )
     return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
 
 

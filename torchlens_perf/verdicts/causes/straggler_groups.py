@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StageImbalance, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import (
+    NOTHING,
+    Diagnosis,
+    Findings,
+    StageImbalance,
+    StragglerGroup,
+)
 from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, groups_of
 
 # Only this many groups, the costliest, get a diagnosis.
@@ -34,8 +40,12 @@ def with_groups(
     groups = straggler_groups(findings.slow_now, places)
     for index, each in enumerate(groups[:MAX_EXPLAINED]):
         if module_excess_ns is not None and each.lead.phase == "forward":
-            each = dataclasses.replace(each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank)))
-        groups[index] = each if diagnosed is None else dataclasses.replace(each, diagnosis=diagnosed(each))
+            each = dataclasses.replace(
+                each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank))
+            )
+        groups[index] = (
+            each if diagnosed is None else dataclasses.replace(each, diagnosis=diagnosed(each))
+        )
     kept = ((episode.key, before.diagnosis(episode.key)) for episode in findings.slow_before)
     return dataclasses.replace(
         findings,
@@ -50,14 +60,18 @@ def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
     return {name: value for value, name in above[:MAX_MODULES]}
 
 
-def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement]) -> list[StragglerGroup]:
+def straggler_groups(
+    episodes: Sequence[Episode], places: Mapping[int, Placement]
+) -> list[StragglerGroup]:
     """Return the groups to name for these episodes, the costliest first.
 
     `places` has all compared ranks.
     """
     left = {episode.rank: episode for episode in episodes}
     found = [
-        StragglerGroup(kind, name, ranks, max(map(left.pop, ranks), key=lambda episode: episode.excess_ns))
+        StragglerGroup(
+            kind, name, ranks, max(map(left.pop, ranks), key=lambda episode: episode.excess_ns)
+        )
         for kind, name, ranks in groups_of(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
@@ -66,10 +80,20 @@ def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement
         slow_in[places.get(episode.rank, Placement()).population].add(episode.rank)
     for index, each in enumerate(found):
         place = places.get(each.lead.rank, Placement())
-        same = set().union(*(slow_in[places.get(rank, Placement()).population] for rank in each.ranks))
-        slow_too = tuple(sorted(same.difference(each.ranks))) if each.lead.shared_cost_ns is not None else ()
-        found[index] = dataclasses.replace(each, host=place.host, location=place.location, slow_too=slow_too)
-    return sorted(found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns))
+        same = set().union(
+            *(slow_in[places.get(rank, Placement()).population] for rank in each.ranks)
+        )
+        slow_too = (
+            tuple(sorted(same.difference(each.ranks)))
+            if each.lead.shared_cost_ns is not None
+            else ()
+        )
+        found[index] = dataclasses.replace(
+            each, host=place.host, location=place.location, slow_too=slow_too
+        )
+    return sorted(
+        found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns)
+    )
 
 
 def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> StageImbalance | None:
@@ -102,7 +126,9 @@ def suspect_and_healthy(
     the same population, and if possible of the same node, so the node does not differ. Without a
     healthy rank, return only the slow one. Return () if no rank is slow.
     """
-    suspect = next((each.lead.rank for each in findings.groups if each.lead.rank in within_reach), None)
+    suspect = next(
+        (each.lead.rank for each in findings.groups if each.lead.rank in within_reach), None
+    )
     if suspect is None:
         return ()
     slow = {episode.rank for episode in findings.slow_now}
@@ -112,5 +138,9 @@ def suspect_and_healthy(
         for rank, place in places.items()
         if rank not in slow and rank in within_reach and place.population == here.population
     ]
-    best = min(healthy, key=lambda rank: (places[rank].host != here.host, abs(rank - suspect), rank), default=None)
+    best = min(
+        healthy,
+        key=lambda rank: (places[rank].host != here.host, abs(rank - suspect), rank),
+        default=None,
+    )
     return (suspect,) if best is None else (suspect, best)

@@ -124,7 +124,9 @@ class ComparedBins:
             self._scales[kind] = noise(self.series(kind))
         return self._scales[kind]
 
-    def suspects(self, phase: str, over: Mapping[int, int], slow: Collection[int]) -> list[tuple[int, int]]:
+    def suspects(
+        self, phase: str, over: Mapping[int, int], slow: Collection[int]
+    ) -> list[tuple[int, int]]:
         """Return the index and the first slow row of each rank that is slow now.
 
         over: by rank, the step before which rows are ignored. slow: known slow ranks.
@@ -138,12 +140,19 @@ class ComparedBins:
             min_rows, min_ns = 8 * MIN_ROWS, 4 * MIN_SHARE * self.step_ns
         if len(self.keys) < min_rows:
             return []
-        if phase == "cpu" and not np.isfinite(self._window.no_cpu_ns[self._present, self._at[-1]]).all():
+        if (
+            phase == "cpu"
+            and not np.isfinite(self._window.no_cpu_ns[self._present, self._at[-1]]).all()
+        ):
             return []
         # Intervals above zero detect intermittent slowness. But if a rank was always a little
         # slower, they reach far back and dilute a new excess. Intervals above half of the smallest
         # excess worth naming do not.
-        candidates = [each for level in (0.0, min_ns / 2) for each in self._candidates(phase, min_rows, level, over)]
+        candidates = [
+            each
+            for level in (0.0, min_ns / 2)
+            for each in self._candidates(phase, min_rows, level, over)
+        ]
         unusual = {index for index, _ in candidates} | {self.index_of(rank) for rank in slow}
         found: dict[int, int] = {}
         for index, start in candidates:
@@ -152,7 +161,9 @@ class ComparedBins:
                 found[index] = since
         return list(found.items())
 
-    def _candidates(self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
+    def _candidates(
+        self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]
+    ) -> list[tuple[int, int]]:
         """Return index and first row of ranks whose mean is significantly above the level.
 
         The strongest rank is first.
@@ -166,7 +177,11 @@ class ComparedBins:
                 again = strongest_interval(deviations[index : index + 1, first:], min_rows, level)
                 found.start[index], found.z_score[index] = again.start[0] + first, again.z_score[0]
         strongest = np.argsort(-found.z_score, kind="stable")[:_MAX_SUSPECTS].tolist()
-        return [(index, int(found.start[index])) for index in strongest if found.z_score[index] >= self.threshold]
+        return [
+            (index, int(found.start[index]))
+            for index in strongest
+            if found.z_score[index] >= self.threshold
+        ]
 
     def _slow_since(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
         """Return the first slow row of a rank that is a candidate from row `start` on, or None."""
@@ -197,11 +212,15 @@ class ComparedBins:
         excess_ns = self._series[""][index, start:]
         if float(self.without_stalls("", index, start).mean()) >= self._min_share * self.step_ns:
             return True
-        usual = [place for other, place in enumerate(self._present.tolist()) if other not in unusual]
+        usual = [
+            place for other, place in enumerate(self._present.tolist()) if other not in unusual
+        ]
         if not usual:
             return True
         others = np.array(usual)
-        gain_ns = would_gain_ns(self._window, int(self._present[index]), others, self.keys[start:], excess_ns)
+        gain_ns = would_gain_ns(
+            self._window, int(self._present[index]), others, self.keys[start:], excess_ns
+        )
         return gain_ns >= _MIN_GAIN * self.step_ns
 
     @property
@@ -237,16 +256,22 @@ class ComparedBins:
         """
         if not self._hosts_share:
             return 0.0
-        lack_ns = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)]).mean(axis=1)
+        lack_ns = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)]).mean(
+            axis=1
+        )
         return self._hosts_share * float(lack_ns.max())
 
-    def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
+    def _is_last_for_lack_of_cpu(
+        self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]
+    ) -> bool:
         """Return True if the rank lacks a CPU in most steps and the others wait for it."""
         at = np.ix_(self._present, self._at[start:])
         own = self._window.own_ns[at].mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
-    def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:
+    def episode(
+        self, rank: int, index: int, start: int, phase: str, *, from_start: bool
+    ) -> Episode:
         """Return a new episode of a rank that is slow from row `start` on."""
         last_step = int(self.keys[-1] + 1) * self.width - 1
         episode = Episode(
@@ -262,7 +287,15 @@ class ComparedBins:
         series = self.series(episode.phase)[index, start:].astype(np.float64)
         others = np.delete(self._present, index)
         scale = self.scale(episode.phase)
-        return described(episode, self._window, int(self._present[index]), others, self.keys[start:], series, scale)
+        return described(
+            episode,
+            self._window,
+            int(self._present[index]),
+            others,
+            self.keys[start:],
+            series,
+            scale,
+        )
 
     def detectable_ns(self) -> float:
         """Return the smallest excess that would have been named, had it lasted through all rows."""
@@ -273,7 +306,9 @@ class ComparedBins:
         min_ns = max(worth_ns, self._min_of_hosts_ns) + _POWER * error_ns
         min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
-            min_ns = max(min_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns)
+            min_ns = max(
+                min_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns
+            )
         if _SURE * rows * self.width * self.step_ns < self._min_lasting_ns:
             min_ns = max(min_ns, self._min_lost_ns / (_SURE * rows * self.width))
         return min_ns

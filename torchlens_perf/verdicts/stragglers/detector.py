@@ -76,7 +76,13 @@ class StragglerDetector:
         for name, population in self._populations.items():
             if population.step_ns:
                 usual.append(
-                    Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns, population.own)
+                    Usual(
+                        name,
+                        ranges(population.ranks),
+                        population.work_ns,
+                        population.wait_ns,
+                        population.own,
+                    )
                 )
         self._share_costs(populations)
         episodes = [episode for population in populations for episode in population.episodes]
@@ -85,7 +91,9 @@ class StragglerDetector:
             episodes,
             step_ns=max((population.step_ns for population in populations), default=0.0),
             last_step=max((population.last_step for population in populations), default=-1),
-            steps_needed=min((each.steps_needed for each in populations if each.steps_needed), default=0),
+            steps_needed=min(
+                (each.steps_needed for each in populations if each.steps_needed), default=0
+            ),
             usual=tuple(usual),
         )
         if not compared:
@@ -105,7 +113,9 @@ class StragglerDetector:
         """
         of_each = [population.shared_costs_ns() for population in populations]
         costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
-        shared_ns = {rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()}
+        shared_ns = {
+            rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
+        }
         # A node or a position may have ranks of several populations, which wait for one another.
         for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
             known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
@@ -119,7 +129,9 @@ def dimension(description: str) -> str:
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
-def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = "") -> Placement:
+def place_of(
+    identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = ""
+) -> Placement:
     """Return a rank's placement: its host, its model and its positions in process groups.
 
     judged_by: the clock that its steps are judged by. Host and device times are not compared with

@@ -139,7 +139,9 @@ def described(
         # The step ends with the slowest rank. The cost is how much sooner it would end without this
         # rank, minus the same for a healthy rank, which is noise. The job may also wait for the
         # rank's lack of a CPU, but that is not part of its excess, so the excess limits the cost.
-        cost_ns=min(_gain_by_row_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
+        cost_ns=min(
+            _gain_by_row_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)
+        ),
         work_ns=float(parts.sum(axis=1).mean()),
         others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
         step_ns=float(np.median(window.duration_ns[index, at])),
@@ -169,7 +171,10 @@ def would_gain_ns(
 
 
 def shared_cost_ns(
-    window: SlidingWindow, together: npt.NDArray[np.int64], others: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
+    window: SlidingWindow,
+    together: npt.NDArray[np.int64],
+    others: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
 ) -> float:
     """Return how much sooner the step would have ended without several ranks, over the rows `keys`.
 
@@ -180,17 +185,24 @@ def shared_cost_ns(
     theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
     excess = theirs - np.median(own, axis=0)
     usual_rows = without_stalls(excess, noise(excess[None])) == excess
-    teams = [own[first : first + len(together)].max(axis=0) for first in range(0, len(others), len(together))]
+    teams = [
+        own[first : first + len(together)].max(axis=0)
+        for first in range(0, len(others), len(together))
+    ]
     return _gain_by_row_ns(np.stack([*teams, theirs])[:, usual_rows])
 
 
-def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def _own_ns(
+    window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
     """Return work plus ready time, as other ranks wait for both: [ranks, rows]."""
     place = np.ix_(ranks, at)
     return window.own_ns[place] + np.nan_to_num(window.no_cpu_ns[place])
 
 
-def _is_by_host(own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]) -> bool:
+def _is_by_host(
+    own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]
+) -> bool:
     """Return True if the device waits for its host during most of these phases' self time.
 
     own_ns, by_host: [rows, parts].
@@ -216,7 +228,9 @@ def _gain_by_row_ns(own: npt.NDArray[np.float32]) -> float:
 
 
 def phase_of(
-    above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64], max_ratio: float = _MAX_RATIO
+    above_ns: npt.NDArray[np.float64],
+    usual_ns: npt.NDArray[np.float64],
+    max_ratio: float = _MAX_RATIO,
 ) -> tuple[str, float]:
     """Return the phase that explains most of an excess, and its part of the excess.
 

@@ -140,7 +140,9 @@ def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -
     return len(slow) - min_rows - int(sums.argmax())
 
 
-def without_stalls(series: npt.NDArray[np.floating[Any]], scale: float) -> npt.NDArray[np.floating[Any]]:
+def without_stalls(
+    series: npt.NDArray[np.floating[Any]], scale: float
+) -> npt.NDArray[np.floating[Any]]:
     """Return the series with single stalls reduced to the largest other value.
 
     At most one row in 16 is a stall, and only if it is far above the others. scale: noise of the
@@ -212,12 +214,16 @@ def without_workload(
     clipped = np.clip(excess, *np.quantile(excess, (0.01, 0.99)))
     slope = float((more * clipped)[:, known].mean()) / variance
     left = excess - slope * more
-    if slope <= 0 or np.median(np.abs(left[:, known])) >= 0.95 * np.median(np.abs(excess[:, known])):
+    if slope <= 0 or np.median(np.abs(left[:, known])) >= 0.95 * np.median(
+        np.abs(excess[:, known])
+    ):
         return excess
     scale = noise(more)
     lasting = strongest_interval(more / scale, min_rows)
     for rank in np.flatnonzero(lasting.z_score > threshold(len(more))).tolist():
         since = slice(int(lasting.start[rank]), None)
-        if is_persistent(more[rank, since], scale, self_normalized_threshold(len(more)), strict=True):
+        if is_persistent(
+            more[rank, since], scale, self_normalized_threshold(len(more)), strict=True
+        ):
             left[rank, since] = excess[rank, since]
     return left

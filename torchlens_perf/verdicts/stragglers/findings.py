@@ -85,12 +85,18 @@ class StragglerGroup:
         It is not the sum of single costs: without one of eight slow ranks, the job waits for the
         other seven.
         """
-        return self.lead.cost_ns if self.kind == "rank" and not self.slow_too else self.lead.shared_cost_ns
+        return (
+            self.lead.cost_ns
+            if self.kind == "rank" and not self.slow_too
+            else self.lead.shared_cost_ns
+        )
 
     @property
     def cost_share(self) -> float | None:
         cost_ns = self.cost_ns
-        return None if cost_ns is None else cost_ns / self.lead.step_ns if self.lead.step_ns else 0.0
+        return (
+            None if cost_ns is None else cost_ns / self.lead.step_ns if self.lead.step_ns else 0.0
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,9 @@ class JudgedSteps:
         # Steps by the host's clock, until the clock is decided.
         self._held: list[StepTable] = []
 
-    def add(self, records: npt.NDArray[np.void], steps: StepTable, *, on_device: bool | None) -> StepTable | None:
+    def add(
+        self, records: npt.NDArray[np.void], steps: StepTable, *, on_device: bool | None
+    ) -> StepTable | None:
         """Return the newly known steps to judge the rank by; None without any.
 
         steps: steps of these records, by the host's clock. on_device: True if the rank computes on

@@ -33,7 +33,12 @@ from torchlens_perf.run.device.step_parts import Row
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.stragglers.candidates import MIN_LASTING_NS, MIN_LOST_NS, MIN_ROWS, MIN_SHARE
+from torchlens_perf.verdicts.stragglers.candidates import (
+    MIN_LASTING_NS,
+    MIN_LOST_NS,
+    MIN_ROWS,
+    MIN_SHARE,
+)
 from torchlens_perf.verdicts.stragglers.episodes import Episode, phase_of
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES
 
@@ -95,7 +100,10 @@ class _Window:
         ranks."""
         work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
         others = [excess for rank, excess in work.items() if rank not in ranks]
-        return max(0.0, max((work.get(rank, 0.0) for rank in ranks), default=0.0) - max(others, default=0.0))
+        return max(
+            0.0,
+            max((work.get(rank, 0.0) for rank in ranks), default=0.0) - max(others, default=0.0),
+        )
 
 
 @dataclasses.dataclass
@@ -151,9 +159,14 @@ class MergedWindows:
         newest = list(self.windows)[-MIN_WINDOWS:]
         shared_ns = None
         if len(now) > 1:
-            shared_ns = float(np.mean([window.gain_ns(*(each.rank for each in now)) for window in newest]))
+            shared_ns = float(
+                np.mean([window.gain_ns(*(each.rank for each in now)) for window in newest])
+            )
         before = [_episode(each) for each in self._over if each.named_step is not None]
-        return [*(dataclasses.replace(_episode(each), shared_cost_ns=shared_ns) for each in now), *before]
+        return [
+            *(dataclasses.replace(_episode(each), shared_cost_ns=shared_ns) for each in now),
+            *before,
+        ]
 
     def detectable_ns(self) -> float:
         """Return the smallest excess that would be named, by the newest windows."""
@@ -165,13 +178,17 @@ class MergedWindows:
         not."""
         if episode.phase == "cpu" or episode.slow_share < _SEEN_SHARE:
             return False
-        inside = [each for each in self.windows if each.first_step >= episode.since_step][-MIN_WINDOWS:]
+        inside = [each for each in self.windows if each.first_step >= episode.since_step][
+            -MIN_WINDOWS:
+        ]
         seen = [
             each
             for each in inside
             if each.is_known(episode.rank) and episode.excess_ns >= 2 * STANDS_OUT * each.spread_ns
         ]
-        return len(seen) == MIN_WINDOWS and not any(each.score.get(episode.rank, 0.0) >= STANDS_OUT for each in seen)
+        return len(seen) == MIN_WINDOWS and not any(
+            each.score.get(episode.rank, 0.0) >= STANDS_OUT for each in seen
+        )
 
     def _judge_window(self, window: _Window) -> None:
         is_first, self.seen = not self.seen, self.seen + 1
@@ -202,12 +219,19 @@ class MergedWindows:
         if len(slow.windows) < MIN_WINDOWS:
             return False
         steps = [each.last_step - each.first_step + 1 for each in slow.windows]
-        lasted_ns = sum(count * each.step_ns for count, each in zip(steps, slow.windows, strict=True))
-        lost = (count * each.excess_ns[slow.rank][Row.WORK] for count, each in zip(steps, slow.windows, strict=True))
+        lasted_ns = sum(
+            count * each.step_ns for count, each in zip(steps, slow.windows, strict=True)
+        )
+        lost = (
+            count * each.excess_ns[slow.rank][Row.WORK]
+            for count, each in zip(steps, slow.windows, strict=True)
+        )
         return bool(lasted_ns >= MIN_LASTING_NS or sum(lost) >= MIN_LOST_NS)
 
 
-def combined_with_windows(findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]) -> Findings:
+def combined_with_windows(
+    findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]
+) -> Findings:
     """Return the detector's findings, combined with the merged windows. places: placements of the
     ranks it knows.
 
@@ -217,13 +241,17 @@ def combined_with_windows(findings: Findings, windows: MergedWindows, places: Ma
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings
-    compared = {rank for usual in findings.usual if len(of := parse_ranges(usual.ranks)) > 1 for rank in of}
+    compared = {
+        rank for usual in findings.usual if len(of := parse_ranges(usual.ranks)) > 1 for rank in of
+    }
     now = {each.rank for each in findings.slow_now}
     by_device = {rank for rank, place in places.items() if place.population.endswith(BY_DEVICE)}
     episodes = [
-        dataclasses.replace(each, disputed=True)
-        if not each.is_over and each.rank in by_device and windows.disputes(each)
-        else each
+        (
+            dataclasses.replace(each, disputed=True)
+            if not each.is_over and each.rank in by_device and windows.disputes(each)
+            else each
+        )
         for each in findings.episodes
     ]
     only_here = [each for each in windows.episodes() if each.rank not in now]
@@ -234,7 +262,9 @@ def combined_with_windows(findings: Findings, windows: MergedWindows, places: Ma
             for each in only_here
             if not each.is_over and min_excess_ns is not None and each.excess_ns >= min_excess_ns
         ]
-        return dataclasses.replace(findings, episodes=tuple(episodes), unconfirmed=tuple(unconfirmed))
+        return dataclasses.replace(
+            findings, episodes=tuple(episodes), unconfirmed=tuple(unconfirmed)
+        )
     known = {each.rank for each in findings.episodes}
     episodes += [each for each in only_here if not each.is_over or each.rank not in known]
     newest = windows.windows[-1]
@@ -253,7 +283,11 @@ def without_windows(findings: Findings) -> Findings:
 
     A restarted sidecar has other windows.
     """
-    judged = [dataclasses.replace(each, disputed=False) for each in findings.episodes if not each.by_windows]
+    judged = [
+        dataclasses.replace(each, disputed=False)
+        for each in findings.episodes
+        if not each.by_windows
+    ]
     return dataclasses.replace(findings, episodes=tuple(judged), unconfirmed=())
 
 
@@ -264,10 +298,16 @@ def _do_different_work(places: Mapping[int, Placement]) -> bool:
     return stages or len({place.population for place in places.values()}) > 1
 
 
-def _make_window(first_step: int, last_step: int, rows: list[MergedRow], ranks: int) -> _Window | None:
+def _make_window(
+    first_step: int, last_step: int, rows: list[MergedRow], ranks: int
+) -> _Window | None:
     """Return a window from its rows; None if ranks cannot be compared in it."""
     work = next((row for row in rows if row.row == Row.WORK), None)
-    if work is None or work.times < MIN_ROWS * ranks or work.outstanding > max(1, ranks // _RANKS_PER_OUTLIER):
+    if (
+        work is None
+        or work.times < MIN_ROWS * ranks
+        or work.outstanding > max(1, ranks // _RANKS_PER_OUTLIER)
+    ):
         return None
     median_ns = np.zeros(len(Row))
     excess_ns: dict[int, npt.NDArray[np.float64]] = {}

@@ -110,7 +110,9 @@ def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
     at = [np.searchsorted(table.step, steps) for table in tables]
 
     def of_all(column: str) -> Floats:
-        values: list[Any] = [getattr(table, column)[rows] for table, rows in zip(tables, at, strict=True)]
+        values: list[Any] = [
+            getattr(table, column)[rows] for table, rows in zip(tables, at, strict=True)
+        ]
         return np.stack(values).astype(np.float64)
 
     issue_ns, lag_ns = (of_all(column)[..., OWN_COLUMNS] for column in ("issue_ns", "lag_ns"))
@@ -123,7 +125,9 @@ def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
     return work_ns
 
 
-def mean_own_time(own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats) -> OwnTime | None:
+def mean_own_time(
+    own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats
+) -> OwnTime | None:
     """Return the mean of own times; None if no row is known.
 
     All arguments are [ranks, rows, parts].
@@ -135,7 +139,9 @@ def mean_own_time(own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Flo
         return None
     launch_ns = float(own_ns[:, _LAUNCHES][by_host[:, _LAUNCHES]].sum(dtype=np.float64))
     hidden_share = 1 - float(device_ns.sum(dtype=np.float64)) / total_ns
-    return OwnTime(tuple(own_ns.mean(axis=0, dtype=np.float64).tolist()), launch_ns / total_ns, hidden_share)
+    return OwnTime(
+        tuple(own_ns.mean(axis=0, dtype=np.float64).tolist()), launch_ns / total_ns, hidden_share
+    )
 
 
 def _busy_and_host(lines: Lines, critical_lag_ns: Floats) -> tuple[Floats, Floats]:

@@ -50,7 +50,11 @@ def groups_of(slow: Collection[int], places: Mapping[int, Placement]) -> list[Ra
     found: list[RankGroup] = []
     for kind, name, members in (*_nodes(places), *_positions(places)):
         ranks = tuple(rank for rank in members if rank in left)
-        if len(ranks) >= 2 and len(ranks) >= MIN_SLOW_SHARE * len(members) and len(members) < len(places):
+        if (
+            len(ranks) >= 2
+            and len(ranks) >= MIN_SLOW_SHARE * len(members)
+            and len(members) < len(places)
+        ):
             found.append(RankGroup(kind, name, ranks))
             left.difference_update(ranks)
     return found
@@ -70,4 +74,7 @@ def _positions(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int
         for name, coordinate in place.coordinates.items():
             if name not in STAGES:
                 by_position[name, coordinate].append(rank)
-    return [("position", f"{name} {coordinate}", ranks) for (name, coordinate), ranks in sorted(by_position.items())]
+    return [
+        ("position", f"{name} {coordinate}", ranks)
+        for (name, coordinate), ranks in sorted(by_position.items())
+    ]

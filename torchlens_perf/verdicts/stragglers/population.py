@@ -57,7 +57,11 @@ class Population:
     def steps_needed(self) -> int:
         """Number of steps after which its ranks are compared; 0 if it has fewer than two ranks."""
         window = self._window
-        return (WARM_UP_ROWS + MIN_ROWS + EVERY) * window.width if window and len(window.ranks) > 1 else 0
+        return (
+            (WARM_UP_ROWS + MIN_ROWS + EVERY) * window.width
+            if window and len(window.ranks) > 1
+            else 0
+        )
 
     def add(self, block: BinBatch) -> None:
         """Add rows, to be judged by the next judge()."""
@@ -85,20 +89,28 @@ class Population:
         if not pending:
             return []
         width = max(block.width for block in pending)
-        rows = np.unique(np.concatenate([block.key[block.key >= 0] * block.width // width for block in pending]))
+        rows = np.unique(
+            np.concatenate([block.key[block.key >= 0] * block.width // width for block in pending])
+        )
         if rows[-1] - rows[0] <= _CHUNK_ROWS:
             return [pending]
         chunks = []
         # Only chunks with rows, as there may be long gaps between them.
         for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():
-            pieces = [block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending]
+            pieces = [
+                block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending
+            ]
             chunks.append([block for block in pieces if (block.key >= 0).any()])
         return [chunk for chunk in chunks if chunk]
 
     def _place(self, chunk: list[BinBatch]) -> None:
         window = self._window
-        width = max([block.width for block in chunk] + ([window.width] if window is not None else []))
-        ranks = np.unique(np.concatenate([block.ranks for block in chunk] + ([window.ranks] if window else [])))
+        width = max(
+            [block.width for block in chunk] + ([window.width] if window is not None else [])
+        )
+        ranks = np.unique(
+            np.concatenate([block.ranks for block in chunk] + ([window.ranks] if window else []))
+        )
         if window is None or width != window.width:
             # Rows of different widths cannot be compared.
             self._judged, self._first = -1, None
@@ -139,7 +151,9 @@ class Population:
         keys, present = window.comparable(first + (WARM_UP_ROWS if self._from_start else 0), end)
         if len(keys) < MIN_ROWS or not len(present):
             return
-        self._recent = recent = np.ix_(present[:: max(1, len(present) // 256)], keys[-64:] % window.columns)
+        self._recent = recent = np.ix_(
+            present[:: max(1, len(present) // 256)], keys[-64:] % window.columns
+        )
         duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
         self.step_ns = float(median(duration_ns, 0))
         self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
@@ -148,11 +162,17 @@ class Population:
             return
         self.rows = max(self.rows, len(keys))
         self.compared, self.last_step = len(present), end * window.width - 1
-        open_since = {episode.rank: episode.judged_from_step for episode in self.episodes if not episode.is_over}
+        open_since = {
+            episode.rank: episode.judged_from_step
+            for episode in self.episodes
+            if not episode.is_over
+        }
         self._with_workload.intersection_update(open_since)
         with_workload = {rank: open_since[rank] for rank in self._with_workload}
         rows = ComparedBins(window, present, keys, with_workload, self.step_ns, self._running_ns)
-        self.episodes = [each if each.is_over else self._updated_episode(each, rows) for each in self.episodes]
+        self.episodes = [
+            each if each.is_over else self._updated_episode(each, rows) for each in self.episodes
+        ]
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns()
 
@@ -168,7 +188,11 @@ class Population:
         """End the episodes of ranks that have ended while others went on."""
         gone = set(window.ranks[window.newest < self._judged].tolist()) & self._ended
         self.episodes = [
-            dataclasses.replace(each, until_step=each.last_step + 1) if not each.is_over and each.rank in gone else each
+            (
+                dataclasses.replace(each, until_step=each.last_step + 1)
+                if not each.is_over and each.rank in gone
+                else each
+            )
             for each in self.episodes
         ]
 
@@ -185,14 +209,22 @@ class Population:
         if over is None and series.mean() < worth_ns / 2:
             over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
         if over is not None:
-            return dataclasses.replace(episode, until_step=int(rows.keys[begin + over]) * rows.width)
+            return dataclasses.replace(
+                episode, until_step=int(rows.keys[begin + over]) * rows.width
+            )
         if not episode.from_start and begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS:
             # At first, the excess may only be significant together with earlier rows. With more
             # rows, the first slow row can be determined better. It stays after the end of the
             # rank's previous episode, which was reported.
-            before = max(begin - MIN_ROWS, rows.row_of(self._ends_of_last_episodes().get(episode.rank, 0)))
-            begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
-            episode = dataclasses.replace(episode, judged_from_step=int(rows.keys[begin]) * rows.width)
+            before = max(
+                begin - MIN_ROWS, rows.row_of(self._ends_of_last_episodes().get(episode.rank, 0))
+            )
+            begin = before + change_point(
+                rows.without_stalls(episode.phase, index, before), episode.excess_ns
+            )
+            episode = dataclasses.replace(
+                episode, judged_from_step=int(rows.keys[begin]) * rows.width
+            )
         return rows.described(episode, index, begin)
 
     def _begin_episodes(self, rows: ComparedBins) -> None:
@@ -204,8 +236,14 @@ class Population:
                 rank = int(rows.ranks[index])
                 if rank not in slow:
                     first = int(rows.keys[0])
-                    from_start = self._from_start and start == 0 and first <= (self._first or 0) + WARM_UP_ROWS
-                    self.episodes.append(rows.episode(rank, index, start, phase, from_start=from_start))
+                    from_start = (
+                        self._from_start
+                        and start == 0
+                        and first <= (self._first or 0) + WARM_UP_ROWS
+                    )
+                    self.episodes.append(
+                        rows.episode(rank, index, start, phase, from_start=from_start)
+                    )
                     slow.add(rank)
                     if rows.has_workload_in(index, start):
                         self._with_workload.add(rank)
@@ -221,9 +259,11 @@ class Population:
     def share_costs(self, cost_ns: Mapping[int, float | None]) -> None:
         """Set the shared costs of the open episodes of these ranks."""
         self.episodes = [
-            dataclasses.replace(each, shared_cost_ns=cost_ns[each.rank])
-            if not each.is_over and each.rank in cost_ns
-            else each
+            (
+                dataclasses.replace(each, shared_cost_ns=cost_ns[each.rank])
+                if not each.is_over and each.rank in cost_ns
+                else each
+            )
             for each in self.episodes
         ]
 

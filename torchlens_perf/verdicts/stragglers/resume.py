@@ -56,7 +56,9 @@ class EarlierEpisodes:
             for episode in left:
                 if _is_over(episode, now, max(episode.last_step, self._few_rows_step or -1)):
                     self._end_earlier(self._open.pop(episode.rank))
-        return now.with_episodes([*map(self._as_before, now.episodes), *self._open.values(), *self._over])
+        return now.with_episodes(
+            [*map(self._as_before, now.episodes), *self._open.values(), *self._over]
+        )
 
     def _begin_or_continue(self, episode: Episode, compared: int) -> None:
         before = self._open.pop(episode.rank, None)
@@ -65,7 +67,9 @@ class EarlierEpisodes:
         # A healthy time between the two episodes, if any, had too few known steps to be detected:
         # they are one.
         gap = episode.judged_from_step - before.last_step
-        if gap < _steps_to_tell(before, compared) or episode.judged_from_step <= (self._few_rows_step or -1):
+        if gap < _steps_to_tell(before, compared) or episode.judged_from_step <= (
+            self._few_rows_step or -1
+        ):
             self._same[episode.key] = before
         else:
             self._end_earlier(before)
@@ -102,7 +106,9 @@ def _is_over(before: Episode, now: Findings, since_step: int) -> bool:
         return False
     # Intermittent slowness needs more rows than its mean suggests, see is_persistent().
     rare = (1 - before.slow_share) / max(before.slow_share, 0.01)
-    min_rows = min(_MAX_ROWS, max(MIN_ROWS, 2 * self_normalized_threshold(now.compared) ** 2 * rare))
+    min_rows = min(
+        _MAX_ROWS, max(MIN_ROWS, 2 * self_normalized_threshold(now.compared) ** 2 * rare)
+    )
     if now.rows < (_MAX_ROWS if before.phase == "cpu" else min_rows):
         return False
     if now.last_step - since_step < _steps_to_tell(before, now.compared):

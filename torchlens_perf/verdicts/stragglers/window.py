@@ -16,7 +16,13 @@ import numpy as np
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
-from torchlens_perf.verdicts.stragglers.own_time import Lines, OwnTime, critical_rank, mean_own_time, own_time
+from torchlens_perf.verdicts.stragglers.own_time import (
+    Lines,
+    OwnTime,
+    critical_rank,
+    mean_own_time,
+    own_time,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,7 +79,13 @@ class BinBatch:
             name: getattr(rows, name)[None]
             for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload", *_OF_HOST)
         }
-        return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
+        return cls(
+            rows.width,
+            np.array([rank]),
+            (rows.step // rows.width)[None],
+            parts_ns=rows.work_ns[None],
+            **values,
+        )
 
     def between(self, low: int, high: int) -> BinBatch:
         """Return the rows of steps from `low` to before `high`."""
@@ -99,7 +111,9 @@ class _NarrowBins:
     def from_batch(cls, block: BinBatch) -> _NarrowBins:
         rank, row = np.nonzero(block.key >= 0)
         values = {name: getattr(block, name)[rank, row] for name in _VALUES}
-        return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
+        return cls(
+            block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values
+        )
 
     def merged_with(self, later: _NarrowBins) -> _NarrowBins:
         """Return the rows of both. Later values replace earlier ones of the same row."""
@@ -107,7 +121,8 @@ class _NarrowBins:
         self = self.chosen(~known) if known.any() else self
         values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
         rank, key, flags = (
-            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("rank", "key", "flags")
+            np.concatenate([getattr(self, name), getattr(later, name)])
+            for name in ("rank", "key", "flags")
         )
         return _NarrowBins(self.width, rank, key, flags, values)
 
@@ -119,7 +134,9 @@ class _NarrowBins:
         """Return means over `width` steps, of complete rows, and the remaining rows."""
         per = width // self.width
         wide = self.key // per
-        (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
+        pairs, group, count = np.unique(
+            np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True
+        )
         group = group.reshape(-1)
         full = count == per
         left = self.chosen(~full[group] & (wide > wide.max() - LATE_ROWS))
@@ -224,7 +241,9 @@ class SlidingWindow:
     def _keep_host_times(self) -> None:
         """Create the arrays for ranks that are judged by their devices."""
         if not self._has_host_times:
-            self._issue_s, self._lag_s = (np.zeros(self.parts_ns.shape, np.float16) for _ in range(2))
+            self._issue_s, self._lag_s = (
+                np.zeros(self.parts_ns.shape, np.float16) for _ in range(2)
+            )
             self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
             self.no_cpu_ns, self.by_host_ns = self.ready_ns.copy(), np.zeros_like(self.ready_ns)
 
@@ -246,7 +265,9 @@ class SlidingWindow:
         """Return the newest row that all ranks have, except ended ranks and those far behind."""
         has_ended = np.isin(self.ranks, list(ended))
         newest = self.newest[~has_ended]
-        frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
+        frontier = int(
+            newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max()
+        )
         # Ranks of a job end a row apart, or more with other widths. They are judged to their end.
         just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
         return int(min([frontier, *just_ended]))
@@ -255,7 +276,9 @@ class SlidingWindow:
         keys = self.key[:, :-1]
         return int(keys[keys >= 0].min())
 
-    def comparable(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def comparable(
+        self, first: int, end: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the comparable row numbers from `first` to before `end`, and the indices of the
         ranks that have them."""
         keys = np.arange(max(first, end - self.rows, 0), end)
@@ -270,7 +293,10 @@ class SlidingWindow:
         return keys[self._good[at]], present
 
     def _compute_excess(
-        self, keys: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], present: npt.NDArray[np.int64]
+        self,
+        keys: npt.NDArray[np.int64],
+        columns: npt.NDArray[np.int64],
+        present: npt.NDArray[np.int64],
     ) -> None:
         """Compute the excess in the columns of these rows, and whether the rows can be compared."""
         self._computed[columns] = keys
@@ -281,7 +307,9 @@ class SlidingWindow:
         if not good.any():
             return
         if self._has_host_times:
-            for some in np.array_split(columns[good], -(-good.sum() * len(present) // _ROWS_AT_ONCE)):
+            for some in np.array_split(
+                columns[good], -(-good.sum() * len(present) // _ROWS_AT_ONCE)
+            ):
                 self._own_time(present, some)
         if len(present) > 1:
             block = np.ix_(present, columns[good])
@@ -293,13 +321,17 @@ class SlidingWindow:
         Ranks of other nodes have none.
         """
         block = np.ix_(present, columns)
-        known: npt.NDArray[np.bool_] = np.asarray((self._issue_s[block] > 0).any(axis=2).all(axis=0))
+        known: npt.NDArray[np.bool_] = np.asarray(
+            (self._issue_s[block] > 0).any(axis=2).all(axis=0)
+        )
         critical = present[critical_rank(self.wait_ns[block])]
         self._critical[columns] = np.where(known, critical, -1)
         own_ns, by_host = self.own_parts(block)
         self.own_ns[block] = own_ns.sum(axis=2, dtype=np.float64)
         self.by_host_ns[block] = np.where(by_host, own_ns, 0).sum(axis=2)
-        held_up_ns = np.maximum(self.issue_ready_ns[block] - _to_ns(self._lag_s[critical, columns]).sum(axis=1), 0)
+        held_up_ns = np.maximum(
+            self.issue_ready_ns[block] - _to_ns(self._lag_s[critical, columns]).sum(axis=1), 0
+        )
         ready_ns = self.ready_ns[block]
         self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
 
@@ -318,7 +350,11 @@ class SlidingWindow:
         critical = self._critical[columns], columns
         own_ns, by_host = own_time(
             Lines(parts_ns, _to_ns(self._issue_s[block]), _to_ns(self._lag_s[block])),
-            Lines(self.parts_ns[critical], _to_ns(self._issue_s[critical]), _to_ns(self._lag_s[critical])),
+            Lines(
+                self.parts_ns[critical],
+                _to_ns(self._issue_s[critical]),
+                _to_ns(self._lag_s[critical]),
+            ),
         )
         return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
 
@@ -327,7 +363,11 @@ class SlidingWindow:
 
         block: see own_parts().
         """
-        return mean_own_time(*self.own_parts(block), self.parts_ns[block]) if self._has_host_times else None
+        return (
+            mean_own_time(*self.own_parts(block), self.parts_ns[block])
+            if self._has_host_times
+            else None
+        )
 
     def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
         """Return the share of each rank's own time in which the device waits for its host: [ranks].
@@ -337,7 +377,9 @@ class SlidingWindow:
         if not self._has_host_times:
             return np.zeros(len(block[0]))
         own_ns = self.own_ns[block].sum(axis=1, dtype=np.float64)
-        share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(axis=1, dtype=np.float64) / np.maximum(own_ns, 1.0)
+        share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(
+            axis=1, dtype=np.float64
+        ) / np.maximum(own_ns, 1.0)
         return share
 
 

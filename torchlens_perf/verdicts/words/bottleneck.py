@@ -123,7 +123,12 @@ class Spent:
 
 
 def spent(
-    step_s: float, parts_s: Mapping[str, float], lack_s: Mapping[str, float], *, device: bool, look_at: str = ""
+    step_s: float,
+    parts_s: Mapping[str, float],
+    lack_s: Mapping[str, float],
+    *,
+    device: bool,
+    look_at: str = "",
 ) -> Spent:
     """Return the uses of a step.
 
@@ -132,13 +137,20 @@ def spent(
     device: the parts are by the device's clock. A lack of CPU then counts only between the phases,
     where the device waits for the host.
     """
-    lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
+    lack = {
+        part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0))
+        for part in (_GAP if device else OWN_PARTS)
+    }
     left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
     computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
-    what = f"Computing ({shown})" if shown and sum(lack.values()) < _WORTH_NAMING * step_s else "Computing"
+    what = (
+        f"Computing ({shown})"
+        if shown and sum(lack.values()) < _WORTH_NAMING * step_s
+        else "Computing"
+    )
     waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
     waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
@@ -170,10 +182,17 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedV
     worth = [
         each
         for each in _by_kind(classes)
-        if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
+        if each["share"]
+        >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
     short_of_cpus = "lack_of_cpu" in named_uses(typical)
-    return [typical, *(_long_steps_verdict(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
+    return [
+        typical,
+        *(
+            _long_steps_verdict(report, each, short_of_cpus=short_of_cpus)
+            for each in worth[:_MAX_LONG]
+        ),
+    ]
 
 
 def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
@@ -194,7 +213,10 @@ def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
 
 def _lack_longer(lacking: list[LongSteps]) -> str:
     """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
-    count, total_s = sum(each["count"] for each in lacking), sum(each["total_s"] for each in lacking)
+    count, total_s = (
+        sum(each["count"] for each in lacking),
+        sum(each["total_s"] for each in lacking),
+    )
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
     average = " on average" * (count > 1)
@@ -210,13 +232,18 @@ def named_uses(verdict: JudgedVerdict) -> set[str]:
     elif isinstance(evidence, DeviceStepEvidence):
         uses_s = {each.kind: evidence.device_parts_s.get(each.phase, 0.0) for each in _WAITS}
         step_s = sum(evidence.device_parts_s.values())
-    return {verdict.kind, *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s)}
+    return {
+        verdict.kind,
+        *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s),
+    }
 
 
 def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
     """Return the verdict on the typical step without the clause on one wait."""
     what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
-    return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
+    return dataclasses.replace(
+        verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text)
+    )
 
 
 def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
@@ -230,10 +257,20 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
-            f"Waiting for a CPU takes {percent(sampled)} of the time, according to one-second samples. Its place in "
-            f"the step was not measured. Next: {CPU_ACTION}"
+            f"Waiting for a CPU takes {percent(sampled)} of the time, according to one-second"
+            f" samples. Its place in the step was not measured. Next: {CPU_ACTION}"
         )
-        return judged("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
+        return judged(
+            "lack_of_cpu",
+            None,
+            "cpu",
+            sampled * step_s,
+            sampled,
+            None,
+            0.8,
+            text,
+            SampledEvidence(sampled),
+        )
     unrecorded = _on_other_threads(report, found)
     if unrecorded is not None:
         return unrecorded
@@ -244,16 +281,25 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     else:
         worth = [new for old in worth for new in _in_sections(report, old, step_s)]
     also_named = [*worth, computing] if first is not computing and computing.seconds else worth
-    also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in also_named)
-    following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
+    also = "".join(
+        f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in also_named
+    )
+    following = (
+        worth[0]
+        if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s
+        else first
+    )
     cost_s = 0.0 if following is computing else following.seconds
-    text = f"{first.what} takes {_share_words(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
+    text = (
+        f"{first.what} takes {_share_words(first.seconds, step_s)} of a typical step of"
+        f" {duration(step_s)}{also}."
+    )
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
         text += (
-            " These figures include waiting for a CPU, which was not measured per step: one-second samples show "
-            f"{percent(sampled)} of the time."
+            " These figures include waiting for a CPU, which was not measured per step: one-second"
+            f" samples show {percent(sampled)} of the time."
         )
     text += f" Next: {following.action}"
     known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
@@ -273,9 +319,10 @@ def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
     shown = _phases_shown(others)
     action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
-        f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
-        f"The recorded thread spends {_share_words(outside.seconds, found.step_s)} of a step outside its own "
-        f"phases, where it may be waiting for these threads. Next: {action}"
+        "What limits the step is not known: threads that are not recorded do part of the work"
+        f" ({shown} a step). The recorded thread spends"
+        f" {_share_words(outside.seconds, found.step_s)} of a step outside its own phases, where it"
+        f" may be waiting for these threads. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
     return judged("not_known", None, None, None, None, None, 0.0, text, evidence)
@@ -286,21 +333,29 @@ def other_threads_note(report: Facts) -> str:
     others = _other_threads_s(report)
     if not others:
         return ""
-    return f"other threads also worked ({_phases_shown(others)} a step); this work is not part of the step times"
+    return (
+        f"other threads also worked ({_phases_shown(others)} a step); this work is not part of the"
+        " step times"
+    )
 
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
     """Return seconds per step of each phase on other threads, as mean over the ranks."""
     total_s: dict[str, float] = {}
-    for phase, seconds in (item for rank in report["ranks"] for item in rank["other_threads"].items()):
+    for phase, seconds in (
+        item for rank in report["ranks"] for item in rank["other_threads"].items()
+    ):
         total_s[phase] = total_s.get(phase, 0.0) + seconds
     return {
-        phase: seconds / len(report["ranks"]) for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])
+        phase: seconds / len(report["ranks"])
+        for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])
     }
 
 
 def _phases_shown(parts_s: Mapping[str, float]) -> str:
-    return ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items())
+    return ", ".join(
+        f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items()
+    )
 
 
 def _share_words(seconds: float, step_s: float) -> str:
@@ -313,7 +368,11 @@ def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
     waits_s: wait of each rank. All ranks leave a collective together, so equal waits do not exclude
     one slow sender.
     """
-    if limit.kind != "communication_bound" or len(waits_s) < 2 or min(waits_s) < _NEARLY * max(waits_s):
+    if (
+        limit.kind != "communication_bound"
+        or len(waits_s) < 2
+        or min(waits_s) < _NEARLY * max(waits_s)
+    ):
         return ""
     return " All ranks wait about equally long. A slow link of one rank would look the same."
 
@@ -328,7 +387,11 @@ def _kinds_of_steps(report: Facts) -> str:
     # they may explain why some steps are longer, so such steps must be in the majority to count as
     # a kind.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
-    doubtful = [] if _lack_is_measured(report) else [each for each in steps["long"] if _is_unexplained(report, each)]
+    doubtful = (
+        []
+        if _lack_is_measured(report)
+        else [each for each in steps["long"] if _is_unexplained(report, each)]
+    )
     for each in of_other_kinds:
         if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total:
             found.append((each["count"], each["mean_s"]))
@@ -368,16 +431,26 @@ def _on_the_host(report: Facts) -> Spent:
 
 
 _DATA_ACTION = (
-    "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
+    "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of"
+    " the loader."
 )
-_COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+_COMMUNICATION_ACTION = (
+    "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+)
 _HOST_ACTION = (
-    "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
+    "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
+    " perf.section()."
 )
 _LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
 _WAITS = (
     Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
-    Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
+    Use(
+        "communication_bound",
+        "communication",
+        0.0,
+        "Waiting in communication",
+        _COMMUNICATION_ACTION,
+    ),
     Use("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
 )
 
@@ -388,33 +461,47 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
     The rest is left out if it is small. Of nested sections, the innermost is named that has most of
     the time of the outer ones.
     """
-    whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(_typical_steps(report))
+    whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(
+        _typical_steps(report)
+    )
     sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
     largest_s = max((seconds for seconds, _ in sections), default=0.0)
     if use.kind != "host_bound" or largest_s < _SOME * whole_s:
         return [use]
-    most = [each for each in sections if each[0] > _MOST * whole_s and each[0] >= _NEARLY * largest_s]
+    most = [
+        each for each in sections if each[0] > _MOST * whole_s and each[0] >= _NEARLY * largest_s
+    ]
     if not most:
-        some = [f'"{name}" ({duration(seconds)})' for seconds, name in sections if seconds >= _SOME * whole_s]
+        some = [
+            f'"{name}" ({duration(seconds)})'
+            for seconds, name in sections
+            if seconds >= _SOME * whole_s
+        ]
         what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
         return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
     seconds, name = min(most)
     action = _section_action(name)
     if use.seconds < _NEARLY * whole_s:
         # The use has no waits for a CPU, but the section's time contains them, so it is not shown.
-        return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
+        return [
+            dataclasses.replace(
+                use, what=f'{use.what}, most of it in section "{name}",', action=action
+            )
+        ]
     seconds = min(seconds, use.seconds)
     found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
-        found.append(dataclasses.replace(use, seconds=rest_s, what="Other host code outside of the phases"))
+        found.append(
+            dataclasses.replace(use, seconds=rest_s, what="Other host code outside of the phases")
+        )
     return found
 
 
 def _section_action(name: str) -> str:
     return (
-        f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results, or do it in fewer '
-        "steps."
+        f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results,'
+        " or do it in fewer steps."
     )
 
 
@@ -426,9 +513,15 @@ def computing_action(report: Facts) -> str:
     name = module_label(row["name"])
     by = "device time" if row["device_own_s_per_step"] is not None else "own time"
     if row["is_root"] and len(report["modules"]) > 1:
-        return f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in perf.section()."
+        return (
+            f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"
+            " perf.section()."
+        )
     if row["is_root"] and not report["run"]["deeper_modules"]:
-        return f"look at a trace of {name}: torchlens-perf capture, while the job runs. No module inside can be timed."
+        return (
+            f"look at a trace of {name}: torchlens-perf capture, while the job runs. No module"
+            " inside can be timed."
+        )
     if row["is_root"]:
         deeper = "; modules=1 shows what is inside"
     else:
@@ -439,20 +532,31 @@ def computing_action(report: Facts) -> str:
 # -- on a device
 
 _LAUNCH_ACTION = (
-    "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch, fused optimizers."
+    "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch,"
+    " fused optimizers."
 )
 
 
 def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
     """Return the verdict on a step with work on a device, by the device's clock only."""
-    timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
+    timed = [
+        rank["device"]
+        for rank in report["ranks"]
+        if rank["device"] is not None and rank["device"]["parts"]
+    ]
     if not timed:
         return _not_known(report, device)
-    parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
+    parts = {
+        part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS
+    }
     step_s, own = sum(parts.values()), report["steps"]["own_time"]
     if own is not None and own["is_hidden"]:
         # The devices of most ranks wait for one rank, so their clocks do not show that rank's work.
-        parts = {**parts, **own["parts"], "communication": max(0.0, step_s - sum(own["parts"].values()))}
+        parts = {
+            **parts,
+            **own["parts"],
+            "communication": max(0.0, step_s - sum(own["parts"].values())),
+        }
     evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
@@ -469,27 +573,61 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
     launch_share = None if own is None else own["launch_share"]
     if launch_share is not None and launch_share >= _MOST:
         text = (
-            f"The {device} waits for its host in {percent(launch_share)} of a step's work ({duration(step_s)}): the "
-            f"host takes longer to issue kernels than the {device} to execute them. Next: {_LAUNCH_ACTION}"
+            f"The {device} waits for its host in {percent(launch_share)} of a step's work"
+            f" ({duration(step_s)}): the host takes longer to issue kernels than the {device} to"
+            f" execute them. Next: {_LAUNCH_ACTION}"
         )
-        return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+        return judged(
+            "host_bound",
+            None,
+            "host",
+            None,
+            None,
+            None,
+            0.8,
+            text,
+            CaughtUpEvidence(share, launch_share),
+        )
     if first is not found.computing:
         also = "".join(
-            f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth if each is not first
+            f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}"
+            for each in worth
+            if each is not first
         )
         computes = f"; computing {_share_words(computing_s, step_s)}" if computing_s else ""
         text = (
-            f"{first.what} takes {_share_words(first.seconds, step_s)} of a step on the {device} "
-            f"({duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
+            f"{first.what} takes {_share_words(first.seconds, step_s)} of a step on the {device}"
+            f" ({duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next:"
+            f" {first.action}"
         )
-        return judged(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
+        return judged(
+            first.kind,
+            None,
+            first.phase,
+            first.seconds,
+            first.seconds / step_s,
+            None,
+            0.8,
+            text,
+            evidence,
+        )
     if share >= _LAUNCH_BOUND:
         text = (
-            f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
-            f"backward passes. Next: {_LAUNCH_ACTION}"
+            f"The {device} waits for the host: it had no work left at the end of {percent(share)}"
+            f" of the forward and backward passes. Next: {_LAUNCH_ACTION}"
         )
         # The cost is not known, because idle time of a device between two kernels is not measured.
-        return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+        return judged(
+            "host_bound",
+            None,
+            "host",
+            None,
+            None,
+            None,
+            0.8,
+            text,
+            CaughtUpEvidence(share, launch_share),
+        )
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth)
@@ -497,20 +635,25 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
     following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
     cost_s = 0.0 if following is found.computing else following.seconds
     text = (
-        f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
-        f"{also}.{ahead}{kinds} Next: {following.action}"
+        f"Computing takes {percent(computing_s / step_s)} of a step on the {device}"
+        f" ({duration(step_s)}: {shown}){also}.{ahead}{kinds} Next: {following.action}"
     )
-    return judged("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
+    return judged(
+        "compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence
+    )
 
 
 def _not_known(report: Facts, device: str) -> JudgedVerdict:
     found = _on_the_host(report)
-    step_s, largest = found.step_s, max((found.computing, *found.waits), key=lambda use: use.seconds)
+    step_s, largest = (
+        found.step_s,
+        max((found.computing, *found.waits), key=lambda use: use.seconds),
+    )
     text = (
-        f"What limits the step is not known: the work is on a device ({device}), and only host time was recorded. "
-        f"{largest.what} takes {_share_words(largest.seconds, step_s)} of a typical step on the host, "
-        'which may be waiting for the device. Next: record device times (device_times="on"), or look at a trace '
-        "of some steps: torchlens-perf capture."
+        f"What limits the step is not known: the work is on a device ({device}), and only host time"
+        f" was recorded. {largest.what} takes {_share_words(largest.seconds, step_s)} of a typical"
+        " step on the host, which may be waiting for the device. Next: record device times"
+        ' (device_times="on"), or look at a trace of some steps: torchlens-perf capture.'
     )
     return judged("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
 
@@ -528,7 +671,9 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     short_of_cpus: True if the verdict on the typical step names waits for a CPU.
     """
     steps, count = report["steps"], long["count"]
-    often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
+    often = (
+        f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
+    )
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_numbers(long)})"
     stalling = _stalling_rank(long)
@@ -539,27 +684,42 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
     action = _long_action(long)
-    if long["part"] == "communication" and not long["kinds"] and not long["period"] and _rarely_communicates(report):
+    if (
+        long["part"] == "communication"
+        and not long["kinds"]
+        and not long["period"]
+        and _rarely_communicates(report)
+    ):
         action = (
-            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank does other work."
+            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank"
+            " does other work."
         )
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
         if long["part"] in _BESIDES_PASSES:
             why += f", mostly {_BESIDES_PASSES[long['part']]}"
     if long["waited_for"] is not None:
-        waits = "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
+        waits = (
+            "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
+        )
         why += f"; only rank {long['waited_for']} does this, and {waits}"
     if _is_unexplained(report, long):
         if short_of_cpus:
             why += ", while there are too few CPUs"
-            action = f"see whether {_step_numbers(long)} still take{'s' * (not several)} longer with enough CPUs."
+            action = (
+                f"see whether {_step_numbers(long)} still take{'s' * (not several)} longer with"
+                " enough CPUs."
+            )
         elif not _lack_is_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
-            action = f"see what the loop does at {_step_numbers(long)}, and what else kept the CPUs busy."
+            action = (
+                f"see what the loop does at {_step_numbers(long)}, and what else kept the CPUs"
+                " busy."
+            )
     text = (
-        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in total, "
-        f"{percent(long['share'])} of all step time. Next: {action}"
+        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}):"
+        f" {duration(long['total_s'])} in total, {percent(long['share'])} of all step time. Next:"
+        f" {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return judged("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
@@ -594,13 +754,18 @@ def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Jud
     """
     steps, several = long["steps"], len(long["steps"]) > 1
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
-    which = f"Step{'s' * several} {numbers}" if long["count"] <= len(steps) and not long["period"] else often
+    which = (
+        f"Step{'s' * several} {numbers}"
+        if long["count"] <= len(steps) and not long["period"]
+        else often
+    )
     who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
     in_all = f" ({duration(long['total_s'])} in total, {percent(long['share'])} of all step time)"
     text = (
-        f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
-        f"{rank}{in_all}. Next: see what rank {rank} does in {'these steps' if several else 'this step'}: wrap "
-        "parts in perf.section(), and look at its storage and its other programs."
+        f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank"
+        f" {rank}{in_all}. Next: see what rank {rank} does in"
+        f" {'these steps' if several else 'this step'}: wrap parts in perf.section(), and look at"
+        " its storage and its other programs."
     )
     cost_s = long["total_s"] / max(1, report["steps"]["count"])
     return judged("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
@@ -612,8 +777,16 @@ def _numbers(long: LongSteps) -> str:
     They are of all ranks, while the count is a mean over the ranks.
     """
     steps, count = long["steps"], long["count"]
-    numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (", ..." if len(steps) > _MAX_NUMBERS else "")
-    which = "not the same on all ranks: " if len(steps) > count else "among them " if len(steps) < count else ""
+    numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (
+        ", ..." if len(steps) > _MAX_NUMBERS else ""
+    )
+    which = (
+        "not the same on all ranks: "
+        if len(steps) > count
+        else "among them "
+        if len(steps) < count
+        else ""
+    )
     return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
 
 
@@ -628,7 +801,11 @@ _WHERE = {
 }
 
 
-_BESIDES_PASSES = {"host": "host code", "data": "data loading", "communication": "waiting in communication"}
+_BESIDES_PASSES = {
+    "host": "host code",
+    "data": "data loading",
+    "communication": "waiting in communication",
+}
 
 
 def _passes_action(part: str) -> str:
@@ -645,8 +822,13 @@ def _long_action(long: LongSteps) -> str:
         "evaluation": "evaluate less often, or on fewer batches.",
         WITHOUT_GRADIENTS: _passes_action(long["part"]),
         "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
-        "compilation": "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic.",
-        "garbage collection": "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you choose.",
+        "compilation": (
+            "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
+        ),
+        "garbage collection": (
+            "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you"
+            " choose."
+        ),
         "capture": "nothing: a capture was requested.",
         "sampled backward pass": "nothing, or sample more rarely: backward_every.",
     }
@@ -656,10 +838,19 @@ def _long_action(long: LongSteps) -> str:
     at = _step_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
-        "data": f"see what the loader does at {at}: a new epoch starts new workers unless persistent_workers=True.",
+        "data": (
+            f"see what the loader does at {at}: a new epoch starts new workers unless"
+            " persistent_workers=True."
+        ),
         "communication": f"find the rank that does other work at {at}.",
-        "host": f"see what the loop does at {at} (logging, an epoch's end): wrap parts in perf.section().",
-        "tool": "if the loop requests results (w.summary(), w.step_table(), a display), do so less often.",
+        "host": (
+            f"see what the loop does at {at} (logging, an epoch's end): wrap parts in"
+            " perf.section()."
+        ),
+        "tool": (
+            "if the loop requests results (w.summary(), w.step_table(), a display), do so less"
+            " often."
+        ),
     }
     if long["period"] and long["part"] not in ("data", "host", "tool"):
         other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
@@ -671,4 +862,6 @@ def _long_action(long: LongSteps) -> str:
 
 def _step_numbers(long: LongSteps) -> str:
     """Return the numbers of the steps, or of the last ones if there are many."""
-    return f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"
+    return (
+        f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"
+    )

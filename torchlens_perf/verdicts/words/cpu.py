@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.report import Facts
 
-CPU_ACTION = "see what else keeps the CPUs busy; then use fewer threads, workers or ranks, or more CPUs."
+CPU_ACTION = (
+    "see what else keeps the CPUs busy; then use fewer threads, workers or ranks, or more CPUs."
+)
 """The general advice, which with_cpu_action() replaces with advice for the run."""
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1

@@ -318,7 +318,9 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),
     # Findings that are over. Slow ranks have kinds of their own above.
-    **dict.fromkeys((f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)),
+    **dict.fromkeys(
+        (f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)
+    ),
     **dict.fromkeys((f"{kind}{OVER}" for kind in WASTE), (StretchEvidence,)),
 }
 

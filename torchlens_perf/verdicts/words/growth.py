@@ -27,7 +27,12 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
     """Return a verdict if the steps of the whole job took longer and longer."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
-    if trend is None or history is None or trend["change"] < min_change or len(history["median_s"]) < _MIN_WINDOWS:
+    if (
+        trend is None
+        or history is None
+        or trend["change"] < min_change
+        or len(history["median_s"]) < _MIN_WINDOWS
+    ):
         return []
     means_s = history["median_s"]
     later = [after > before for before, after in itertools.combinations(means_s, 2)]
@@ -37,11 +42,14 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
     text = (
-        f"The step time of the whole job grew by {percent(trend['change'])} over the run: {duration(first_s)} in the "
-        f"first third, {duration(last_s)} in the last. Next: see what grows with the step (an episode, a sequence, a "
-        "list that is never emptied)."
+        f"The step time of the whole job grew by {percent(trend['change'])} over the run:"
+        f" {duration(first_s)} in the first third, {duration(last_s)} in the last. Next: see what"
+        " grows with the step (an episode, a sequence, a list that is never emptied)."
     )
-    share, evidence = cost_s * len(means_s) / sum(means_s), GrowthEvidence(first_s, last_s, steadiness)
+    share, evidence = (
+        cost_s * len(means_s) / sum(means_s),
+        GrowthEvidence(first_s, last_s, steadiness),
+    )
     return [judged("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
 
 
@@ -61,7 +69,13 @@ def is_growth(report: Facts, verdict: JudgedVerdict) -> bool:
     """Return True for a verdict on long steps of an unknown kind that are mostly in the last third
     of the run."""
     history, long = report["history"], verdict.evidence
-    if history is None or not isinstance(long, dict) or "kinds" not in long or long["kinds"] or long["period"]:
+    if (
+        history is None
+        or not isinstance(long, dict)
+        or "kinds" not in long
+        or long["kinds"]
+        or long["period"]
+    ):
         return False
     first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
     in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]

@@ -51,17 +51,24 @@ class OpenHang(HangEvidence):
 def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
     """Return the hang with its sentence, without the values that only the sentence is made from."""
     ranks = tuple(each.progress.rank for each in hang.blocking)
-    return OpenHang(hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=text(hang))
+    return OpenHang(
+        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=text(hang)
+    )
 
 
 def text(hang: Hang) -> str:
     """Return sentences on the hang, on one line."""
-    usual = f"usually {duration(hang.usual_s)}" if hang.usual_s > 0 else "the usual time is not known yet"
+    usual = (
+        f"usually {duration(hang.usual_s)}"
+        if hang.usual_s > 0
+        else "the usual time is not known yet"
+    )
     opening = f"No step for {duration(hang.since_s)} ({usual})"
     if hang.moving:
         there = sorted({rank for ranks in hang.places.values() for rank in ranks})
         opening += (
-            f" on {_ranks(there)}, while {_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
+            f" on {_ranks(there)}, while"
+            f" {_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
     finding = _FINDINGS.get(hang.kind, _blamed)(hang)
     return f"{opening}. {finding} {_asides(hang)}Next: {_next_action(hang)}"
@@ -69,7 +76,9 @@ def text(hang: Hang) -> str:
 
 def operation(collective: Collective) -> str:
     """Return the name of a collective, such as "allreduce 57 of group 0"."""
-    return f"{collective.operation or 'collective'} {collective.sequence} of group {collective.group}"
+    return (
+        f"{collective.operation or 'collective'} {collective.sequence} of group {collective.group}"
+    )
 
 
 def place(inside: Sequence[str]) -> str:
@@ -96,7 +105,10 @@ def _blamed(hang: Hang) -> str:
     clauses: dict[str, list[BlockingRank]] = {}
     for blocking in sorted(hang.blocking, key=lambda each: not _is_grave(each, hang)):
         clauses.setdefault(_clause(blocking, hang), []).append(blocking)
-    named = [f"{_named(blocking_ranks)} {clause}" for clause, blocking_ranks in list(clauses.items())[:_MAX_NAMED]]
+    named = [
+        f"{_named(blocking_ranks)} {clause}"
+        for clause, blocking_ranks in list(clauses.items())[:_MAX_NAMED]
+    ]
     rest = sum(len(blocking_ranks) for blocking_ranks in list(clauses.values())[_MAX_NAMED:])
     if rest:
         named.append(f"{_count(rest, 'more rank is', 'more ranks are')} missing")
@@ -112,18 +124,27 @@ def _clause(blocking: BlockingRank, hang: Hang) -> str:
     each = blocking.progress
     missing = "entered every collective that others have"
     if blocking.missing:
-        missing = f"did not enter {'it' if blocking.missing == hang.collective else operation(blocking.missing)}"
+        missing = (
+            "did not enter"
+            f" {'it' if blocking.missing == hang.collective else operation(blocking.missing)}"
+        )
     waits = each.inside[-1:] == (WAIT,)
     where = place(each.inside[:-1] if waits else each.inside)
     if waits:
-        where += ", waiting in an operation that all ranks have entered" if blocking.missing else ", waiting"
+        where += (
+            ", waiting in an operation that all ranks have entered"
+            if blocking.missing
+            else ", waiting"
+        )
     old = f", as reported {duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
     return {
         "dead": f"died {where}, and {missing}",
         "stopped": f"{missing}: stopped by a signal (process state T) {where}",
         "traced": f"{missing}: held by a debugger (process state t) {where}",
-        "silent": f"stopped reporting when the steps ended, {duration(each.report_age_s)} ago, as did the sidecar of "
-        f"that node; last reported {where}, and {missing}",
+        "silent": (
+            f"stopped reporting when the steps ended, {duration(each.report_age_s)} ago, as did the"
+            f" sidecar of that node; last reported {where}, and {missing}"
+        ),
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
         "busy": f"{missing}: running {where}, last recorded event {duration(each.quiet_s)} ago",
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
@@ -139,7 +160,10 @@ def _mismatch(hang: Hang) -> str:
         return f"{_sentence(operation(hang.collective))} differs between ranks: {who}."
     following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
     steps = zip(hang.cycle, following, strict=True)
-    waits = [f"rank {rank} waits in {operation(where)} for rank {other}" for (rank, where), other in steps]
+    waits = [
+        f"rank {rank} waits in {operation(where)} for rank {other}"
+        for (rank, where), other in steps
+    ]
     shown = waits if len(waits) <= _MAX_NAMED else [*waits[: _MAX_NAMED - 1], "...", waits[-1]]
     return f"Ranks wait for each other in a cycle: {', '.join(shown)}."
 
@@ -148,7 +172,10 @@ def _together(hang: Hang) -> str:
     count = "Both" if len(hang.waiting) == 2 else f"All {len(hang.waiting)}"
     if hang.collective is None:
         return f"{count} ranks wait, but no record shows for what. {_level(hang)}{_places(hang)}"
-    entered = f"{count} ranks have entered {operation(hang.collective)}: no rank keeps the others waiting."
+    entered = (
+        f"{count} ranks have entered {operation(hang.collective)}: no rank keeps the others"
+        " waiting."
+    )
     return f"{entered} {_level(hang)}{_places(hang)}"
 
 
@@ -159,8 +186,14 @@ def _level(hang: Hang) -> str:
         return ""
     if devices.kind == "level":
         place = next(iter(devices.places.values()))
-        return f"Their devices are at the same place, {_device_place(place)}, so no device is behind the others. "
-    return "It is not known which device is behind: the training threads were blocked before they could check. "
+        return (
+            f"Their devices are at the same place, {_device_place(place)}, so no device is behind"
+            " the others. "
+        )
+    return (
+        "It is not known which device is behind: the training threads were blocked before they"
+        " could check. "
+    )
 
 
 def _device(hang: Hang) -> str:
@@ -177,11 +210,13 @@ def _device(hang: Hang) -> str:
         begun = f"the operation's kernel has not begun, although it has on {_ranks(others)}"
         return f"{entered}, but on {who} {begun}: an earlier kernel does not end there."
     here = devices.places[devices.ranks[0]]
-    furthest = max((devices.places[rank] for rank in others), key=lambda each: (each.step, each.place))
+    furthest = max(
+        (devices.places[rank] for rank in others), key=lambda each: (each.step, each.place)
+    )
     verb = "is" if one else "are"
     return (
-        f"{entered}, but {who} {verb} {_device_place(here)}, while the furthest device of {_ranks(others)} is "
-        f"{_device_place(furthest)}."
+        f"{entered}, but {who} {verb} {_device_place(here)}, while the furthest device of"
+        f" {_ranks(others)} is {_device_place(furthest)}."
     )
 
 
@@ -191,7 +226,10 @@ def _device_place(place: DevicePlace) -> str:
 
 def _unheard(hang: Hang) -> str:
     where = f" in {operation(hang.collective)} or a later operation" if hang.collective else ""
-    return f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is on the ranks without reports."
+    return (
+        f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is on the ranks"
+        " without reports."
+    )
 
 
 def _apart(hang: Hang) -> str:
@@ -200,7 +238,10 @@ def _apart(hang: Hang) -> str:
 
 def _alone(hang: Hang) -> str:
     (blocking,) = hang.blocking
-    return f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and no rank waits for it."
+    return (
+        f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and no rank waits"
+        " for it."
+    )
 
 
 def _blocked(hang: Hang) -> str:
@@ -208,17 +249,18 @@ def _blocked(hang: Hang) -> str:
     assert devices is not None
     stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_ranks(devices.asked)}"
     return (
-        f"{_places(hang)} The training threads wait there for their devices, in {devices.waits_in}, by the {stacks}. "
-        "It is not known what the devices execute: the threads last checked them before they began to wait. One "
-        "device may be stuck in a kernel of its own while the others wait for it in a collective, or all devices may "
-        "have long work. The records cannot distinguish these cases."
+        f"{_places(hang)} The training threads wait there for their devices, in {devices.waits_in},"
+        f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
+        " before they began to wait. One device may be stuck in a kernel of its own while the"
+        " others wait for it in a collective, or all devices may have long work. The records"
+        " cannot distinguish these cases."
     )
 
 
 def _pause(hang: Hang) -> str:
     return (
-        f"{_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or a server without "
-        "requests looks like this."
+        f"{_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
+        " a server without requests looks like this."
     )
 
 
@@ -234,7 +276,10 @@ def _places(hang: Hang) -> str:
     Places with few ranks are first, as they differ from the others.
     """
     order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place(inside)}" for inside, ranks in order]
+    parts = [
+        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place(inside)}"
+        for inside, ranks in order
+    ]
     if len(parts) > _MAX_NAMED:
         parts[_MAX_NAMED:] = [f"and {_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"]
     return _sentence("; ".join(parts)) + "."
@@ -243,7 +288,9 @@ def _places(hang: Hang) -> str:
 def _asides(hang: Hang) -> str:
     asides = ""
     if hang.asleep:
-        asides += f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
+        asides += (
+            f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
+        )
     if hang.unheard:
         asides += f"No reports from {_ranks(hang.unheard)}. "
     if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
@@ -285,23 +332,31 @@ def device_place(mark: DeviceMark, name: str) -> DevicePlace:
 
 def _next_action(hang: Hang) -> str:
     if hang.blocking:
-        return _action_on(next((each for each in hang.blocking if _is_grave(each, hang)), hang.blocking[0]))
-    look = f"look at the Python stack of rank {hang.look_at[0]}" if hang.look_at else "look at the Python stacks"
+        return _action_on(
+            next((each for each in hang.blocking if _is_grave(each, hang)), hang.blocking[0])
+        )
+    look = (
+        f"look at the Python stack of rank {hang.look_at[0]}"
+        if hang.look_at
+        else "look at the Python stacks"
+    )
     if hang.kind == "mismatch":
         return (
-            "make all ranks issue the same collectives in the same order: look for a collective under an `if` whose "
-            "condition differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
+            "make all ranks issue the same collectives in the same order: look for a collective"
+            " under an `if` whose condition differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            " checks each one."
         )
     if hang.kind == "together":
         return (
-            "look at the network and the devices: links, dmesg (Xid, AER), the backend's log and flight recorder. A "
-            "GPU that is stuck in an earlier kernel looks the same from the host."
+            "look at the network and the devices: links, dmesg (Xid, AER), the backend's log and"
+            " flight recorder. A GPU that is stuck in an earlier kernel looks the same from the"
+            " host."
         )
     if hang.kind == "blocked":
         return (
-            "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): a device whose kernel does not "
-            'belong to a collective is the cause. With nccl="auto", the NCCL plugin reports ranks whose kernel has '
-            "not begun."
+            "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): a device"
+            ' whose kernel does not belong to a collective is the cause. With nccl="auto", the NCCL'
+            " plugin reports ranks whose kernel has not begun."
         )
     if hang.kind == "unheard":
         return "see whether those nodes can be reached, and whether a sidecar runs there."
@@ -319,30 +374,43 @@ def _action_on(blocking: BlockingRank) -> str:
     who = f"rank {each.rank} on {each.host}"
     if blocking.problem == "device":
         return (
-            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb, and the "
-            "work that only this rank had in this step."
+            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb,"
+            " and the work that only this rank had in this step."
         )
     if blocking.problem in ("stopped", "traced"):
         held = "detach the debugger from" if blocking.problem == "traced" else "send SIGCONT to"
-        return f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."
+        return (
+            f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends"
+            " jobs, Ctrl-Z."
+        )
     if blocking.problem == "busy":
-        return f"if the others need not wait for this work of {who}, move it out of the training loop."
+        return (
+            f"if the others need not wait for this work of {who}, move it out of the training loop."
+        )
     if each.state == "uninterruptible":
         return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
     if blocking.problem == "stuck" and each.waits_in:
         return (
-            f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): a kernel that does not end, "
-            "or a collective's kernel that waits for another rank's device."
+            f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): a kernel"
+            " that does not end, or a collective's kernel that waits for another rank's device."
         )
     if blocking.problem == "stuck" and each.inside[-1:] == (WAIT,):
-        return f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's log."
+        return (
+            f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's"
+            " log."
+        )
     if blocking.problem == "stuck" and each.inside[-1:] == ("data",):
         return f"look at the loader of {who}: its workers, its storage, and its Python stack."
     return {
-        "dead": f"read the end of the log of {who}, and dmesg for the out-of-memory killer; then restart the job.",
+        "dead": (
+            f"read the end of the log of {who}, and dmesg for the out-of-memory killer; then"
+            " restart the job."
+        ),
         "silent": f"see whether {each.host} can be reached: the machine or its network has failed.",
-        "closed": "give all ranks the same number of steps: drop_last=True, a DistributedSampler, or "
-        "torch.distributed.algorithms.Join.",
+        "closed": (
+            "give all ranks the same number of steps: drop_last=True, a DistributedSampler, or "
+            "torch.distributed.algorithms.Join."
+        ),
     }.get(blocking.problem, f"look at the Python stack of {who}.")
 
 
@@ -355,7 +423,9 @@ def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
     rest = len(names) - _MAX_NAMED
     if rest > 0:
         names[_MAX_NAMED:] = [f"{rest} more"]
-    return "rank " + names[0] if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    return (
+        "rank " + names[0] if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -53,11 +53,13 @@ def out_of_memory_note(rank: Rank) -> str | None:
     if oom is None or ended_by_it(rank):
         return None
     went_on = (
-        "went on" if rank["last_step"] is not None and rank["last_step"] >= oom["step"] else "ended without an error"
+        "went on"
+        if rank["last_step"] is not None and rank["last_step"] >= oom["step"]
+        else "ended without an error"
     )
     return (
-        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and {went_on}: "
-        f"see {oom['file']}"
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and"
+        f" {went_on}: see {oom['file']}"
     )
 
 
@@ -66,27 +68,41 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
     if table is None:
-        held = f"No table was written, because memory had run out shortly before: see {oom['earlier']}."
+        held = (
+            "No table was written, because memory had run out shortly before: see"
+            f" {oom['earlier']}."
+        )
     else:
         held = (
-            f"{amount(table['allocated_bytes'], 'B')} were allocated, and {amount(table['inactive_bytes'], 'B')} "
-            f"more were reserved but free.{_largest(table['rows'])}"
+            f"{amount(table['allocated_bytes'], 'B')} were allocated, and"
+            f" {amount(table['inactive_bytes'], 'B')} more were reserved but"
+            f" free.{_largest(table['rows'])}"
         )
     text = (
-        f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
-        f"{held}{others} Next: {next_action(oom, rank['memory']['growth'])}"
+        f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step"
+        f" {oom['step']}{inside}: {_asked(oom)}. {held}{others} Next:"
+        f" {next_action(oom, rank['memory']['growth'])}"
     )
     evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
     return judged("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
 
 
 def _asked(oom: OutOfMemory) -> str:
-    asked, free, limit = (amount(each, "B") for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"]))
+    asked, free, limit = (
+        amount(each, "B") for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"])
+    )
     if not _has_a_share(oom):
         return f"{asked} requested, {free} free of {limit}"
-    reserved = f", and had reserved {amount(oom['table']['reserved_bytes'], 'B')}" if oom["table"] is not None else ""
+    reserved = (
+        f", and had reserved {amount(oom['table']['reserved_bytes'], 'B')}"
+        if oom["table"] is not None
+        else ""
+    )
     whole = amount(oom["device_bytes"], "B")
-    return f"{asked} requested; the process may use {limit} of the device's {whole}{reserved}; {free} were free"
+    return (
+        f"{asked} requested; the process may use {limit} of the device's {whole}{reserved}; {free}"
+        " were free"
+    )
 
 
 def _has_a_share(oom: OutOfMemory) -> bool:
@@ -117,27 +133,31 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     """Return the action that would help, from the owners of the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
-        return _by_growth(growth) or f"see {oom['earlier']}; use a smaller batch, checkpointing, or sharding (FSDP)."
+        return (
+            _by_growth(growth)
+            or f"see {oom['earlier']}; use a smaller batch, checkpointing, or sharding (FSDP)."
+        )
     rows, device_bytes = table["rows"], _device_bytes(oom)
     others = device_bytes - oom["free_bytes"] - table["reserved_bytes"]
     free = max(0, min(oom["free_bytes"], limit - table["reserved_bytes"]))
     fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
     if oom["free_bytes"] < asked and others >= _OTHERS_SHARE * device_bytes:
         return (
-            f"{amount(others, 'B')} of the device were not allocated by torch: look for other processes on it "
-            "(nvidia-smi), and for libraries that allocate memory themselves."
+            f"{amount(others, 'B')} of the device were not allocated by torch: look for other"
+            " processes on it (nvidia-smi), and for libraries that allocate memory themselves."
         )
     if fragmented and not table["expandable"] and free + table["inactive_bytes"] >= asked:
         return (
-            f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory is free, but in "
-            "pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory"
+            " is free, but in pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if growth is not None:
         return _by_growth(growth)
     if _has_a_share(oom) and oom["free_bytes"] >= asked:
         return (
-            f"the process's share of the device is full, but the device is not: {percent(limit / device_bytes)} "
-            "(torch.cuda.set_per_process_memory_fraction); raise it, or take a smaller batch."
+            "the process's share of the device is full, but the device is not:"
+            f" {percent(limit / device_bytes)} (torch.cuda.set_per_process_memory_fraction); raise"
+            " it, or take a smaller batch."
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
@@ -149,21 +169,29 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
             "TORCHLENS_PERF_MEMORY=history shows which modules and lines hold the memory."
         )
     top = max(rows, key=lambda row: (bool(row["module"]), row["bytes"]))
-    if top["module"] and top["blocks"] >= _MANY_BLOCKS and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]:
+    if (
+        top["module"]
+        and top["blocks"] >= _MANY_BLOCKS
+        and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]
+    ):
         return (
-            f"checkpoint the activations of {top['module'].rpartition(' > ')[2]} (torch.utils.checkpoint), which hold "
-            f"{percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
+            f"checkpoint the activations of {top['module'].rpartition(' > ')[2]}"
+            " (torch.utils.checkpoint), which hold"
+            f" {percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
         )
-    return "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds the memory."
+    return (
+        "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds"
+        " the memory."
+    )
 
 
 def _by_growth(growth: Growth | None) -> str:
     if growth is None:
         return ""
     return (
-        f"allocated memory has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps "
-        f"{growth['since_step']} to {growth['until_step']}: something keeps tensors from step to step, such as a list "
-        "of losses without .item() or .detach()."
+        f"allocated memory has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps"
+        f" {growth['since_step']} to {growth['until_step']}: something keeps tensors from step to"
+        " step, such as a list of losses without .item() or .detach()."
     )
 
 
@@ -171,26 +199,45 @@ def oom_text(oom: OutOfMemory) -> str:
     """Return the table as plain text, for reading without the report."""
     table = oom["table"]
     lines = [
-        f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out of memory",
+        (
+            f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out"
+            " of memory"
+        ),
         _asked(oom),
         *([f"errors without a table: {oom['untold']}"] if oom["untold"] else []),
     ]
     if table is None:
-        return "\n".join([*lines, f"no table: memory had run out shortly before, see {oom['earlier']}"]) + "\n"
+        return (
+            "\n".join(
+                [*lines, f"no table: memory had run out shortly before, see {oom['earlier']}"]
+            )
+            + "\n"
+        )
     lines += [
-        f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of "
-        f"which {amount(table['inactive_bytes'], 'B')} are free (largest free block "
-        f"{amount(table['largest_inactive_bytes'], 'B')})",
+        (
+            f"allocated {amount(table['allocated_bytes'], 'B')}, reserved"
+            f" {amount(table['reserved_bytes'], 'B')}, of which"
+            f" {amount(table['inactive_bytes'], 'B')} are free (largest free block"
+            f" {amount(table['largest_inactive_bytes'], 'B')})"
+        ),
         *(f"  requested at {frame}" for frame in oom["stack"]),
         "",
         "live blocks, by the code that requested them:",
     ]
     for row in table["rows"]:
         new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"
-        lines.append(f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip())
+        lines.append(
+            f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip()
+        )
         lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
     if table["other_blocks"]:
-        lines.append(f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other places")
+        lines.append(
+            f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other"
+            " places"
+        )
     if table["history_events"]:
-        lines.append(f"new: in the last {table['history_events']} allocations and frees, {table['history_s']:.1f} s")
+        lines.append(
+            f"new: in the last {table['history_events']} allocations and frees,"
+            f" {table['history_s']:.1f} s"
+        )
     return "\n".join(lines) + "\n"

@@ -49,7 +49,9 @@ def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ranks of a row of the report's `verdicts`, or of its JSON; () for the job as a
     whole."""
     evidence = row["evidence"]
-    ranks = evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
+    ranks = (
+        evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
+    )
     if ranks:
         return tuple(ranks)
     return () if row["rank"] is None else (row["rank"],)
@@ -85,7 +87,9 @@ def key(row: Row) -> tuple[int, float]:
     return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
 
 
-def lost_s(verdict: JudgedVerdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
+def lost_s(
+    verdict: JudgedVerdict, held: Held | None, *, steps: int, alike: int, last_step: int | None
+) -> float | None:
     """Return the seconds of job time that a verdict has cost so far; None if its cost is not known.
 
     steps: number of steps of the run. alike: number of typical steps. last_step: the newest step.

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, steps_words
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.verdicts.words.evidence import OVER, JudgedVerdict, PastEvidence, StretchEvidence, judged
+from torchlens_perf.verdicts.words.evidence import (
+    OVER,
+    JudgedVerdict,
+    PastEvidence,
+    StretchEvidence,
+    judged,
+)
 from torchlens_perf.verdicts.words.order import WORTH_A_LINE, has_ended
 
 if TYPE_CHECKING:
@@ -16,7 +22,13 @@ if TYPE_CHECKING:
 
 
 def stretch(
-    use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None, *, everywhere: bool = True
+    use: Use,
+    step_s: float,
+    rest_s: float,
+    since_step: int,
+    until_step: int | None,
+    *,
+    everywhere: bool = True,
 ) -> JudgedVerdict:
     """Return a verdict on a use that limited the steps from since_step to before until_step.
 
@@ -30,7 +42,10 @@ def stretch(
         what = use.what[0].lower() + use.what[1:]
         text = f"Since step {since_step}, {what} takes {takes}; before, {rest}. Next: {use.action}"
     else:
-        text = f"{use.what} took {takes} {steps_words(since_step, until_step)}; in the rest of the run, {rest}."
+        text = (
+            f"{use.what} took {takes} {steps_words(since_step, until_step)}; in the rest of the"
+            f" run, {rest}."
+        )
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
     evidence = StretchEvidence(step_s, use.seconds, rest_s)
     return judged(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
@@ -43,14 +58,17 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
     """
     share = computing.seconds / step_s
     text = (
-        f"Since step {since_step}, computing takes {percent(share)} ({duration(computing.seconds)}) of a step of "
-        f"{duration(step_s)}; before, a step took {duration(before_s)}. Next: {computing.action}"
+        f"Since step {since_step}, computing takes {percent(share)} ({duration(computing.seconds)})"
+        f" of a step of {duration(step_s)}; before, a step took {duration(before_s)}. Next:"
+        f" {computing.action}"
     )
     evidence = StretchEvidence(step_s, computing.seconds, 0.0)
     return judged(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
 
 
-def hang_over(step: int, last: Alert, found: PastEvidence, *, steps: int, total_s: float) -> JudgedVerdict:
+def hang_over(
+    step: int, last: Alert, found: PastEvidence, *, steps: int, total_s: float
+) -> JudgedVerdict:
     """Return a verdict on a hang that is over.
 
     last: its newest alert. steps, total_s: number and time of all steps of the run.
@@ -74,7 +92,9 @@ def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None
     text: its newest sentence.
     """
     evidence = PastEvidence(tuple(ranks), None, None, {})
-    return judged(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence)
+    return judged(
+        f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence
+    )
 
 
 def held_words(held: Held | None, started: str | None) -> str:
@@ -86,7 +106,9 @@ def held_words(held: Held | None, started: str | None) -> str:
         return ""
     steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
     times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
-    at = f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
+    at = (
+        f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
+    )
     if not windows:
         return f"Held {steps}{at}."
     some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"

@@ -84,18 +84,27 @@ def died_verdicts(report: Facts) -> list[JudgedVerdict]:
     died = [rank for rank in report["ranks"] if rank["state"] == DIED and not ended_by_it(rank)]
     if not died:
         return []
-    first = min(died, key=lambda rank: (rank["last_step"] is not None, rank["last_step"] or 0, rank["rank"]))
+    first = min(
+        died, key=lambda rank: (rank["last_step"] is not None, rank["last_step"] or 0, rank["rank"])
+    )
     ranks = tuple(rank["rank"] for rank in died)
     who = f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {ranges(ranks)}"
     where = _where(first) if len(ranks) == 1 else f"(rank {first['rank']} {_where(first)})"
     text = (
-        f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch. Next: read the "
-        f"job's log, `dmesg` on {first['host']} (the kernel's OOM killer) and the scheduler's time limit."
+        f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch."
+        f" Next: read the job's log, `dmesg` on {first['host']} (the kernel's OOM killer) and the"
+        " scheduler's time limit."
     )
     evidence = DiedEvidence(ranks, first["last_step"], tuple(first["inside"]))
-    return [judged("died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence)]
+    return [
+        judged("died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence)
+    ]
 
 
 def _where(rank: Rank) -> str:
-    after = "before its first step ended" if rank["last_step"] is None else f"after step {rank['last_step']}"
+    after = (
+        "before its first step ended"
+        if rank["last_step"] is None
+        else f"after step {rank['last_step']}"
+    )
     return f"{after}, in {' > '.join(rank['inside'])}" if rank["inside"] else after

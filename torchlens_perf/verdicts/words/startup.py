@@ -29,8 +29,16 @@ def startup_words(run: Run) -> str:
         return ""
     rank = f", rank {start['rank']}" if run["world_size"] > 1 else ""
     warm_up = f"; warm-up steps {duration(start['warm_up_s'])}" if start["warm_up_s"] else ""
-    compiling = f"; torch.compile took {duration(start['compile_s'])} of the run" if start["compile_s"] else ""
-    since = "since the kernel or the interpreter started" if start["interactive"] else "since the process started"
+    compiling = (
+        f"; torch.compile took {duration(start['compile_s'])} of the run"
+        if start["compile_s"]
+        else ""
+    )
+    since = (
+        "since the kernel or the interpreter started"
+        if start["interactive"]
+        else "since the process started"
+    )
     return f"startup {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
 
 
@@ -54,19 +62,39 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     compile_s = start["compile_s"] or 0.0
     compiling = f"; torch.compile took {duration(compile_s)} in this process" if compile_s else ""
     cpu_wait_s = start["cpu_wait_s"] or 0.0
-    waiting = f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU" if cpu_wait_s >= 1.0 else ""
-    action = "look at imports, loading of data and checkpoints, and process groups: py-spy record shows the code."
+    waiting = (
+        f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU"
+        if cpu_wait_s >= 1.0
+        else ""
+    )
+    action = (
+        "look at imports, loading of data and checkpoints, and process groups: py-spy record shows"
+        " the code."
+    )
     if cpu_wait_s >= _WAITS_MUCH * lost_s:
         action = CPU_ACTION
     elif compile_s >= _COMPILES_MUCH * lost_s:
         action = (
-            "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays), compile fewer or regional "
-            "parts (torch.compile of the repeated block), or train longer for each start."
+            "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays),"
+            " compile fewer or regional parts (torch.compile of the repeated block), or train"
+            " longer for each start."
         )
     text = (
-        f"The start takes {percent(lost_s / whole_s)} of the run ({duration(lost_s)} of {duration(whole_s)}): "
-        f"{parts}{waiting}{compiling}. Next: {action}"
+        f"The start takes {percent(lost_s / whole_s)} of the run ({duration(lost_s)} of"
+        f" {duration(whole_s)}): {parts}{waiting}{compiling}. Next: {action}"
     )
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
-    return [judged("startup", None, None, lost_s / steps["count"], lost_s / whole_s, None, 0.9, text, evidence)]
+    return [
+        judged(
+            "startup",
+            None,
+            None,
+            lost_s / steps["count"],
+            lost_s / whole_s,
+            None,
+            0.9,
+            text,
+            evidence,
+        )
+    ]

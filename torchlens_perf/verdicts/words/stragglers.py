@@ -77,7 +77,9 @@ class SlowRankContext(NamedTuple):
     """True if another verdict is that the ranks wait for CPUs. It is not listed as ruled out."""
 
 
-def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
+def straggler_verdicts(
+    context: SlowRankContext, findings: Findings
+) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
     """Return verdicts on ranks that are slow now, and on ranks that were slow before."""
     now = [slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
@@ -85,16 +87,22 @@ def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[li
     return [*now, *imbalance_verdicts(findings)], past
 
 
-def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> JudgedVerdict:
+def slow_verdict(
+    context: SlowRankContext, straggler: StragglerGroup, findings: Findings
+) -> JudgedVerdict:
     """Return the verdict on ranks that are slow now, with a note if another measurement does not
     confirm it."""
     verdict, lead = _slow(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
         verdict = _doubted(verdict, "Compared by host time only, not by device time.")
     if lead.by_windows:
-        return _with_sentence(verdict, "Found in statistics merged on devices; the rank's own records are missing.")
+        return _with_sentence(
+            verdict, "Found in statistics merged on devices; the rank's own records are missing."
+        )
     if lead.disputed:
-        return _doubted(verdict, f"Statistics merged on devices do not confirm it{_only_in_windows(findings)}.")
+        return _doubted(
+            verdict, f"Statistics merged on devices do not confirm it{_only_in_windows(findings)}."
+        )
     others = _others_came_last(context, straggler) if context.judged_by == DEVICE else ""
     return _doubted(verdict, others) if others else verdict
 
@@ -105,7 +113,9 @@ def last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
     rows: the report's collectives. Those with ranks on several nodes are left out. The result is
     empty if too few are left.
     """
-    by_kernels = [row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]]
+    by_kernels = [
+        row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]
+    ]
     joined = sum(row["joined"] for row in by_kernels)
     if joined < _MIN_JOINED:
         return {}
@@ -119,14 +129,21 @@ def last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
 def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
     """Return a sentence if another rank than the slow one comes last to most collectives; else
     ""."""
-    others = {rank: share for rank, share in context.last_arrival_shares.items() if rank not in straggler.ranks}
-    theirs = sum(share for rank, share in context.last_arrival_shares.items() if rank in straggler.ranks)
+    others = {
+        rank: share
+        for rank, share in context.last_arrival_shares.items()
+        if rank not in straggler.ranks
+    }
+    theirs = sum(
+        share for rank, share in context.last_arrival_shares.items() if rank in straggler.ranks
+    )
     latest = max(others, key=lambda rank: others[rank], default=None)
     if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
         return ""
     return (
-        f"The kernels of the collectives do not confirm it: rank {latest} came last in {percent(others[latest])} of "
-        f"them, rank {straggler.lead.rank} in {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
+        f"The kernels of the collectives do not confirm it: rank {latest} came last in"
+        f" {percent(others[latest])} of them, rank {straggler.lead.rank} in"
+        f" {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
 
 
@@ -145,7 +162,8 @@ def _only_in_windows(findings: Findings) -> str:
     """Return a clause on ranks that only merged windows show as slow; "" without such ranks."""
     found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
-        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
+        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})"
+        for each in found
     )
     return f", but show {each}" if each else ""
 
@@ -173,7 +191,11 @@ def cause_class(episode: Episode) -> str:
         return "more_work"
     if episode.phase == "data":
         return "slow_data"
-    return "slow_host" if episode.by_host or episode.phase in ("host", "gap", "cpu") else "slow_compute"
+    return (
+        "slow_host"
+        if episode.by_host or episode.phase in ("host", "gap", "cpu")
+        else "slow_compute"
+    )
 
 
 def module_label(name: str) -> str:
@@ -187,23 +209,38 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     host = ", ".join(filter(None, (straggler.host, straggler.location)))
     at = f" ({straggler.location})" if straggler.location else ""
     if straggler.kind == "node":
-        who = f"Node {straggler.name}{at} is slow (ranks {ranges(straggler.ranks)}), most of all rank {episode.rank},"
+        who = (
+            f"Node {straggler.name}{at} is slow (ranks {ranges(straggler.ranks)}), most of all rank"
+            f" {episode.rank},"
+        )
     elif straggler.kind == "position":
-        who = f"The ranks at {straggler.name} are slow ({ranges(straggler.ranks)}), most of all rank {episode.rank},"
+        who = (
+            f"The ranks at {straggler.name} are slow ({ranges(straggler.ranks)}), most of all rank"
+            f" {episode.rank},"
+        )
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
     modules, module_excess_s = _modules_of(context, straggler)
-    where = f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
+    where = (
+        f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
+    )
     if modules and module_excess_s <= _MAX_MODULE_RATIO * episode.phase_excess_ns / 1e9:
         where += f" (+{duration(module_excess_s)} a step)"
-    cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
+    cost_s, share = (
+        None if straggler.cost_ns is None else straggler.cost_ns / 1e9,
+        straggler.cost_share,
+    )
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
     cost = "Its cost to the job is not known"
     if cost_s is not None and share is not None:
         too = straggler.slow_too
         it = f"Together with {rank_list(too)} it" if too else "It"
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
-    causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
+    causes = (
+        [each for each in straggler.diagnosis.causes if each.explains is not None]
+        if straggler.diagnosis
+        else []
+    )
     it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
     against = _compared_times(episode, it, findings.compared)
     found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern(episode)}."
@@ -246,8 +283,14 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
     if diagnosis is None:
         return "", ""
     if not diagnosis.causes:
-        checked = ", ".join(each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU))
-        return (f"No cause found (checked: {checked}). ", f"none found (checked: {checked})") if checked else ("", "")
+        checked = ", ".join(
+            each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU)
+        )
+        return (
+            (f"No cause found (checked: {checked}). ", f"none found (checked: {checked})")
+            if checked
+            else ("", "")
+        )
     text, short = "", []
     for cause in diagnosis.causes:
         if cause.explains is None:
@@ -255,7 +298,10 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
             short.append(f"not seen on other ranks: {cause.text}")
         else:
             explains = percent(min(1.0, cause.explains))
-            text += f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of it). "
+            text += (
+                f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of"
+                " it). "
+            )
             short.append(f"{cause.text} (explains {explains})")
     return text, "; ".join(short)
 
@@ -265,13 +311,19 @@ def _compared_times(episode: Episode, it: str, ranks: int) -> str:
 
     it: the sentence's name for the slow rank.
     """
-    others, its = "the other rank" if ranks == 2 else "the other ranks", "its" if it == "it" else f"{it}'s"
+    others, its = (
+        "the other rank" if ranks == 2 else "the other ranks",
+        "its" if it == "it" else f"{it}'s",
+    )
     if episode.phase == "cpu":
         more = duration(episode.excess_ns / 1e9)
         return f"{its} thread was ready but had no CPU for {more} a step more than on {others}"
     mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
     if episode.by_host:
-        return f"{its} host needs {mine} a step against {theirs} on {others}, and the device waits for it"
+        return (
+            f"{its} host needs {mine} a step against {theirs} on {others}, and the device waits"
+            " for it"
+        )
     if episode.phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
     return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
@@ -281,7 +333,8 @@ def _pattern(episode: Episode) -> str:
     text = ""
     if episode.slow_share < _INTERMITTENT:
         text = (
-            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
+            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in"
+            f" {percent(episode.slow_share)} of steps"
         )
     if episode.more_workload > _MORE_WORK:
         text += f"; its workload is {percent(episode.more_workload)} larger than the others'"
@@ -296,30 +349,50 @@ def _confidence(episode: Episode) -> float:
 def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup) -> str:
     rank, what = episode.rank, module_label(modules[0]) if modules else "the model"
     if straggler.kind == "node":
-        return f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run without it."
+        return (
+            f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run"
+            " without it."
+        )
     if straggler.kind == "position":
-        return f"compare the work of the ranks at {straggler.name}: tokens per expert, or the split of the layers."
+        return (
+            f"compare the work of the ranks at {straggler.name}: tokens per expert, or the split of"
+            " the layers."
+        )
     if episode.more_workload > _MORE_WORK:
-        return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
+        return (
+            f"balance the batches: rank {rank} gets longer sequences or more samples than the"
+            " others."
+        )
     if episode.by_host and episode.phase in _COMPUTING:
         return (
-            f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its Python code does in "
-            f"{phase_name(episode.phase)}."
+            f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its"
+            f" Python code does in {phase_name(episode.phase)}."
         )
     compare = (
-        f"compare the input sizes of {what} on rank {rank} with other ranks', then the clock speed and other processes "
-        "of its host."
+        f"compare the input sizes of {what} on rank {rank} with other ranks', then the clock speed"
+        " and other processes of its host."
     )
     actions = {
-        "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
+        "data": (
+            f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches."
+        ),
         **dict.fromkeys(("forward", "backward", "compute"), compare),
-        "recompute": f"compare the input sizes and the clock speed of rank {rank} with other ranks'.",
+        "recompute": (
+            f"compare the input sizes and the clock speed of rank {rank} with other ranks'."
+        ),
         "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
-        "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
-        "collection.",
-        "gap": f"look for what rank {rank} does between the phases: its loader first, then logging, checkpoints and "
-        ".item().",
-        "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
+        "host": (
+            f"look for what only rank {rank} does between the phases: logging, checkpoints,"
+            " .item(), garbage collection."
+        ),
+        "gap": (
+            f"look for what rank {rank} does between the phases: its loader first, then logging,"
+            " checkpoints and .item()."
+        ),
+        "cpu": (
+            f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is"
+            " pinned."
+        ),
     }
     return actions[episode.phase]
 
@@ -346,14 +419,20 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
         if seen:
             excesses.append((excess_s, module["name"]))
     if not excesses and episode.phase == "forward" and not on_device:
-        excesses = [(excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()]
+        excesses = [
+            (excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()
+        ]
     names: list[str] = []
     total_s = 0.0
     for excess_s, name in sorted(excesses, reverse=True)[:MAX_MODULES]:
         names.append(name)
         total_s += excess_s
         if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
-            roots = {module["name"] for module in context.modules if module["is_root"]} if on_device else set()
+            roots = (
+                {module["name"] for module in context.modules if module["is_root"]}
+                if on_device
+                else set()
+            )
             parts = sum(name not in roots for _, name in excesses)
             if on_device and (roots.intersection(names) or 2 * len(names) > parts):
                 break
@@ -371,13 +450,17 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (
-        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step - 1}: "
-        f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
-        f"({percent(share)}){', together with ranks slow at that time' if together else ''}. It is over."
+        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step"
+        f" {episode.until_step - 1}: +{duration(episode.excess_ns / 1e9)} a"
+        f" step{_pattern(episode)}, which cost the job {duration(cost_s)} a step"
+        f" ({percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
+        " over."
     )
     if diagnosis is not None and diagnosis.causes:
         text += f" Seen meanwhile: {diagnosis.causes[0].text}."
-    evidence = PastStragglerEvidence(cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis)
+    evidence = PastStragglerEvidence(
+        cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis
+    )
     return judged(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
         evidence, episode,
@@ -391,9 +474,9 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
         return []
     cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
-        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
-        f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
-        f"Next: move layers out of stage {found.stage}."
+        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has"
+        f" {duration(found.work_ns / 1e9)} of work a step, the other stages"
+        f" {duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
     return [judged("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
@@ -419,12 +502,16 @@ def unequal_parts(findings: Findings) -> str:
     names = ", ".join(part.ranks for part in others)
     one = names.isdecimal()
     rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
-    theirs = f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one} {duration(wait_ns / 1e9)}"
+    theirs = (
+        f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one}"
+        f" {duration(wait_ns / 1e9)}"
+    )
     return (
-        f"The ranks were not compared, because they run different models. {who.capitalize()} {largest.ranks} {does} "
-        f"{duration(largest.work_ns / 1e9)} of work a step, {rest} {theirs}{', on average' * (len(others) > 1)}. "
-        f"Next: of a pipeline's stages, move layers off {who} {largest.ranks}; if that should be no more work than the "
-        "others', see what it is in the table of ranks."
+        f"The ranks were not compared, because they run different models. {who.capitalize()}"
+        f" {largest.ranks} {does} {duration(largest.work_ns / 1e9)} of work a step, {rest}"
+        f" {theirs}{', on average' * (len(others) > 1)}. Next: of a pipeline's stages, move layers"
+        f" off {who} {largest.ranks}; if that should be no more work than the others', see what it"
+        " is in the table of ranks."
     )
 
 
@@ -434,8 +521,8 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
         text = (
-            f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
-            f"Next: run at least {_steps_needed(findings)} steps."
+            f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished"
+            f" from noise yet. Next: run at least {_steps_needed(findings)} steps."
         )
         kind, not_compared = "not_compared" if why else "none", NotComparedEvidence(findings.rows)
         return judged(kind, None, None, 0.0, 0.0, None, 0.0, why or text, not_compared)
@@ -444,12 +531,15 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
     clocks = (_BY_BOTH if by_both else _BY_DEVICES) if report["run"]["judged_by"] == DEVICE else ""
     text = (
-        f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is {duration(seen_s)} per step "
-        f"({percent(share)})."
+        f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is"
+        f" {duration(seen_s)} per step ({percent(share)})."
     )
     confidence, rather = 0.9, _only_in_windows(findings)
     if rather:
-        confidence, text = confidence / 2, f"{text} Statistics merged on devices do not confirm this{rather}."
+        confidence, text = (
+            confidence / 2,
+            f"{text} Statistics merged on devices do not confirm this{rather}.",
+        )
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
     return judged("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
 
@@ -463,18 +553,31 @@ def _why_not_compared(report: Facts, findings: Findings) -> str:
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (
-            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared. Next: unset RANK and "
-            "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
+            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared. Next:"
+            " unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
+            " other ranks."
         )
     if run["device"] is not None and run["judged_by"] != DEVICE:
-        untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
+        untimed = [
+            rank["rank"]
+            for rank in report["ranks"]
+            if not (rank["device"] and rank["device"]["parts"])
+        ]
         some = len(untimed) < len(report["ranks"])
-        recorded = f"device times of {rank_list(untimed)} are missing" if some else "only host time is known"
+        recorded = (
+            f"device times of {rank_list(untimed)} are missing"
+            if some
+            else "only host time is known"
+        )
         return (
-            f"The ranks were not compared: their work is on a device ({run['device']}), and {recorded}. "
-            "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
+            f"The ranks were not compared: their work is on a device ({run['device']}), and"
+            f" {recorded}. Next: see `torchlens-perf doctor` for why, or compare traces of some"
+            " ranks (torchlens-perf capture)."
         )
     if findings.compared or report["steps"]["count"] < _steps_needed(findings):
         return ""
-    text = "The ranks were not compared: they do different work, or were not recorded at the same time."
+    text = (
+        "The ranks were not compared: they do different work, or were not recorded at the same"
+        " time."
+    )
     return unequal_parts(findings) or text

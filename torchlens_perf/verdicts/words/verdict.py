@@ -6,7 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
-from torchlens_perf.analysis.statistics.quantities import amount, counted, duration, percent, printable
+from torchlens_perf.analysis.statistics.quantities import (
+    amount,
+    counted,
+    duration,
+    percent,
+    printable,
+)
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_FRAMES
@@ -65,7 +71,10 @@ def verdicts(
         return [*out_of_memory, *start, _only_warm_up(report)]
     run = report["run"]
     context = SlowRankContext(
-        report["modules"], run["device"], run["judged_by"], last_arrival_shares(report["collectives"])
+        report["modules"],
+        run["device"],
+        run["judged_by"],
+        last_arrival_shares(report["collectives"]),
     )
     now, before = straggler_verdicts(context, findings)
     if links.links:
@@ -94,7 +103,9 @@ def verdicts(
 def _share_slow_before(findings: Findings, steps: int) -> float:
     """Return the longest ended slowness of a rank, as a share of all steps."""
     over = findings.slow_before
-    return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
+    return max(
+        (each.until_step - each.since_step for each in over if each.until_step), default=0
+    ) / max(1, steps)
 
 
 def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
@@ -108,7 +119,10 @@ def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
         return slow
     phases = ("data", "host", "gap") if typical.phase in ("data", "host") else (typical.phase,)
     same = [each for each in slow if each.kind == "straggler" and each.phase in phases]
-    if any(each.cost_s_per_step is None or each.cost_s_per_step >= typical.cost_s_per_step for each in same):
+    if any(
+        each.cost_s_per_step is None or each.cost_s_per_step >= typical.cost_s_per_step
+        for each in same
+    ):
         return slow
     if typical.kind != "lack_of_cpu" or not same:
         return [*slow, typical]
@@ -125,9 +139,10 @@ def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
     text = (
-        f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper than {MAX_FRAMES} "
-        "levels were not recorded. They may include phases of the step, which are counted as host code here. "
-        "Next: nest sections less deeply, also around the training loop."
+        f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper"
+        f" than {MAX_FRAMES} levels were not recorded. They may include phases of the step, which"
+        " are counted as host code here. Next: nest sections less deeply, also around the training"
+        " loop."
     )
     return judged("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
 
@@ -138,18 +153,24 @@ def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVe
     steps: number of steps. mean_s: mean duration of a step.
     """
     worst = links.links[0]
-    where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
+    where = (
+        f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
+    )
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
     text = f"{slow_link_text(links)} Next: {action}"
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
-    evidence = SlowLinkEvidence(links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided)
+    evidence = SlowLinkEvidence(
+        links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided
+    )
     return judged("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
 
 
 def _hang(hang: OpenHang) -> JudgedVerdict:
     rank = hang.ranks[0] if hang.ranks else None
-    evidence = HangEvidence(hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks)
+    evidence = HangEvidence(
+        hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks
+    )
     return judged("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
 
 
@@ -162,27 +183,33 @@ def _why_no_steps(report: Facts) -> str:
     """Say why no step is counted: none was made, none has ended yet, or none is left."""
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
-        steps = f"{counted(made, 'step')} ended, but the records of all of them" if made else "Records"
+        steps = (
+            f"{counted(made, 'step')} ended, but the records of all of them" if made else "Records"
+        )
         return (
-            f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read, and were "
-            "overwritten. Next: record fewer sections or modules, or raise ring_records."
+            f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read,"
+            " and were overwritten. Next: record fewer sections or modules, or raise ring_records."
         )
     if made:
         which = "The only step that ended is" if made == 1 else f"The {made} steps that ended are"
         return (
-            f"{which} not measured: recording began after the first optimizer step, as the script has no watch(). "
-            "Next: run more steps, or put `with perf.watch(model):` around the loop."
+            f"{which} not measured: recording began after the first optimizer step, as the script"
+            " has no watch(). Next: run more steps, or put `with perf.watch(model):` around the"
+            " loop."
         )
-    now = [rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]]
+    now = [
+        rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]
+    ]
     if report["run"]["live"] and now:
         longest = max(now, key=lambda each: each["step_s"])
         return (
-            f"No step has ended yet: the first one has taken {duration(longest['step_s'])} so far, and is in "
-            f"{' > '.join(longest['inside'])}. Next: wait for its end."
+            f"No step has ended yet: the first one has taken {duration(longest['step_s'])} so far,"
+            f" and is in {' > '.join(longest['inside'])}. Next: wait for its end."
         )
     return (
-        "No step was seen. A step ends with an optimizer's step, a forward pass without gradients of the watched "
-        "model, or w.step(). Next: pass the model to watch(), or call w.step() at the end of your loop."
+        "No step was seen. A step ends with an optimizer's step, a forward pass without gradients"
+        " of the watched model, or w.step(). Next: pass the model to watch(), or call w.step() at"
+        " the end of your loop."
     )
 
 
@@ -191,8 +218,8 @@ def _only_warm_up(report: Facts) -> JudgedVerdict:
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
     text = (
-        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS} of each rank)"
-        f"{warm_up_words(steps)}. Next: run at least 40 steps."
+        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
+        f" of each rank){warm_up_words(steps)}. Next: run at least 40 steps."
     )
     return judged("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
 
@@ -216,11 +243,18 @@ def slow_link_text(findings: LinkFindings) -> str:
         return findings.undecided
     worst = findings.links[0]
     text = f"{_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
-    text += f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its {worst.peers} peers"
+    text += (
+        f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its"
+        f" {worst.peers} peers"
+    )
     if worst.busbw is not None and worst.peers_busbw is not None:
-        text += f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
+        text += (
+            f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
+        )
     at_most = "at most " if worst.overlapped else ""
-    text += f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    text += (
+        f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    )
     if len(findings.links) > 1:
         text += f" {len(findings.links)} links are slow"
         if findings.shared_ranks:
