@@ -1,4 +1,4 @@
-"""Tests of captures in the sidecar and of the command, with fake ranks."""
+"""Tests of captures in the sidecar and of the capture command, with fake ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torchlens_perf.view.tables import capture_table
 
 
 class Node:
-    """A node's sidecar with two ranks, both of which are this process."""
+    """The sidecar of a node with two ranks, both of which are the test's process."""
 
     def __init__(self, folder: Path) -> None:
         self.run = make_run(folder)
@@ -67,13 +67,13 @@ class Node:
         self.relay.update(self.ranks, self.now_s)
 
     def asked(self) -> list[int]:
-        """Return the ranks that have received a request."""
+        """Return the ranks that have received a capture request."""
         return [
             rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()
         ]
 
     def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
-        """Answer a request as a rank does."""
+        """Answer a capture request as a rank does."""
         ring = self.ranks[rank].ring
         request = capture_files.read(capture_files.ask_path(ring), Request)
         capture_files.ask_path(ring).unlink()
@@ -105,7 +105,7 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
+def test_finished_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
     """No file of the request is left in the ring's folder."""
     node.ask()
     node.run_round()
@@ -118,7 +118,7 @@ def test_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
     assert node.files(1) == ["capture.json", STACKS, TRACE]
     folder = capture_files.rank_folder(node.run.captures, "one", 1)
     assert gzip.decompress((folder / TRACE).read_bytes()) == b'{"traceEvents": []}\n'
-    assert "test_trace_is_compressed_and_stacks_are_added" in (folder / STACKS).read_text()
+    assert "test_finished_trace_is_compressed_and_stacks_are_added" in (folder / STACKS).read_text()
     outcome = node.outcomes()["one", 1]
     assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
     assert list(node.folder.glob("rank*")) == []
@@ -132,7 +132,7 @@ def test_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
     assert row["files"][TRACE]["path"] == "captures/one/rank00001/trace.json.gz"
 
 
-def test_incomplete_trace_is_removed(node: Node) -> None:
+def test_incomplete_trace_is_removed_after_a_disk_error(node: Node) -> None:
     """The rank's disk was full."""
     node.ask()
     node.run_round()
@@ -144,8 +144,8 @@ def test_incomplete_trace_is_removed(node: Node) -> None:
     assert "is the disk full?" in node.outcomes()["one", 1].left_out[TRACE]
 
 
-def test_only_requested_live_ranks_are_asked(node: Node) -> None:
-    """Requests for other nodes or attempts, and old requests, are ignored."""
+def test_only_the_requested_live_ranks_receive_the_request(node: Node) -> None:
+    """Old requests and requests for other nodes or attempts are ignored."""
     node.ask(id="elsewhere", ranks=(5,))
     node.ask(id="before", attempt=7, ranks=(0,))
     node.ask(id="old", asked_unix_s=time.time() - 300, ranks=(0,))
@@ -155,8 +155,8 @@ def test_only_requested_live_ranks_are_asked(node: Node) -> None:
     assert node.outcomes() == {}
 
 
-def test_request_ends_with_the_process(node: Node) -> None:
-    """The outcome has the reason, even if the rank has a new process."""
+def test_request_ends_with_the_ranks_process(node: Node) -> None:
+    """The outcome contains the reason, even if the rank has a new process."""
     node.ask(ranks=(0, 1))
     node.run_round()
     del node.ranks[0]
@@ -168,7 +168,7 @@ def test_request_ends_with_the_process(node: Node) -> None:
     assert list(node.folder.glob("rank*")) == []
 
 
-def test_last_answer_of_an_ended_process_counts(node: Node) -> None:
+def test_answer_written_just_before_the_process_ended_is_used(node: Node) -> None:
     node.ask()
     node.run_round()
     node.answer(1)
@@ -179,7 +179,7 @@ def test_last_answer_of_an_ended_process_counts(node: Node) -> None:
 
 
 def test_request_is_withdrawn_if_no_step_ends(node: Node) -> None:
-    """The stacks show where the rank is."""
+    """The stacks show where the rank is blocked."""
     node.ask()
     node.run_round()
     node.run_round(LONGEST_S - 1)
@@ -191,7 +191,7 @@ def test_request_is_withdrawn_if_no_step_ends(node: Node) -> None:
     assert STACKS in node.files(1)
 
 
-def test_request_is_refused_with_capture_off(node: Node) -> None:
+def test_request_is_refused_if_captures_are_switched_off(node: Node) -> None:
     node.ranks[1] = dataclasses.replace(node.ranks[1], refuses=True)
     node.ask()
     node.run_round()
@@ -200,8 +200,7 @@ def test_request_is_refused_with_capture_off(node: Node) -> None:
     assert "capture='off'" in node.outcomes()["one", 1].ended
 
 
-def test_second_request_for_a_rank_is_refused(node: Node) -> None:
-    """The first one is not finished."""
+def test_second_request_for_a_rank_is_refused_while_the_first_runs(node: Node) -> None:
     node.ask()
     node.run_round()
     node.ask(id="two", ranks=(0, 1))
@@ -214,7 +213,7 @@ def test_second_request_for_a_rank_is_refused(node: Node) -> None:
 
 
 def test_restarted_sidecar_receives_the_answer_to_an_earlier_request(node: Node) -> None:
-    """The request is not sent again."""
+    """The new sidecar does not send the request again."""
     node.ask()
     node.run_round()
     node.answer(1)
@@ -226,7 +225,7 @@ def test_restarted_sidecar_receives_the_answer_to_an_earlier_request(node: Node)
     assert node.outcomes()["one", 1].steps == 3
 
 
-def test_request_ends_without_an_answer_after_a_timeout(node: Node) -> None:
+def test_request_without_an_answer_ends_after_a_timeout(node: Node) -> None:
     """A late answer does not count for the next request."""
     node.ask()
     node.run_round()
@@ -251,7 +250,7 @@ def test_request_ends_without_an_answer_after_a_timeout(node: Node) -> None:
 @pytest.mark.parametrize(
     "answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}']
 )
-def test_unreadable_answer_ends_the_request(node: Node, answer: str) -> None:
+def test_request_ends_with_an_error_if_the_answer_is_unreadable(node: Node, answer: str) -> None:
     node.ask()
     node.run_round()
     capture_files.answer_path(node.ranks[1].ring).write_text(answer)
@@ -270,7 +269,7 @@ def test_unreadable_answer_ends_the_request(node: Node, answer: str) -> None:
     ],
 )  # fmt: skip
 def test_unreadable_request_is_noted_once(node: Node, wrong: dict[str, Any]) -> None:
-    """Other requests are handled. No path may lead out of the run directory."""
+    """Other requests are handled. A path outside the run directory is refused."""
     bad = {**dataclasses.asdict(node.ask(ranks=(0,))), "id": "bad", **wrong}
     capture_files.request_path(node.run.captures, "bad").write_text(json.dumps(bad))
     node.run_round()
@@ -285,7 +284,7 @@ def test_unreadable_request_is_noted_once(node: Node, wrong: dict[str, Any]) -> 
 
 
 def test_trace_is_removed_if_it_cannot_be_compressed(node: Node) -> None:
-    """The outcome has the reason."""
+    """The outcome contains the reason."""
     node.ask()
     node.run_round()
     node.answer(1)
@@ -304,10 +303,13 @@ def test_trace_is_removed_if_it_cannot_be_compressed(node: Node) -> None:
 @pytest.mark.parametrize(
     ("traced", "code", "quiet"), [(True, 0, []), (False, 1, []), (True, 0, ["--quiet"])]
 )
-def test_exit_code_of_the_command_shows_if_there_is_a_trace(
+def test_capture_command_exits_0_only_if_there_is_a_trace(
     node: Node, traced: bool, code: int, quiet: list[str]
 ) -> None:
-    """A rank without steps does not matter. With --quiet, the result is still printed."""
+    """A rank without steps does not change the exit code.
+
+    With --quiet, the result is still printed.
+    """
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     ranks[0].steps(40, forward=100)
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
@@ -340,8 +342,8 @@ def test_exit_code_of_the_command_shows_if_there_is_a_trace(
         rank.close()
 
 
-def test_list_of_captures_is_newest_first(node: Node) -> None:
-    """A row has the trace's path or the reason of a failure."""
+def test_captures_are_listed_newest_first(node: Node) -> None:
+    """A row contains the trace's path or the reason for a failure."""
     node.ask()
     node.ask(id="two", ranks=(0,))
     node.ranks[0] = dataclasses.replace(node.ranks[0], refuses=True)
@@ -361,10 +363,10 @@ def test_list_of_captures_is_newest_first(node: Node) -> None:
     }  # fmt: skip
 
 
-def test_pause_for_a_capture_is_not_a_lag_in_collectives(node: Node) -> None:
-    """Other ranks wait for the writing in the next step's first collective.
+def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
+    """Other ranks wait in the next step's first collective while the captured rank writes.
 
-    No rank is blamed for that.
+    No rank is reported as slow.
     """
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     for rank in ranks:
@@ -400,7 +402,7 @@ def test_pause_for_a_capture_is_not_a_lag_in_collectives(node: Node) -> None:
 
 
 def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None:
-    """Both have the same steps. A restarted sidecar does not request it again."""
+    """Both ranks record the same steps. A restarted sidecar does not request the capture again."""
     (node.run.nodes / "node-a.json").touch()
     found = with_groups(findings(episode(3)), PLACES)
     for _ in range(2):
@@ -417,7 +419,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
 
 
 def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
-    """There is no verdict, or the rank's node has another disk."""
+    """Either there is no verdict, or the rank's node has another disk."""
     found = with_groups(findings(episode(3)), PLACES)
     node.relay.ask_after_verdict(findings(), PLACES, node.ranks)
     node.relay.ask_after_verdict(found, PLACES, node.ranks)
@@ -430,14 +432,14 @@ def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
     [
         ((3,), range(8), PLACES, (3, 2)),
         ((3, 2), range(8), PLACES, (3, 1)),
-        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # The whole node is slow.
+        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # All ranks of the node are slow.
         ((3,), (3,), PLACES, (3,)),
         ((3,), (4, 5), PLACES, ()),
         ((3,), range(8), {**PLACES, 2: Placement("node-a", "other")}, (3, 1)),
         ((), range(8), PLACES, ()),
     ],
 )  # fmt: skip
-def test_slowest_and_nearest_healthy_rank_are_chosen(
+def test_slowest_and_nearest_healthy_rank_are_captured(
     slow: tuple[int, ...], reached: Any, places: dict[int, Placement], chosen: tuple[int, ...]
 ) -> None:
     """The healthy rank is of the same population, and on the same node if possible."""
@@ -456,7 +458,7 @@ def _read(node: Node) -> None:
 
 
 @pytest.mark.parametrize("before", ["nothing", "no step"])
-def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
+def test_capture_command_waits_until_the_first_steps_are_read(node: Node, before: str) -> None:
     """On a busy machine, the sidecar reads the ring seconds after the first steps."""
     rank = Rank(node.run, 0)
     if before == "no step":
@@ -489,12 +491,12 @@ def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
         (["--timeout", "60"], True, "has ended: a capture needs a live run"),
     ],
 )
-def test_command_prints_why_a_rank_cannot_be_captured(
+def test_capture_command_prints_why_a_rank_cannot_be_captured(
     node: Node, options: list[str], ends: bool, words: str
 ) -> None:
-    """The command never says that no step was made.
+    """The command never says that a rank has made no step.
 
-    A sidecar that has not read the ring cannot know that.
+    A sidecar that has not read the ring cannot know the number of steps.
     """
     rank = Rank(node.run, 0)
     rank.steps(40 if ends else 0, forward=100)
@@ -507,8 +509,8 @@ def test_command_prints_why_a_rank_cannot_be_captured(
     rank.close()
 
 
-def test_run_without_updates_is_not_reported_as_ended(node: Node) -> None:
-    """Its node may have lost power."""
+def test_capture_of_a_run_without_updates_does_not_say_it_has_ended(node: Node) -> None:
+    """The run's node may have lost power."""
     rank = Rank(node.run, 0)
     rank.steps(40, forward=100)
     _read(node)

@@ -1,4 +1,4 @@
-"""Tests of a node that cannot reach node 0 and judges its own ranks until node 0 is back."""
+"""Tests of a node that cannot reach node 0 and judges its own ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Node:
         return self.exporter.alerts
 
 
-def test_cut_off_node_raises_alerts_until_node_0_judges(
+def test_cut_off_node_raises_alerts_until_node_0_is_back(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -93,7 +93,7 @@ def test_cut_off_node_raises_alerts_until_node_0_judges(
     (of_job,) = FindingLog(run.run_id).changes(
         0, node.sidecar.state.findings, None, node.sidecar.monitor.epoch.places, started.unix_ns
     )
-    # Node 0's alert is a separate one. Neither ends the other.
+    # Node 0 raises a separate alert. Neither alert ends the other one.
     assert of_job.about != started.about
 
     node_0 = Exchange(places, exchange_key(0), "node-0", True, timing=FAST)

@@ -1,6 +1,6 @@
 """Tests with damaged files and failing disks.
 
-The sidecar goes on, and a report shows other nodes.
+The sidecar continues, and a report shows the other nodes.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_report_names_missing_ranks_of_an_unreadable_node(
+def test_report_lists_the_ranks_of_an_unreadable_node_as_missing(
     damage: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report still has the other nodes."""
+    """The report still contains the other nodes."""
     finished(run)
     broken = run.nodes / "zz.json"
     broken.write_bytes(DAMAGE[damage](run.node_state(HOST).read_bytes()))
@@ -73,7 +73,7 @@ def test_report_names_missing_ranks_of_an_unreadable_node(
     assert note.endswith(": the ranks of that node are missing here")
 
 
-def test_report_without_any_readable_node_fails_with_one_line(
+def test_report_fails_with_one_line_if_no_node_is_readable(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit code is 2."""
@@ -82,7 +82,7 @@ def test_report_without_any_readable_node_fails_with_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_inconsistent_state_is_left_out_of_the_report(run: RunDirectory) -> None:
+def test_node_with_contradictory_state_is_left_out_of_the_report(run: RunDirectory) -> None:
     """Each value has a valid type, but the values contradict each other."""
     finished(run)
     state = json.loads(run.node_state(HOST).read_bytes())
@@ -99,8 +99,9 @@ def test_inconsistent_state_is_left_out_of_the_report(run: RunDirectory) -> None
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("states", [150, *long(STATES)])
-def test_changed_bytes_in_a_state_do_not_break_the_report(states: int, run: RunDirectory) -> None:
-    """There is a report on the other nodes, or an error of one line."""
+def test_report_is_built_or_fails_with_one_line_if_state_bytes_change(
+    states: int, run: RunDirectory
+) -> None:
     began_s, number = time.monotonic(), states if states < STATES else share(STATES)
     finished(run)
     text, draw = run.node_state(HOST).read_bytes(), random.Random(states)
@@ -127,8 +128,8 @@ def test_changed_bytes_in_a_state_do_not_break_the_report(states: int, run: RunD
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "newer"])
-def test_damaged_state_is_renamed_with_a_note(damage: str, run: RunDirectory) -> None:
-    """The records that are still in the rings are counted."""
+def test_damaged_state_is_renamed_and_noted(damage: str, run: RunDirectory) -> None:
+    """Records that are still in the rings are counted again."""
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     run.node_state(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
@@ -141,10 +142,13 @@ def test_damaged_state_is_renamed_with_a_note(damage: str, run: RunDirectory) ->
     assert len(list(run.nodes.glob("*.damaged-*"))) == 1
 
 
-def test_damaged_segment_is_left_out_with_a_note(
+def test_damaged_segment_is_left_out_and_noted(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both a later sidecar and a replay report it. Files of other programs are not touched."""
+    """A later sidecar and a replay report the damaged segment.
+
+    Files of other programs are not changed.
+    """
     finished(run, 20)
     (first,) = run.spans.glob("*.parquet")
     first.write_bytes(first.read_bytes()[:-100])
@@ -171,9 +175,9 @@ def test_damaged_segment_is_left_out_with_a_note(
 def failing(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Path]]:
-    """Return a function that makes calls of child processes on some paths fail.
+    """Return a function that makes calls of child processes fail for some paths.
 
-    Calls fail with the given error while the returned flag file exists.
+    Calls fail with the given error as long as the returned flag file exists.
     """
 
     def make(error: int, *paths: Path) -> Path:
@@ -203,7 +207,7 @@ def test_disk_errors_for_some_seconds_lose_no_records(
     assert eventually(run.node_state(HOST).exists)
     flag.touch()
     rank.steps(30, **WORK)
-    time.sleep(8)  # This is longer than the interval of segments.
+    time.sleep(8)  # The errors last longer than the interval of segments.
     rank.steps(40, **WORK)
     flag.unlink()
     rank.close()

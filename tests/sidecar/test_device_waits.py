@@ -1,4 +1,4 @@
-"""Tests of when stacks are sampled for device waits, and of the conclusions."""
+"""Tests of when stacks are sampled for device waits, and of the resulting findings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ IN_ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
 def stack_in(source: str, line: int = 31) -> Stack:
-    """Return a stack as from py-spy. Its file is not read here."""
+    """Return a stack like that of py-spy. Its file is not read."""
     return Stack((f"train (gpt.py:{line})", "<module> (gpt.py:50)"), "", innermost=(source, line))
 
 
 def pause(since_s: float = 12.0, step: int = 100) -> Hang:
-    """Return a pause of two ranks whose devices' progress has not been read since."""
+    """Return a pause of two ranks whose device progress was not read since its start."""
     return found(
         *(
             rank(each, inside=(), step=step, since_step_s=since_s, since_mark_s=since_s,
@@ -39,8 +39,8 @@ def asked() -> DeviceWaits:
     return waits
 
 
-def test_host_in_one_line_in_all_samples_waits_there() -> None:
-    """Afterwards no more samples are taken."""
+def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
+    """No more samples are taken after that result."""
     waits = asked()
     for _ in range(SAMPLES):
         assert waits.known == {}
@@ -53,8 +53,8 @@ def test_host_in_one_line_in_all_samples_waits_there() -> None:
 @pytest.mark.parametrize(
     "second", [stack_in(SLEEP), stack_in(ITEM, line=40)], ids=["no wait", "another line"]
 )
-def test_host_with_different_samples_does_not_wait(second: Stack) -> None:
-    """An evaluation reads values in several places. The first different sample is the last one."""
+def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> None:
+    """An evaluation reads values in several places. Sampling stops at the first different line."""
     waits = asked()
     waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
     waits.add_sample({0: stack_in(ITEM), 1: second})
@@ -63,7 +63,7 @@ def test_host_with_different_samples_does_not_wait(second: Stack) -> None:
 
 
 def test_host_outside_of_device_waits_is_sampled_once() -> None:
-    """The host may write a checkpoint."""
+    """The host may be writing a checkpoint."""
     waits = asked()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
     assert set(waits.known.values()) == {""}
@@ -71,7 +71,7 @@ def test_host_outside_of_device_waits_is_sampled_once() -> None:
 
 
 def test_sampling_starts_again_after_twice_the_duration() -> None:
-    """The result may differ from the earlier one in either direction."""
+    """The second result may differ from the first one in either direction."""
     waits = asked()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
     assert waits.is_due(pause(since_s=21.0))
@@ -83,7 +83,7 @@ def test_sampling_starts_again_after_twice_the_duration() -> None:
     assert set(waits.known.values()) == {""}
 
 
-def test_new_step_discards_the_samples() -> None:
+def test_new_step_discards_the_stack_samples() -> None:
     waits = asked()
     for _ in range(SAMPLES):
         waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
@@ -92,8 +92,8 @@ def test_new_step_discards_the_samples() -> None:
     assert waits.known == {}
 
 
-def test_rank_without_a_stack_does_not_matter() -> None:
-    """py-spy may be missing or not permitted. The other ranks' waits count."""
+def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
+    """py-spy may be missing or not permitted on a rank."""
     waits = asked()
     for _ in range(SAMPLES):
         waits.add_sample({0: stack_in(ITEM), 1: Stack((), "not permitted")})
@@ -101,14 +101,14 @@ def test_rank_without_a_stack_does_not_matter() -> None:
 
 
 def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
-    """Its device may block it."""
+    """The rank's device may block it."""
     place = DevicePlace(99, 7, "", 0.0)
     assert DeviceWaits().is_due(found(behind(2, inside=(), device=place)))
     assert not DeviceWaits().is_due(found(behind(2, inside=())))
 
 
 def test_nothing_is_sampled_without_a_pause_on_devices() -> None:
-    """There is no device, no hang, or a clear finding."""
+    """Either there is no device, no hang, or a clear finding."""
     waits = asked()
     assert not waits.is_due(None)
     assert not waits.is_due(found())

@@ -1,4 +1,7 @@
-"""Test of the number of calls to the run directory's disk, whose metadata server nodes share."""
+"""Test of the number of system calls to the run directory's disk.
+
+Nodes of a cluster share its metadata server.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.support.ranks import HOST, Rank
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run.directory import RunDirectory
 
-SETTLED_S, WATCHED_S = 60.0, 60.0  # Early segments and states are written more often.
+SETTLED_S, WATCHED_S = 60.0, 60.0  # A young run writes segments and states more often.
 MAX_CALLS_PER_S = 1  # The measured rate is 0.75.
 ON_DESCRIPTORS = {"write", "read", "fsync", "mmap", "mmap64", "flock"}
 
@@ -24,10 +27,10 @@ ON_DESCRIPTORS = {"write", "read", "fsync", "mmap", "mmap64", "flock"}
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_sidecar_makes_few_calls_to_the_disk(
+def test_sidecar_makes_few_file_system_calls_while_a_job_trains(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls with a path in the run directory are counted, while a job trains."""
+    """Only calls with a path in the run directory are counted."""
     log = tmp_path / "calls"
     for name, value in {
         "LD_PRELOAD": library(),

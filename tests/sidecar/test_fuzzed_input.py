@@ -1,6 +1,7 @@
 """Fuzz tests of rings, messages between nodes, and summaries.
 
 Changed bytes affect only their own ring or message, and readers raise only documented errors.
+
 States of nodes are tested in test_damage.py.
 """
 
@@ -35,7 +36,7 @@ from torchlens_perf.sidecar.nodes.membership import ControlMessage, ProcessGener
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
 RINGS, MESSAGES, RUNS = 400_000, 500_000, 2_000
-RECORDS = 1024  # the smallest size of a ring
+RECORDS = 1024  # The smallest size of a ring.
 EDGES = (
     0,
     1,
@@ -58,7 +59,7 @@ REGIONS = (
 
 
 def changed(data: bytes, draw: random.Random) -> bytes:
-    """Return the bytes with some of them changed, removed, inserted or repeated, or cut off."""
+    """Return a copy of the bytes, cut off or with bytes changed, removed, inserted or repeated."""
     made = bytearray(data)
     for _ in range(draw.randint(1, 6)):
         at = draw.randrange(len(made) or 1)
@@ -154,7 +155,7 @@ def test_reader_of_a_changed_ring_raises_only_ring_errors(
     finally:
         copy.unlink()
 
-    assert ends[""] > count / 4  # Otherwise the test would cover little.
+    assert ends[""] > count / 4  # Without enough readable rings, the test would cover little.
     assert ends["refused"] > 0
     if count > 400:
         note(
@@ -170,13 +171,13 @@ def test_reader_of_a_changed_ring_raises_only_ring_errors(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [6, *long(RUNS)])
 def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path) -> None:
-    """All steps of the other rank are in the report."""
+    """The report contains all steps of the other rank."""
     began_s, count, draw = (
         time.monotonic(),
         number if number < RUNS else share(RUNS),
         random.Random(number),
     )
-    # The sidecar rightly waits for live processes, or a live launcher, if the ring is not closed.
+    # The sidecar waits for live processes or a live launcher if the ring is not closed.
     dead = dead_process()
     dead["launcher_pid"] = dead["pid"]
     for each in range(count):
@@ -209,7 +210,7 @@ def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path
 
 
 class Collecting(End):
-    """Node 0's end of a fake exchange, with a real inbox."""
+    """Node 0's side of a fake exchange, with a real inbox."""
 
     inbox = messages.Inbox("node-0", 0.0)
 
@@ -236,8 +237,8 @@ def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [1_000, *long(MESSAGES)])
-def test_changed_messages_are_read_or_refused(number: int, tmp_path: Path) -> None:
-    """A refused message raises ValueError. A readable one is judged without an error."""
+def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: Path) -> None:
+    """Judging a readable message raises no error."""
     began_s, count, draw = (
         time.monotonic(),
         number if number < MESSAGES else share(MESSAGES),

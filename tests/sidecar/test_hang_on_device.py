@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
-    """Set the device's mark at the end of the rank's last step. The rank is blocked since then."""
+    """Set the device's mark at the end of the rank's last step, where the rank is blocked."""
     mark = DeviceMark(
         STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS
     )
@@ -32,7 +32,7 @@ def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
 
 
 def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:
-    """Return the text about the hang 20 s after the last step, or "" without one."""
+    """Return the text about the hang 20 s after the last step, or "" without a hang."""
     made = Sidecar(run, HOST, None, lambda *_: None)
     for now_s in (1_000_000.0, 1_000_020.0):
         made.poll()
@@ -53,7 +53,7 @@ def stopped(run: RunDirectory) -> list[Rank]:
     return ranks
 
 
-def test_stuck_device_is_found_from_the_rings_marks(run: RunDirectory) -> None:
+def test_stuck_device_is_found_from_marks_in_the_rings(run: RunDirectory) -> None:
     ranks = stopped(run)
     stand(ranks[0], 3, Kind.BACKWARD, 0)
     stand(ranks[1], 3, Kind.BACKWARD, 0)
@@ -66,8 +66,8 @@ def test_stuck_device_is_found_from_the_rings_marks(run: RunDirectory) -> None:
     )
 
 
-def test_missing_kernel_is_found_from_the_rings_groups(run: RunDirectory) -> None:
-    """NCCL's thread writes the rows of groups in the rings' headers."""
+def test_missing_kernel_is_found_from_groups_in_the_rings(run: RunDirectory) -> None:
+    """NCCL's thread writes the rows of groups into the rings' headers."""
     ranks = stopped(run)
     for rank, begun in zip(ranks, (8, 8, 7), strict=True):
         slot = rank.ring.add_group("0")
@@ -81,7 +81,7 @@ def test_missing_kernel_is_found_from_the_rings_groups(run: RunDirectory) -> Non
     assert "the operation's kernel has not begun, although it has on ranks 0-1" in text
 
 
-def test_single_samples_of_marks_are_not_a_stuck_device(run: RunDirectory) -> None:
+def test_device_marks_sampled_once_are_not_a_stuck_device(run: RunDirectory) -> None:
     """The hosts look the same in a pause, which must not raise an alarm."""
     ranks = stopped(run)
     for rank, place in zip(ranks, (3, 3, 1), strict=True):

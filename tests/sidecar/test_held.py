@@ -1,4 +1,4 @@
-"""Tests of how long verdicts have lasted, from one sidecar, several sidecars, and a replay."""
+"""Tests of how long verdicts last: with one sidecar, several sidecars, and a replay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Held = dict[str, Any]
 
 
 def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
-    """Record a simulated run, read by one sidecar or by several ones in turn."""
+    """Record a simulated run that is read by one sidecar or by several ones in turn."""
     host = of.topology.host(0)
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
     ranks = [
@@ -81,8 +81,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) -> None:
-    """Compare one sidecar, a restart every 32 steps, and a state rebuilt from the records."""
+def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_path: Path) -> None:
+    """The validity is compared for one sidecar, a restart every 32 steps, and a replay."""
     faults, topology = CASES[case]
     runs = [make_run(tmp_path, f"{tmp_path.name}-{place}") for place in range(3)]
     for place, run in enumerate(runs):
@@ -97,7 +97,7 @@ def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) 
     assert one.keys() == again.keys()
     assert any(each for each in one.values())
     for key, each in one.items():
-        # A new detector needs some rows to find an end, and finds it less exactly.
+        # After a restart, a detector needs some rows to find an end, and finds it less exactly.
         assert again[key].get("since_step") == pytest.approx(each.get("since_step"), abs=16)
         assert again[key].get("windows_judged", 0) == pytest.approx(
             each.get("windows_judged", 0), abs=2
@@ -107,8 +107,7 @@ def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) 
         )
 
 
-def test_start_end_and_windows_of_a_finding_match_the_simulated_fault(tmp_path: Path) -> None:
-    """First step, end, windows and times are compared."""
+def test_start_end_and_windows_of_a_verdict_match_the_simulated_fault(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
     found = held(run)

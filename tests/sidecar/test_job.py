@@ -102,7 +102,7 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
-    """Its signals come with its windows, and are compared with those of all ranks."""
+    """The rank's signals arrive with its windows, and are compared with those of all ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -132,7 +132,10 @@ def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
 
 
 def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
-    """Return two nodes with two ranks each, which have made steps. The second node has posted."""
+    """Return two nodes with two ranks each that have made steps.
+
+    The second node has sent its posts.
+    """
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -164,8 +167,10 @@ def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None
 @settings(
     max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
-def test_corrupt_window_does_not_affect_other_nodes(tmp_path: Path, data: st.DataObject) -> None:
-    """Any bytes may arrive. There is no exception."""
+def test_corrupt_window_of_one_node_does_not_affect_other_nodes(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    """Arbitrary bytes in a window raise no exception."""
     wire, run, at = Wire(), RunDirectory(tmp_path), places(6, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(3)]
     for number, view in enumerate(nodes):
@@ -191,8 +196,8 @@ def test_corrupt_window_does_not_affect_other_nodes(tmp_path: Path, data: st.Dat
     assert nodes[0].epoch.module_times.excess_ns(5).keys() == {"a"}
 
 
-def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
-    """A window with an invalid state, text, time or step is left out and counted for its node."""
+def test_corrupt_windows_are_counted_for_their_node(tmp_path: Path) -> None:
+    """A window with an invalid state, text, time or step is left out."""
     wire, nodes = two_nodes(tmp_path)
     good = wire.sent[0]
     ((sender, whole),) = good.payloads.items()
@@ -220,7 +225,7 @@ def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
     )
 
 
-def test_text_of_a_hang_has_its_present_age(
+def test_text_of_a_hang_shows_its_current_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stacks are read once, and again when the finding changes."""
@@ -253,8 +258,10 @@ def test_text_of_a_hang_has_its_present_age(
     assert asked == [os.getpid()] * 2
 
 
-def test_end_of_a_hang_is_not_a_new_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This node's ranks go on while the newest reports of the other node are older."""
+def test_end_of_a_hang_is_not_reported_as_a_new_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This node's ranks continue while the newest reports of the other node are older."""
     monkeypatch.setattr(hang_watch, "python_stack", lambda pid: Stack((), "none"))
     watch = hang_watch.HangWatch(6.0)
     stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
@@ -272,5 +279,5 @@ def test_end_of_a_hang_is_not_a_new_hang(tmp_path: Path, monkeypatch: pytest.Mon
     assert "rank 1 (node-0) did not enter it" in named
     assert texts(going_on, age_s=1.5, now_s=101.0) == named
     assert texts(going_on, age_s=2.5, now_s=102.0) == named
-    # These reports are newer than the first finding, so the other ranks have really stopped.
+    # The other node's reports are newer than the first finding, so its ranks have really stopped.
     assert "while 2 other ranks make steps" in texts(going_on, age_s=0.5, now_s=103.0)

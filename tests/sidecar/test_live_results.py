@@ -21,7 +21,7 @@ from torchlens_perf.sidecar.node import Sidecar
 
 
 class Live:
-    """A sidecar with two ranks that make steps and a process that asks for results."""
+    """A sidecar with two ranks that make steps and a process that requests results."""
 
     def __init__(self, run: RunDirectory, exporter: InMemoryExporter | None = None) -> None:
         self.run = run
@@ -64,8 +64,7 @@ def live(run: RunDirectory):
     made.close()
 
 
-def test_nothing_is_done_without_a_request(live: Live) -> None:
-    """No results are made, and no state is saved."""
+def test_no_results_and_no_state_are_written_without_a_request(live: Live) -> None:
     live.steps(20)
     for now_s in (0.0, 5.0, 10.0):
         assert live.round(now_s) == frozenset()
@@ -91,7 +90,7 @@ def test_answer_contains_all_steps_before_the_request(live: Live) -> None:
 
 
 def test_requested_steps_are_written_before_the_answer(live: Live) -> None:
-    """The process reads them from the run directory."""
+    """The requesting process reads the steps from the run directory."""
     live.steps(16)
     assert list(live.run.steps.iterdir()) == []
     box = Mailbox(live.ranks[0].ring_path, ANSWER, STEPS)
@@ -124,7 +123,7 @@ def test_view_is_updated_once_a_second(live: Live) -> None:
 
 
 def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
-    """The dead process could not remove its mailbox. Other processes go on."""
+    """The dead process could not remove its mailbox. Views of other processes are updated."""
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
     results = LiveResults(made, results_of)
@@ -142,7 +141,7 @@ def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
     made.close()
 
 
-def test_slow_view_is_updated_more_rarely(live: Live) -> None:
+def test_slow_view_is_updated_less_often(live: Live) -> None:
     """A view that took 0.5 s is updated after ten seconds."""
     view = Mailbox(live.ranks[0].ring_path, VIEW)
     seconds = iter([0.0, 0.5] * 2)
@@ -157,10 +156,10 @@ def test_slow_view_is_updated_more_rarely(live: Live) -> None:
     view.close()
 
 
-def test_requester_makes_the_results_of_a_large_job(
+def test_requesting_process_computes_the_results_of_a_large_job(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar would need seconds.
+    """The sidecar would need seconds for the results.
 
     Instead it saves the state and sends an empty answer at once.
     """
@@ -194,7 +193,7 @@ def test_failed_results_are_answered_with_an_empty_text(live: Live) -> None:
 
 @pytest.mark.parametrize("exports", [False, True])
 def test_each_listener_receives_the_alerts(run: RunDirectory, exports: bool) -> None:
-    """The start and the end of a slow rank arrive with and without an exporter."""
+    """Start and end of a slow rank arrive with and without an exporter."""
     live = Live(run, InMemoryExporter() if exports else None)
     early = Mailbox(live.ranks[0].ring_path, ALERTS)
     live.round(0.0)
@@ -229,7 +228,7 @@ def test_mailbox_of_a_dead_process_is_removed_with_its_ring(run: RunDirectory) -
     assert not any(box.path.exists() for box in boxes)
 
 
-def test_request_in_the_same_clock_tick_is_seen(
+def test_request_in_the_same_clock_tick_is_found(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new file in the same tick of the file system's clock does not change the folder's time."""

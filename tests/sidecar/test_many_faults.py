@@ -39,9 +39,9 @@ SEGMENTS, PAYLOADS = 20_000, 800_000
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [KILLS_A_RUN, *long(KILLS)])
 def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Path) -> None:
-    """Kills may come while a segment or the state is written.
+    """A kill may interrupt the writing of a segment or the state.
 
-    Each record is counted and kept once.
+    Each record is counted and saved once.
     """
     began_s, number, steps, partial = (
         time.monotonic(),
@@ -80,8 +80,10 @@ def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Pat
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seconds", [8, *long(SOAK_S)])
-def test_sidecar_stays_small_on_a_full_disk(seconds: int, run: RunDirectory, failing) -> None:
-    """Its memory and CPU time are bounded, and all unwritten records are counted."""
+def test_memory_and_cpu_time_of_the_sidecar_stay_bounded_on_a_full_disk(
+    seconds: int, run: RunDirectory, failing
+) -> None:
+    """All unwritten records are counted."""
     began_s, full_s = time.monotonic(), seconds if seconds < SOAK_S else share(SOAK_S)
     flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state(HOST))
     rank = Rank(run, 0, 1)
@@ -95,7 +97,7 @@ def test_sidecar_stays_small_on_a_full_disk(seconds: int, run: RunDirectory, fai
         rank.steps(10, **WORK)
         steps += 10
         time.sleep(0.05)
-        if time.monotonic() - began_s > full_s / 2:  # By then all libraries are loaded.
+        if time.monotonic() - began_s > full_s / 2:  # All libraries are loaded at this point.
             now_kb = resident_kb(pid)
             before_kb = before_kb or now_kb
             growth_kb = max(growth_kb, now_kb - before_kb)
@@ -137,7 +139,7 @@ def resident_kb(pid: int) -> int:
 
 
 def damaged(draw: random.Random, whole: bytes) -> bytes:
-    """Return the bytes with some of them changed, inserted or removed, or cut off at the end."""
+    """Return a copy of the bytes, cut off or with bytes changed, inserted or removed."""
     made = bytearray(whole)
     for _ in range(draw.randint(1, 8)):
         at = draw.randrange(len(made))
@@ -152,7 +154,7 @@ def damaged(draw: random.Random, whole: bytes) -> bytes:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("files", [100, *long(SEGMENTS)])
 def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory) -> None:
-    """A later sidecar and a replay go on without the file, and no changed time is used."""
+    """A later sidecar and a replay continue without the file. No changed time is used."""
     began_s, number, seed = time.monotonic(), files if files < SEGMENTS else share(SEGMENTS), 5
     finished(run, 20)
     (path,) = run.spans.glob("*.parquet")
@@ -193,8 +195,8 @@ def readings(payload: bytes) -> Iterator[object]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("payloads", [2000, *long(PAYLOADS)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_damaged_payloads_are_read_or_refused(payloads: int) -> None:
-    """The receiver goes on, and a note reports that comparing failed."""
+def test_damaged_payloads_are_read_or_refused_with_a_note(payloads: int) -> None:
+    """Node 0 continues, and a note reports that the comparison failed."""
     began_s, number, seed = (
         time.monotonic(),
         payloads if payloads < PAYLOADS else share(PAYLOADS),

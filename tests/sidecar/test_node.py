@@ -49,7 +49,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 def sidecar(
     run: RunDirectory, exporter: InMemoryExporter | None = None, host: str = HOST
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
-    """Return a sidecar, and the list of its requests for reports."""
+    """Return a sidecar and the list of its report requests."""
     asked: list[dict[str, Any]] = []
     return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
@@ -81,7 +81,7 @@ def dead_process() -> dict[str, int]:
 
 
 def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> None:
-    """The rings are removed, and rank 0's settings are passed to the report."""
+    """The rings are removed. Rank 0's settings are passed to the report."""
     ranks = [Rank(run, rank) for rank in range(2)]
     ranks[0].steps(50, **WORK)
     ranks[1].steps(50, **{**WORK, "forward": 9})
@@ -134,7 +134,7 @@ def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
 
 
 def test_killed_rank_keeps_all_finished_steps(run: RunDirectory) -> None:
-    """The report shows that it is dead, and its open spans."""
+    """The report shows that the rank is dead, and which spans were open."""
     rank = Rank(run, 0, 1, identity=dead_process())
     rank.steps(33, **WORK)
     rank.begin(Kind.BACKWARD, "backward")
@@ -149,7 +149,7 @@ def test_killed_rank_keeps_all_finished_steps(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("saved", ["state only", "segment and state", "segment only"])
-def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str) -> None:
+def test_restarted_sidecar_counts_every_record_once(run: RunDirectory, saved: str) -> None:
     """A sidecar may be killed at any point. The next one counts and saves each record once."""
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
@@ -163,7 +163,7 @@ def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str)
         first.keep()
     if saved == "segment only":
         state_path.unlink()
-    first.close()  # The sidecar is killed here, so its memory is lost.
+    first.close()  # The sidecar is killed here, so the contents of its memory are lost.
     rank.steps(15, **WORK)
     rank.close()
     finish(run)
@@ -177,7 +177,7 @@ def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str)
 
 
 def test_overwritten_records_are_counted_as_lost(run: RunDirectory) -> None:
-    """The report says how to avoid it."""
+    """The report says how to avoid the loss."""
     rank = Rank(run, 0, 1, ring_records=1024)
     rank.steps(1000, **WORK)
     rank.close()
@@ -190,8 +190,9 @@ def test_overwritten_records_are_counted_as_lost(run: RunDirectory) -> None:
     assert any("raise ring_records" in note for note in value["quality"]["notes"])
 
 
-def test_invalid_ring_file_is_noted(run: RunDirectory, tmp_path: Path) -> None:
-    """The other rings are read."""
+def test_invalid_ring_file_is_noted_and_other_rings_are_read(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     (tmp_path / "no-ring").write_bytes(b"x" * 300_000)
     run.register_ring(HOST, tmp_path / "no-ring")
     run.register_ring(HOST, tmp_path / "missing")
@@ -231,14 +232,14 @@ def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
     assert traces[3].duration_ns == 14_000_000
 
 
-def test_first_steps_and_every_nth_are_traced() -> None:
-    """With 0, no step is traced."""
+def test_first_steps_and_every_nth_step_are_traced() -> None:
+    """With an interval of 0, no step is traced."""
     assert traced_steps(list(range(25)), 10) == {0, 1, 2, 10, 20}
     assert traced_steps(list(range(25)), 0) == set()
 
 
 def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
-    """The saved state does not change."""
+    """The replay does not change the saved state."""
     live, again = InMemoryExporter(), InMemoryExporter()
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
@@ -258,7 +259,7 @@ def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
     assert run.node_state(HOST).read_text() == state
 
 
-def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
+def test_replay_rebuilds_a_lost_state_from_the_segments(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
     rank.close()
@@ -274,7 +275,7 @@ def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
 
 
 def test_lock_admits_one_sidecar_per_node(run: RunDirectory) -> None:
-    """A killed sidecar's lock is free at once."""
+    """The lock of a killed sidecar is free at once."""
     path = sidecar_lock(run.run_id)
     first, second = SidecarLock(path), SidecarLock(path)
 
@@ -286,7 +287,7 @@ def test_lock_admits_one_sidecar_per_node(run: RunDirectory) -> None:
     assert not path.parent.exists()
 
 
-def test_lock_on_a_removed_file_does_not_count(run: RunDirectory) -> None:
+def test_lock_on_a_removed_file_is_ignored(run: RunDirectory) -> None:
     """A process that opened the removed file locks the new file instead."""
     path = sidecar_lock(run.run_id)
     holder, late, other = SidecarLock(path), SidecarLock(path), SidecarLock(path)
@@ -325,7 +326,7 @@ def test_ring_registered_during_the_release_of_the_lock_is_read(run: RunDirector
 
 
 def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirectory) -> None:
-    """After a normal end, the sidecar does not wait."""
+    """After a normal end of the ranks, the sidecar does not wait."""
     elastic = {"elastic": True, "launcher_pid": os.getpid()}
     died = Rank(run, 0, 1, identity={**elastic, **dead_process()})
     died.steps(5, **WORK)
@@ -366,8 +367,7 @@ def two_ranks(run: RunDirectory, attempt: int = 0) -> tuple[Rank, Rank]:
     return first, second
 
 
-def test_findings_end_with_their_attempt(run: RunDirectory) -> None:
-    """When a rank is restarted, findings about its predecessor end."""
+def test_findings_about_a_rank_end_when_it_is_restarted(run: RunDirectory) -> None:
     exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
@@ -381,7 +381,7 @@ def test_findings_end_with_their_attempt(run: RunDirectory) -> None:
         rank.close()
     after = two_ranks(run, 1)
     made.poll()
-    made.export()  # The new processes were not judged yet.
+    made.export()  # The new processes have not been judged yet.
     made.save()
     state = node_state.load(run.node_state(HOST))
     assert (state.findings.episodes, state.findings.groups) == ((), ())
@@ -405,7 +405,7 @@ def test_findings_end_with_their_attempt(run: RunDirectory) -> None:
     made.close()
 
 
-def test_hang_ends_with_its_attempt(run: RunDirectory) -> None:
+def test_hang_finding_ends_with_its_attempt(run: RunDirectory) -> None:
     exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
@@ -429,7 +429,7 @@ def test_hang_ends_with_its_attempt(run: RunDirectory) -> None:
 
 
 def test_straggler_has_one_alert_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
-    """There is one alert for its start and one for its end."""
+    """One alert reports the start, and one reports the end."""
     ranks, alerts = two_ranks(run), []
     for steps, forward in ((60, 9), (4, 9), (12, 9), (60, 9), (200, 4)):
         exporter = InMemoryExporter()
@@ -451,8 +451,11 @@ def test_straggler_has_one_alert_across_a_restart_of_the_sidecar(run: RunDirecto
         rank.close()
 
 
-def test_hang_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
-    """The new sidecar has not found it yet, but does not end it. A step ends it."""
+def test_hang_finding_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
+    """The new sidecar keeps the finding before it has found the hang itself.
+
+    A step ends the finding.
+    """
     ranks, changes = two_ranks(run), []
     for rank in ranks:
         rank.steps(10, **WORK)
@@ -478,7 +481,10 @@ def test_hang_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
 
 
 def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
-    """Its start, other blocking ranks and its end are changes. A longer duration is not."""
+    """Changes are its start, other blocking ranks and its end.
+
+    A longer duration is not a change.
+    """
     ranks = two_ranks(run)
     made, _ = sidecar(run)
     for rank in ranks:
@@ -509,7 +515,7 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
 def test_last_choice_of_traces_is_sent_after_a_restart(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other nodes receive it once a second, until the new processes have made steps.
+    """Other nodes receive the choice once a second, until the new processes have made steps.
 
     Buffered steps of the old processes are dropped, because the new ones begin with step 0.
     """
@@ -530,7 +536,7 @@ def test_last_choice_of_traces_is_sent_after_a_restart(
 
 
 def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirectory) -> None:
-    """Nodes came or left, and a rank is slow like its predecessor."""
+    """The set of nodes changed, and a rank is slow like its predecessor."""
     exporter, attempts = InMemoryExporter(), []
     made, _ = sidecar(run, exporter)
     for process in (dead_process(), {}):
@@ -561,13 +567,13 @@ def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirecto
     "broken",
     ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
 )
-def test_error_in_judging_does_not_stop_the_records(
+def test_records_are_saved_although_judging_fails(
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Records are read, counted and saved. The report and the log have the error."""
+    """The report and the log contain the error."""
     monkeypatch.setenv(RAISE, "0")
     for rank in two_ranks(run):
         rank.steps(50, **WORK)
@@ -638,7 +644,7 @@ def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.Monke
 
 
 class TestSchedule:
-    def test_poll_interval_depends_on_the_fill_level(self) -> None:
+    def test_poll_interval_depends_on_the_fill_level_of_the_ring(self) -> None:
         """The interval is 5 ms for a ring that fills fast, and 0.5 s for an idle one."""
         schedule = Schedule(0.0)
         for _ in range(20):
@@ -648,7 +654,7 @@ class TestSchedule:
             schedule.polled(0.0)
         assert schedule.poll_s == 0.5
 
-    def test_segments_are_written_more_rarely_in_a_long_run(self) -> None:
+    def test_segments_are_written_less_often_in_a_long_run(self) -> None:
         """The interval grows from 5 s to a minute. Many records cause a segment at once."""
         early, late = Schedule(0.0), Schedule(0.0)
         assert not early.keep_due(4.9, 100, 0.1)
@@ -667,39 +673,39 @@ class TestSchedule:
         assert schedule.keep_due(1_020.0, 40_000, 0.6)
 
     def test_failed_segment_is_retried_after_the_usual_interval(self) -> None:
-        """The number of records does not matter."""
+        """The number of records does not change the interval."""
         schedule = Schedule(0.0)
         assert schedule.keep_due(0.1, 1 << 18, 4.0)
         assert not schedule.keep_due(0.2, 1 << 18, 4.0, failing=True)
         assert schedule.keep_due(5.2, 1 << 18, 4.0, failing=True)
         assert schedule.keep_due(5.3, 1 << 18, 4.0)
 
-    def test_slow_saves_are_done_more_rarely(self) -> None:
+    def test_slow_saves_are_repeated_less_often(self) -> None:
         schedule = Schedule(0.0)
-        assert schedule.save_due(0.2, 0.0)  # The first save comes soon.
+        assert schedule.save_due(0.2, 0.0)  # The first save is soon after the start.
         assert not schedule.save_due(5.0, 0.01)
         assert schedule.save_due(5.3, 0.01)
         assert not schedule.save_due(25.0, 0.05)
         assert schedule.save_due(25.4, 0.05)
 
     def test_new_findings_are_saved_at_once(self) -> None:
-        """Other saves are not due earlier because of that."""
+        """A finding does not move the time of other saves."""
         schedule = Schedule(0.0)
         assert schedule.save_due(0.2, 0.0)
         assert schedule.save_due(0.3, 0.05, news=True)
         assert not schedule.save_due(20.2, 0.05)
         assert schedule.save_due(20.4, 0.05)
 
-    def test_slow_counting_is_done_more_rarely(self) -> None:
-        """The interval is from 1 s to 5 s."""
+    def test_slow_counting_is_repeated_less_often(self) -> None:
+        """The interval is between 1 s and 5 s."""
         for took_s, period_s in ((0.001, 1.0), (0.005, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.account_due(100.0, took_s)
             assert not schedule.account_due(100.0 + 0.99 * period_s, took_s)
             assert schedule.account_due(100.0 + 1.01 * period_s, took_s)
 
-    def test_counting_is_done_more_often_for_a_live_view(self) -> None:
-        """Counting may take a twentieth of the time."""
+    def test_counting_is_repeated_more_often_for_a_live_view(self) -> None:
+        """Counting may use a twentieth of the time."""
         for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.account_due(100.0, took_s, watched=True)
@@ -707,7 +713,7 @@ class TestSchedule:
             assert schedule.account_due(100.0 + 1.01 * period_s, took_s, watched=True)
 
     def test_ranks_are_judged_at_the_requested_interval(self) -> None:
-        """A slow count does not matter. A young run is judged sooner."""
+        """A slow count does not change the interval. A young run is judged sooner."""
         schedule = Schedule(0.0)
         assert schedule.judge_due(0.2, 1.0)
         assert schedule.judge_due(50.0, 1.0)
@@ -717,7 +723,7 @@ class TestSchedule:
 
 
 @pytest.mark.distributed
-def test_killed_sidecar_process_can_be_started_again_by_hand(run: RunDirectory) -> None:
+def test_sidecar_can_be_started_by_hand_after_a_kill(run: RunDirectory) -> None:
     """SIGKILL ends the first process in the middle of a run. The second one finishes the run."""
     rank = Rank(run, 0, 1)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]

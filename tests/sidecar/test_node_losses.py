@@ -99,8 +99,7 @@ def test_report_contains_last_steps_of_rank_0_while_others_run(run: RunDirectory
     made.close()
 
 
-def test_losses_are_counted_once(run: RunDirectory) -> None:
-    """Overwritten records are counted as lost once, even if sidecars restart."""
+def test_overwritten_records_are_counted_as_lost_once_across_restarts(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1, ring_records=1024)
     rank.steps(1000, **WORK)
     for _ in range(3):
@@ -120,7 +119,7 @@ def test_losses_are_counted_once(run: RunDirectory) -> None:
 
 
 def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: RunDirectory) -> None:
-    """The sidecar ends. It neither waits for the process nor starts again and again."""
+    """The sidecar ends instead of waiting for the process."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     rank.close()
@@ -132,7 +131,7 @@ def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: Run
         "died before it wrote its metadata; 0 records" in note
         for note in report(run)["quality"]["notes"]
     )
-    assert not dead.path.exists()  # Otherwise a finished run could not be replayed.
+    assert not dead.path.exists()  # With such a ring, a finished run could not be replayed.
     dead.close()
 
 
@@ -151,10 +150,10 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
     made.close()
 
 
-def test_watch_registers_its_ring_with_metadata(
+def test_watch_registers_its_ring_together_with_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imports take seconds after the registration, and the process may be killed in this time."""
+    """Imports take seconds after the registration. The process may be killed during the imports."""
     import torchlens_perf as perf
     from torchlens_perf.run.ring import Reader
 
@@ -175,8 +174,8 @@ def test_watch_registers_its_ring_with_metadata(
 # -- a report that cannot be built
 
 
-def test_report_is_tried_again_if_another_nodes_state_is_unreadable(run: RunDirectory) -> None:
-    """The sidecar goes on with the live ranks and keeps all records."""
+def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirectory) -> None:
+    """The sidecar continues with the live ranks and keeps all records."""
     ended, living = Rank(run, 0), Rank(run, 1)
     ended.steps(10, **WORK)
     ended.close()
@@ -205,7 +204,7 @@ def test_report_is_tried_again_if_another_nodes_state_is_unreadable(run: RunDire
 
 
 class TroubledExchange:
-    """An exchange that has a note while it is open, and another one after it is closed."""
+    """An exchange with one note while it is open, and another one after it is closed."""
 
     unreached_s = 0.0
 
@@ -236,7 +235,7 @@ class TroubledExchange:
 
 
 def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
-    """The report has the present notes while the run goes on, and the last ones at its end."""
+    """The report has the current notes during the run, and the last notes at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
     made.monitor.cluster._open_exchange = TroubledExchange  # type: ignore[assignment]
@@ -276,7 +275,7 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
 def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
     """Record a collective that the rank issues in the step in progress."""
     recorder = rank.session.recorder
-    # Only one recorder of a process starts collectives.
+    # Only one recorder of a process may start collectives.
     recorder.start_collectives(rank.session.intern("wait"))
     ticket = recorder.issue(rank.session.intern(name), 0, sequence, 0, 1 << 20)
     rank.clock.advance(duration_ns)
@@ -286,7 +285,7 @@ def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
 def trained(
     run: RunDirectory, names: list[str], used: str, world_size: int = 2, **identity: Any
 ) -> list[Rank]:
-    """Return the ranks of a new generation after some steps with one collective each."""
+    """Return ranks of a new generation that have made steps with one collective each."""
     ranks = []
     for number in range(world_size):
         own = {"local_world_size": world_size, "elastic": True, **dead_process(), **identity}
@@ -306,7 +305,7 @@ def trained(
 
 
 def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) -> None:
-    """After a change of nodes, new processes have other name ids and start to count again."""
+    """After a change of nodes, new processes have other name ids and count from the start."""
     made, _ = sidecar(run)
     before = trained(run, ["allreduce", "broadcast"], "allreduce")
     round_of(made)
@@ -336,7 +335,7 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
 def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirectory) -> None:
     """Steps begin at 0 again.
 
-    A slow rank is reported at once, and not for its predecessor's steps.
+    A slow new rank is reported at once, but not for its predecessor's steps.
     """
     made, _ = sidecar(run)
     before = [
@@ -364,7 +363,7 @@ def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirector
 
 
 def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
-    """They are not part of a hang, and no windows are sent for them."""
+    """Ranks that left are not part of a hang, and no windows are sent for them."""
     made, _ = sidecar(run)
     before = [
         Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)
@@ -386,10 +385,10 @@ def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
     made.close()
 
 
-# -- memory
+# -- bounded memory
 
 
-def test_records_of_an_endless_step_are_bounded(
+def test_memory_for_records_of_an_endless_step_is_bounded(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropped records are counted as lost once."""
@@ -422,10 +421,13 @@ def test_records_of_an_endless_step_are_bounded(
     assert report(run)["quality"]["lost"] == 8000
 
 
-def test_unwritten_records_are_bounded_on_a_full_disk(
+def test_unwritten_records_are_limited_on_a_full_disk(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest records wait for space, the others are counted, and writing is retried rarely."""
+    """The newest records wait for space, and dropped ones are counted.
+
+    Writing is retried rarely.
+    """
     for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
     write, tries = writer.pq.write_table, []
@@ -446,7 +448,7 @@ def test_unwritten_records_are_bounded_on_a_full_disk(
         if schedule.keep_due(0.05 * number, *unkept, failing=made.records.disk_failed):
             with pytest.raises(OSError, match="No space"):
                 made.keep()
-    assert len(tries) <= 4  # in 5 s
+    assert len(tries) <= 4  # All attempts are within 5 s.
     assert made.records.unkept_records <= 600
     monkeypatch.setattr(writer.pq, "write_table", write)
     rank.close()
@@ -470,7 +472,7 @@ def test_unwritten_records_are_bounded_on_a_full_disk(
 
 
 def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
-    """Only the sidecar can remove it. Otherwise the folder could not be removed."""
+    """Only the sidecar can remove the file. A remaining file would keep the folder alive."""
     rank = Rank(run, 0, 1, identity=dead_process())
     rank.steps(3, **WORK)
     stack = rank.ring_path.with_suffix(".stack")
@@ -485,10 +487,10 @@ def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
 # -- a job that is restarted again and again
 
 
-def test_state_does_not_grow_with_restarts(
+def test_state_size_does_not_grow_with_restarts(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The segments still have the steps of all processes."""
+    """The segments still contain the steps of all processes."""
     monkeypatch.setattr("torchlens_perf.sidecar.rings.sources._MAX_GENERATIONS", 2)
     for attempt in range(5):
         rank = Rank(run, 0, 1, identity={"attempt": attempt})
@@ -505,8 +507,8 @@ def test_state_does_not_grow_with_restarts(
     assert len(pd.read_parquet(run.steps)) == 50
 
 
-def test_reused_pid_of_the_launcher_is_not_waited_for(run: RunDirectory) -> None:
-    """A process that began after the rank cannot be the launcher that started it."""
+def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirectory) -> None:
+    """A process that began after the rank cannot be the launcher that started the rank."""
     dead = {**dead_process(), "process_started": (process_started(os.getpid()) or 0) - 1}
     rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
     rank.steps(10, **WORK)

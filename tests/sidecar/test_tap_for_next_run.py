@@ -36,16 +36,17 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 from torchlens_perf.verdicts import node_state
 
-LASTS_S = 1000.0  # The sidecar of a run that lasts so long builds during the run.
+LASTS_S = 1000.0  # The sidecar builds the tap during runs that last at least this long.
 PLANNED = "the sidecar builds the native tap for the next run"
 BUILT = "the native tap has been built, for the next run"
 
-__all__ = ["tap"]  # a fixture
+__all__ = ["tap"]  # A pytest fixture.
 pytestmark = [
     pytest.mark.skipif(
         not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
     ),
-    pytest.mark.timeout(400),  # The build has the lowest priority, which cannot be raised again.
+    # The build sets the lowest priority, which its process cannot raise again.
+    pytest.mark.timeout(400),
 ]
 
 
@@ -66,8 +67,8 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     cxx = copying(tmp_path / "cxx", tap)
     for name, value in with_torch(site, CXX=str(cxx)).items():
         monkeypatch.setenv(name, value)
-    # Children search modules in the same folders as this process. As with PYTHONPATH in Python,
-    # these folders come after the script's folder.
+    # Children search modules in the same folders as this process. As with PYTHONPATH, these folders
+    # follow the script's folder.
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(site), *sys.path[1:]])
     with hurried(tmp_path / "home"):
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
@@ -85,7 +86,7 @@ def wait_until_built(tap: TapForNextRun, name: str) -> str:
 # -- time of the build
 
 
-def test_long_run_builds_once_after_two_minutes(node: Node) -> None:
+def test_tap_is_built_once_after_two_minutes_of_a_long_run(node: Node) -> None:
     tap = TapForNextRun(builds=True)
     assert tap.outlook(node.name, wanted=True) == PLANNED
     tap.begin_if_due(119.0)
@@ -98,7 +99,7 @@ def test_long_run_builds_once_after_two_minutes(node: Node) -> None:
     assert len(runs(node.cxx)) == 1
 
 
-def test_short_run_builds_at_its_end(node: Node) -> None:
+def test_tap_is_built_at_the_end_of_a_short_run(node: Node) -> None:
     """finish() waits for the build."""
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
@@ -122,10 +123,10 @@ def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
     assert len(runs(node.cxx)) == 1
 
 
-def test_build_waits_for_the_end_without_free_memory(
+def test_build_waits_for_the_end_of_the_run_without_free_memory(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler uses 0.9 GB, which could end a job near its limit."""
+    """The compiler uses 0.9 GB, which could end a job near its memory limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
@@ -137,10 +138,10 @@ def test_build_waits_for_the_end_without_free_memory(
 
 
 @pytest.mark.parametrize("missed", ["", "the setting", "by hand"])
-def test_tap_is_not_built_unless_missed_and_enabled(missed: str, node: Node) -> None:
+def test_tap_is_built_only_if_missed_and_enabled(missed: str, node: Node) -> None:
     """A rank must have missed the tap, and the setting must be on.
 
-    No user may wait for the sidecar's end.
+    Users never wait for the sidecar's end.
     """
     tap = TapForNextRun(builds=missed != "by hand")
     outlook = tap.outlook(node.name if missed else "", wanted=missed != "the setting")
@@ -177,7 +178,7 @@ def test_obstacle_to_a_build_is_reported_with_a_remedy(
 
 @pytest.mark.parametrize("at", ["during the run", "end"])
 def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) -> None:
-    """The next run reports it without another attempt."""
+    """The next run reports the error without another attempt."""
     compiler(node.cxx, "echo 'tap.cpp:7: error: too old' >&2; exit 1")
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
@@ -193,7 +194,9 @@ def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) 
     )
 
 
-def test_status_of_a_killed_build_is_reported(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_status_of_a_killed_build_is_reported(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel may kill the build if memory runs out."""
     compiler(node.cxx, "kill -KILL $PPID")
     tap = TapForNextRun(builds=True)
@@ -212,7 +215,7 @@ def test_status_of_a_killed_build_is_reported(node: Node, monkeypatch: pytest.Mo
 def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
     """The compiler has SCHED_IDLE and the lowest priorities of thread and session.
 
-    It has the highest OOM score and a limit of CPU time.
+    The compiler also has the highest OOM score and a limit of CPU time.
     """
     seen = node.home / "seen"
     me = "/proc/$$"
@@ -221,7 +224,7 @@ def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
         f"cut -d' ' -f6,19,41 {me}/stat > {seen}; cat {me}/oom_score_adj >> {seen}; ulimit -t >> {seen};"
         f"cat {me}/autogroup >> {seen} || true",
     )  # fmt: skip
-    # The compiler prints its priority, which must not change before that.
+    # The compiler prints its priority, which must not change before the print.
     environ = {**os.environ, "HOME": f"{node.home}/"}
     program = (
         "import sys; from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun\n"
@@ -248,8 +251,8 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_build_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
-    """The compiler and its children end too, and no partial file is left."""
+def test_build_is_killed_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
+    """The compiler and its children end too. No partial file is left."""
     pids = node.home / "pids"
     copying(node.cxx, tap, f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
     sidecar = subprocess.Popen(
@@ -272,7 +275,7 @@ def test_build_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 
-def test_endless_build_is_ended_after_ten_minutes(node: Node, tap: Path) -> None:
+def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> None:
     copying(node.cxx, tap, "sleep 1000")
     begun = TapForNextRun(builds=True)
     begun.outlook(node.name, wanted=True)
@@ -326,10 +329,10 @@ TAPPED = (
         (True, {"_build_tap": False}, "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off"),
     ],
 )
-def test_equal_tap_outlooks_of_nodes_are_one_line_in_the_report(
+def test_equal_tap_outlooks_of_nodes_are_reported_in_one_line(
     builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path
 ) -> None:
-    """The line has the present kind of tap and the outlook."""
+    """The line contains the current kind of tap and the outlook."""
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(
             run, TapForNextRun(builds=builds), TapForNextRun(builds=builds), **settings
@@ -338,7 +341,9 @@ def test_equal_tap_outlooks_of_nodes_are_one_line_in_the_report(
     assert notes == [f"{TAPPED}; {outlook}"]
 
 
-def test_different_tap_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path: Path) -> None:
+def test_different_tap_outlooks_of_nodes_are_reported_in_separate_lines(
+    node: Node, tmp_path: Path
+) -> None:
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapForNextRun(builds=True), TapForNextRun(builds=False))
 
@@ -349,7 +354,7 @@ def test_different_tap_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path
 
 
 def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path) -> None:
-    """The present ranks may have the tap."""
+    """The current ranks may have the tap."""
     with run_without_traces(tmp_path / "run") as run:
         for attempt, missed in enumerate(("a-tap.so", "")):
             rank = Rank(run, 0, 1, identity={"attempt": attempt})
@@ -368,7 +373,9 @@ def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path)
     assert not any("tap" in note for note in build(run.run_id, [state])["quality"]["notes"])
 
 
-def test_ranks_without_a_common_group_need_no_tap(node: Node, tmp_path: Path) -> None:
+def test_no_tap_is_reported_missing_for_ranks_without_a_common_group(
+    node: Node, tmp_path: Path
+) -> None:
     outlook = TapForNextRun(builds=True)
     with run_without_traces(tmp_path / "run") as run:
         assert reported(run, outlook, groups=False) == []
@@ -377,7 +384,7 @@ def test_ranks_without_a_common_group_need_no_tap(node: Node, tmp_path: Path) ->
     assert runs(node.cxx) == []
 
 
-def test_state_of_an_earlier_version_without_an_outlook_is_read(tmp_path: Path) -> None:
+def test_state_of_an_earlier_version_without_an_outlook_can_be_read(tmp_path: Path) -> None:
     with run_without_traces(tmp_path) as run:
         assert reported(run, TapForNextRun(builds=False), groups=False) == []
         (path,) = run.nodes.glob("*.json")

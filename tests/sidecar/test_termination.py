@@ -26,8 +26,8 @@ from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
 
 SCRIPT = str(SCRIPTS / "train_until_told.py")
-# Code for the sidecar's process. As in an old run, the next segment comes late. In a young run,
-# segments come every five seconds.
+# Code for the sidecar's process. As in an old run, the next segment is written late. A young run
+# writes a segment every five seconds.
 OLD = """
 import sys
 if "sidecar" in sys.orig_argv:
@@ -37,7 +37,7 @@ if "sidecar" in sys.orig_argv:
 
 
 class Job:
-    """One rank that trains until it is told to end, with its sidecar."""
+    """One rank that trains until the test ends it, with its sidecar."""
 
     def __init__(self, folder: Path) -> None:
         self.stop = folder / "stop"
@@ -120,7 +120,10 @@ def lives(pid: int) -> bool:
 
 
 def test_steps_between_sigterm_and_sigkill_are_saved(job: Job) -> None:
-    """Training goes on after SIGTERM. All steps that ended a second before SIGKILL are saved."""
+    """Training continues after SIGTERM.
+
+    All steps that ended at least a second before SIGKILL are saved.
+    """
     at_signal = job.steps()
     assert job.kept_steps() == 0
     os.kill(job.sidecar, signal.SIGTERM)
@@ -146,7 +149,7 @@ def test_report_is_complete_if_training_ends_after_sigterm(job: Job) -> None:
 
 
 def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
-    """A SIGTERM that comes together with the first one does not.
+    """A second SIGTERM together with the first one has no effect.
 
     The job starts a new sidecar at its end.
     """
@@ -157,7 +160,7 @@ def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
     os.kill(job.sidecar, signal.SIGTERM)
     assert eventually(lambda: not lives(job.sidecar))
     output = job.end()
-    # The new sidecar may just begin.
+    # The new sidecar may be just starting.
     assert eventually(lambda: report(job.run)["ranks"][0]["state"] == "closed")
     wait_for_sidecar(job.run)
 
@@ -169,12 +172,12 @@ def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
 def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
     """All files of the run are removed twice.
 
-    The lock is made again, and there is only one sidecar.
+    The lock is created again, and only one sidecar runs.
     """
     folder = find_sidecar_lock(job.run.run_id).parent
-    # A ring that the sidecar has not opened would be lost.
+    # A ring that the sidecar has not opened yet would be lost.
     assert eventually(job.sidecar_has_the_ring_open)
-    for _ in range(2):  # Files are removed before the sidecar reads, and while it does.
+    for _ in range(2):  # Files are removed before and while the sidecar reads them.
         shutil.rmtree(folder)
         assert eventually(lambda: job.sidecar_pid() == job.sidecar)
     output = job.end()
@@ -188,10 +191,10 @@ def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
     assert not folder.exists()
 
 
-def test_exec_of_the_sidecar_keeps_open_rings(run: RunDirectory) -> None:
+def test_rings_stay_open_across_an_exec_of_the_sidecar(run: RunDirectory) -> None:
     """Without an idle CPU, the sidecar replaces itself by exec.
 
-    It continues with open descriptors.
+    The new program continues with the open descriptors.
     """
     rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock(run.run_id))
     rank.steps(20, **WORK)

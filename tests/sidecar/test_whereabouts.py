@@ -1,4 +1,4 @@
-"""Tests of the time of a saved state, and of what each running rank was doing then."""
+"""Tests of the time of a saved state, and of each running rank's activity at that time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchlens_perf.verdicts import node_state
 WORK = {"forward": 4, "backward": 6}
 
 
-def test_running_rank_has_its_step_and_open_spans(run: RunDirectory) -> None:
-    """Durations come from the rank's own clock."""
+def test_running_rank_is_shown_with_its_step_and_open_spans(run: RunDirectory) -> None:
+    """Durations are measured with the rank's own clock."""
     rank = Rank(run, 0, 1)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.session.recorder.start_thread_time()
@@ -40,7 +40,7 @@ def test_running_rank_has_its_step_and_open_spans(run: RunDirectory) -> None:
     assert found.inside_s == pytest.approx(0.005)
 
 
-def test_rank_outside_of_spans_has_no_span_time(run: RunDirectory) -> None:
+def test_rank_outside_of_all_spans_has_no_span_time(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(1, **WORK)
@@ -55,7 +55,7 @@ def test_rank_outside_of_spans_has_no_span_time(run: RunDirectory) -> None:
     assert (found.inside, found.inside_s) == ((), None)
 
 
-def test_report_has_the_current_activity_of_running_ranks_only(run: RunDirectory) -> None:
+def test_report_shows_the_current_activity_of_running_ranks_only(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1, _total_steps=500)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(5, **WORK)
@@ -87,7 +87,7 @@ def test_report_has_the_current_activity_of_running_ranks_only(run: RunDirectory
 def test_total_steps_are_known_if_all_ranks_agree(
     run: RunDirectory, configured: tuple[int, int], total: int | None
 ) -> None:
-    """Ranks without a number do not matter."""
+    """Ranks without a configured number are ignored."""
     ranks = [Rank(run, rank, 2, _total_steps=number) for rank, number in enumerate(configured)]
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     for rank in ranks:

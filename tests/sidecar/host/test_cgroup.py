@@ -1,4 +1,4 @@
-"""Tests of limits and pressure of control groups, with both versions and missing files."""
+"""Tests of limits and pressure read from control groups of both versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALLED = (
 
 
 class Machine:
-    """A folder with files like the kernel's."""
+    """A folder with control-group files like those of the kernel."""
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.root, self.pressure = (
@@ -40,7 +40,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_version_2_uses_the_tightest_limit(machine: Machine) -> None:
+def test_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine) -> None:
     pod = machine.root / "pod"
     machine.write(pod / "memory.current", "900\n")
     machine.write(pod / "memory.max", "1000\n")
@@ -59,14 +59,15 @@ def test_version_2_uses_the_tightest_limit(machine: Machine) -> None:
     group = machine.group("0::/pod/train\n")
 
     assert group.path == "/pod/train"
-    assert group.memory_limit_share() == 0.85  # Inactive file pages do not count.
+    assert group.memory_limit_share() == 0.85  # Inactive file pages do not count as used memory.
     assert group.refaults() == 43
     assert group.quota_periods() == (4, 2)
     assert group.stall_us("memory") == 123
-    assert group.stall_us("io") == 456  # The group has no such file, so this is the node's value.
+    # The group has no such file, so the value of the whole node is read.
+    assert group.stall_us("io") == 456
 
 
-def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
+def test_version_1_reads_a_separate_hierarchy_per_controller(machine: Machine) -> None:
     """A very large number means that there is no limit."""
     machine.write(machine.root / "memory/job/memory.usage_in_bytes", "300\n")
     machine.write(machine.root / "memory/job/memory.limit_in_bytes", "400\n")
@@ -88,14 +89,13 @@ def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
     assert group.quota_periods() == (4, 2)
 
 
-def test_missing_limits_and_pressure_are_none(machine: Machine) -> None:
-    """There are no limits, no quota and no pressure accounting."""
+def test_missing_limits_and_pressure_files_are_reported_as_none(machine: Machine) -> None:
     machine.root.mkdir()
     machine.write(
         machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n"
     )
 
-    # The path is in another namespace, so its files are not visible.
+    # The group's path belongs to another namespace, so its files are not visible.
     group = machine.group("0::/../../host/path\n")
 
     assert group.memory_limit_share() is None
@@ -104,13 +104,13 @@ def test_missing_limits_and_pressure_are_none(machine: Machine) -> None:
     assert group.stall_us("memory") is None
 
 
-def test_missing_process_raises_an_error(machine: Machine) -> None:
+def test_control_group_of_a_missing_process_raises_an_error(machine: Machine) -> None:
     with pytest.raises(FileNotFoundError):
         ControlGroup(PID, proc=machine.proc)
 
 
-def test_values_of_this_process_have_their_types() -> None:
-    """Counters do not decrease."""
+def test_control_group_values_of_this_process_have_documented_types() -> None:
+    """Counters do not decrease between two readings."""
     group = ControlGroup(os.getpid())
     first = group.stall_us("io"), group.refaults()
     second = group.stall_us("io"), group.refaults()

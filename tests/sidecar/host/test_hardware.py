@@ -1,4 +1,4 @@
-"""Tests of telemetry as the cause of a verdict, from samples to the diagnosis."""
+"""Tests that telemetry samples become signals and that a verdict names them as the cause."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
     return Rig(run, tmp_path / "infiniband")
 
 
-def test_each_sample_is_used_once(rig: Rig) -> None:
-    """Levels are means, and counts are rates since the last call.
+def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
+    """Levels are means, and counters become rates since the previous call.
 
     Without a new sample, there are no signals.
     """
@@ -48,7 +48,7 @@ def test_each_sample_is_used_once(rig: Rig) -> None:
     rig.seconds(1, FIRST)
     second = signals.signals_of_gpu(FIRST, rig.now_ns)
 
-    assert not {name for name in first if "_per_" in name}  # Rates need two samples.
+    assert not {name for name in first if "_per_" in name}  # A rate needs two samples.
     assert first["sm_clock_mhz"] == 1980
     assert second["sm_clock_mhz"] == 1200
     assert second["thermal_share"] == 0.5
@@ -62,8 +62,7 @@ def test_each_sample_is_used_once(rig: Rig) -> None:
     assert set(second) <= set(METRICS)
 
 
-def test_clock_of_an_idle_gpu_is_ignored(rig: Rig) -> None:
-    """The clock is low because the GPU had no work."""
+def test_low_clock_of_an_idle_gpu_is_not_a_signal(rig: Rig) -> None:
     signals = HardwareMetrics(rig.log)
     rig.gpus.values = {FIRST: {**HEALTHY, "sm_clock_hz": 345_000_000, "clock_reasons": 1}}
     rig.seconds(1, FIRST)
@@ -73,7 +72,7 @@ def test_clock_of_an_idle_gpu_is_ignored(rig: Rig) -> None:
     assert idle["temperature_c"] == 60
 
 
-def test_missing_values_of_a_gpu_are_no_signals(rig: Rig) -> None:
+def test_missing_gpu_values_produce_no_signals(rig: Rig) -> None:
     rig.gpus.values = {FIRST: {"temperature_c": 50}}
     signals = HardwareMetrics(rig.log)
     rig.seconds(2, FIRST)
@@ -81,8 +80,8 @@ def test_missing_values_of_a_gpu_are_no_signals(rig: Rig) -> None:
     assert signals.signals_of_gpu(FIRST, rig.now_ns) == {"temperature_c": 50}
 
 
-def test_errors_of_all_ports_are_one_signal_of_the_node(rig: Rig, tmp_path: Path) -> None:
-    """There is a rate from the second sample on."""
+def test_port_errors_of_a_node_are_summed_to_one_signal(rig: Rig, tmp_path: Path) -> None:
+    """A rate is known from the second sample on."""
     signals = HardwareMetrics(rig.log)
     ports = [port(tmp_path / "infiniband", name) for name in ("mlx5_0", "mlx5_1")]
     rig.seconds(5)
@@ -92,12 +91,12 @@ def test_errors_of_all_ports_are_one_signal_of_the_node(rig: Rig, tmp_path: Path
     rig.seconds(5)
     signals_found = signals.signals_of_node(rig.now_ns)
 
-    # Counters of two ports grow from 1 to 10 in five seconds.
+    # The counters of two ports grow from 1 to 10 in five seconds.
     assert signals_found == {"link_errors_per_s": pytest.approx(3.6)}
     assert signals.signals_of_node(rig.now_ns) == {}
 
 
-def test_verdict_names_a_throttled_gpu_as_the_cause(run: RunDirectory, rig: Rig) -> None:
+def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) -> None:
     """One of two GPUs is throttled from step 300 on."""
     sidecar = Sidecar(run, HOST, None, lambda run, settings: None)
     sidecar.telemetry = rig.log

@@ -1,4 +1,4 @@
-"""Tests of host signals from real processes and from files like the kernel's."""
+"""Tests of host signals of real processes and of files like those in /proc."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
 
 
 def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
-    """Return the newest signals after some samples, half a second apart."""
+    """Sample several times, half a second apart, and return the newest signals."""
     found: dict[int, dict[str, float]] = {}
     for _ in range(samples):
         found = signals.sample({pid: 0}, time.monotonic())
@@ -42,9 +42,7 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
 
 
 def only(folder: Path, *pids: int) -> Path:
-    """Make a /proc folder with the machine's CPUs and only these real processes, as
-    in a container.
-    """
+    """Make a /proc folder with the machine's CPUs and only the given real processes."""
     folder.mkdir()
     for name in ("stat", *map(str, pids)):
         (folder / name).symlink_to(Path("/proc") / name)
@@ -55,11 +53,11 @@ def named(signals: HostMetrics, pid: int) -> int:
     return int(signals.busiest_neighbour(pid).rpartition("(pid ")[2].rstrip(")"))
 
 
-def test_neighbour_on_the_same_cpu_is_found(tmp_path: Path) -> None:
-    """Two processes share a CPU, so each waits for half of the time."""
+def test_other_process_on_the_ranks_cpu_is_reported(tmp_path: Path) -> None:
+    """Two processes share a CPU, so each of them waits half of the time."""
     cpu = min(os.sched_getaffinity(0))
     with spinning(cpu) as rank, spinning(cpu) as other, spinning(cpu, LITTLE) as little:
-        # Only these three are visible, because other tests may be busier for a moment.
+        # Only three processes are visible, because other tests may be busier for a moment.
         signals = HostMetrics(only(tmp_path / "proc", rank, other, little))
         newest = observed(signals, rank, 5)
 
@@ -69,7 +67,7 @@ def test_neighbour_on_the_same_cpu_is_found(tmp_path: Path) -> None:
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
 
 
-def test_neighbour_among_all_processes_is_not_the_rank() -> None:
+def test_rank_itself_is_not_reported_as_busiest_other_process() -> None:
     cpu = min(os.sched_getaffinity(0))
     with spinning(cpu) as rank, spinning(cpu):
         signals = HostMetrics()
@@ -77,8 +75,8 @@ def test_neighbour_among_all_processes_is_not_the_rank() -> None:
         assert named(signals, rank) != rank
 
 
-def test_sleeping_process_has_no_waits() -> None:
-    """Neighbours are not sampled."""
+def test_sleeping_process_reports_no_cpu_wait() -> None:
+    """Other processes are not sampled."""
     with subprocess.Popen(["sleep", "20"]) as process:
         newest = observed(HostMetrics(), process.pid, 3)
         process.kill()
@@ -89,7 +87,7 @@ def test_sleeping_process_has_no_waits() -> None:
     assert "neighbour_share" not in newest
 
 
-def test_ended_process_has_no_signals() -> None:
+def test_ended_process_produces_no_signals() -> None:
     with subprocess.Popen(["sleep", "20"]) as process:
         signals = HostMetrics()
         signals.sample({process.pid: 0}, 0.0)
@@ -101,7 +99,7 @@ def test_ended_process_has_no_signals() -> None:
 
 
 class Kernel:
-    """A /proc folder with this process and a data loader worker, as in proc(5)."""
+    """A /proc folder, as in proc(5), with this process and a data loader worker."""
 
     def __init__(self, folder: Path) -> None:
         self.proc = folder
@@ -127,15 +125,15 @@ class Kernel:
         )
 
 
-def test_rates_and_shares_between_two_samples(tmp_path: Path) -> None:
-    """Faults of a data loader worker count too."""
+def test_rates_and_shares_are_computed_between_two_samples(tmp_path: Path) -> None:
+    """Page faults of a data loader worker are added."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
     assert signals.sample({kernel.pid: 10**9}, 100.0) == {}
     for second, state in enumerate(("D", "S", "R", "D")):
         kernel.write(kernel.pid, state)
         signals.update([kernel.pid], 100 + second / 4)
-        # This is too soon after the last sample.
+        # The last sample is too recent to compute a rate.
         signals.update([kernel.pid], 100 + second / 4 + 0.01)
     kernel.write(kernel.pid, faults=6, kernel_ticks=TICKS_PER_S // 2, waited_ns=500_000_000)
     kernel.write(kernel.worker, faults=4)
@@ -147,15 +145,15 @@ def test_rates_and_shares_between_two_samples(tmp_path: Path) -> None:
     assert newest["kernel_share"] == 0.25
     assert newest["cpu_wait_share"] == 0.25
     assert newest["gc_share"] == 0.5
-    # This is too soon for a new sample.
+    # The last sample is too recent for a new one.
     assert signals.sample({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest
 
 
 @pytest.mark.parametrize(("state", "share"), [("S", 1.0), ("R", 0.0)])
-def test_disk_wait_of_a_worker_counts_while_the_main_thread_sleeps(
+def test_disk_wait_of_a_worker_counts_only_while_the_main_thread_sleeps(
     tmp_path: Path, state: str, share: float
 ) -> None:
-    """While the main thread runs, it does not wait for the worker."""
+    """A running main thread does not wait for its worker."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
     signals.sample({kernel.pid: 0}, 100.0)
@@ -174,9 +172,9 @@ class Machine:
         self.second = 0.0
 
     def passes(self, busy: float, **programs: float) -> float:
-        """Let a second pass, in which the CPU was busy for a share of the time.
+        """Advance time by one second, in which the CPU was busy for the given share.
 
-        programs: shares of processes, such as pid1=0.5.
+        programs: CPU shares of processes, such as pid1=0.5.
         """
         self.second += 1.0
         busy_ticks = self._ticks[-1] = self._ticks.get(-1, 0) + round(busy * TICKS_PER_S)
@@ -194,10 +192,10 @@ class Machine:
         return self.second
 
 
-def test_busy_share_counts_invisible_neighbours(tmp_path: Path) -> None:
-    """In a container, processes of others are not visible, but the CPU's time is.
+def test_cpu_use_of_invisible_processes_is_counted(tmp_path: Path) -> None:
+    """A container hides other processes but not the CPU's total time.
 
-    The job's own processes do not count.
+    Processes of the job itself do not count.
     """
     machine = Machine(tmp_path)
     neighbours = Neighbours(tmp_path)
@@ -212,8 +210,8 @@ def test_busy_share_counts_invisible_neighbours(tmp_path: Path) -> None:
     assert neighbours.busiest({0}, {7}) == "prog8 (pid 8)"
 
 
-def test_busiest_neighbour_is_a_recent_one(tmp_path: Path) -> None:
-    """After some seconds, a new neighbour replaces one that was busy for minutes."""
+def test_recently_busy_process_replaces_an_earlier_one(tmp_path: Path) -> None:
+    """A new process is reported after some seconds, although another one was busy for minutes."""
     machine = Machine(tmp_path)
     neighbours = Neighbours(tmp_path)
     for _ in range(60):
@@ -223,4 +221,4 @@ def test_busiest_neighbour_is_a_recent_one(tmp_path: Path) -> None:
         neighbours.update(machine.passes(1.0, pid7=0.0, pid8=0.9))
 
     assert neighbours.busiest({0}, ()) == "prog8 (pid 8)"
-    assert not neighbours.update(machine.second + 100.0)  # The last sample is too old.
+    assert not neighbours.update(machine.second + 100.0)  # The newest sample is too old.

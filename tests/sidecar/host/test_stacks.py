@@ -1,4 +1,4 @@
-"""Tests of Python stacks and states of real processes, and of py-spy's failures."""
+"""Tests of Python stacks and states of real processes, and of errors of py-spy."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
 while True:
     time.sleep(0.001)
 """
-# The parent waits in the kernel, in state D, until its child calls exec or ends. It must never run
-# again.
+# The parent waits in state D of the kernel until its child calls exec or ends. The parent must
+# never run again.
 VFORKS = """
 import ctypes, os
 if ctypes.CDLL(None).vfork() == 0:
@@ -74,7 +74,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start() -> Iterator[Start]:
     """Return a function that starts Python programs and waits until they are ready.
 
-    The programs end with the test.
+    All programs are ended when the test ends.
     """
     started: list[subprocess.Popen[str]] = []
 
@@ -103,7 +103,7 @@ def ready(process: subprocess.Popen[str]) -> str:
 
 
 def wait_for(pid: int, state: str) -> None:
-    """Wait for a state, because the kernel stops a process only a while after the signal."""
+    """Wait until a process has a state. The kernel stops a process a while after the signal."""
     deadline = time.monotonic() + 30
     while process_state(pid) != state:
         assert time.monotonic() < deadline, process_state(pid)
@@ -119,8 +119,8 @@ def functions(stack: Stack) -> list[str]:
 
 
 @needs_py_spy
-def test_stack_has_the_main_threads_frames_innermost_first(start: Start) -> None:
-    """Frames have file and line. Other threads are left out."""
+def test_stack_lists_only_the_main_threads_frames_innermost_first(start: Start) -> None:
+    """Each frame has file and line."""
     process = start(BLOCKED.format(levels=2))
     ready(process)
 
@@ -131,8 +131,8 @@ def test_stack_has_the_main_threads_frames_innermost_first(start: Start) -> None
 
 
 @needs_py_spy
-def test_source_line_is_read_from_disk(start: Start, tmp_path: Path) -> None:
-    """The line is empty for code without a file, a missing file, and a disk that hangs."""
+def test_source_line_is_read_from_disk_or_left_empty(start: Start, tmp_path: Path) -> None:
+    """The line is empty for code without a file, for a missing file, and if the disk hangs."""
     script = tmp_path / "blocks.py"
     script.write_text(BLOCKED.format(levels=1))
     process = start(f"import runpy; runpy.run_path({str(script)!r})")
@@ -143,13 +143,13 @@ def test_source_line_is_read_from_disk(start: Start, tmp_path: Path) -> None:
 
     script.unlink()
     assert source_line(stack) == ""
-    os.mkfifo(script)  # Reading it blocks without a limit.
+    os.mkfifo(script)  # Reading this file blocks forever.
     assert source_line(stack, timeout_s=0.2) == ""
     assert source_line(Stack((), "no reason")) == ""
 
 
 @needs_py_spy
-def test_stopped_process_stays_stopped_while_it_is_read(start: Start) -> None:
+def test_stopped_process_stays_stopped_after_its_stack_is_read(start: Start) -> None:
     """The process continues after SIGCONT."""
     process = start(BLOCKED.format(levels=0))
     ready(process)
@@ -166,8 +166,8 @@ def test_stopped_process_stays_stopped_while_it_is_read(start: Start) -> None:
 
 
 @needs_py_spy
-def test_deep_stack_shows_the_innermost_frames(start: Start) -> None:
-    """The last line has the number of other frames."""
+def test_deep_stack_is_cut_to_the_innermost_frames(start: Start) -> None:
+    """The last line contains the number of omitted frames."""
     process = start(BLOCKED.format(levels=100))
     ready(process)
 
@@ -175,13 +175,13 @@ def test_deep_stack_shows_the_innermost_frames(start: Start) -> None:
 
     assert len(stack.lines) == MAX_LINES + 1
     assert stack.lines[0].startswith("blocks ")
-    # The 103 frames are blocks, 101 times descend, and <module>.
+    # The 103 frames are blocks, 101 calls of descend, and <module>.
     assert stack.lines[-1] == f"and {103 - MAX_LINES} more"
 
 
 @needs_py_spy
-def test_thread_with_the_gil_is_named(start: Start) -> None:
-    """The main thread waits for that thread."""
+def test_stack_names_the_thread_that_has_the_gil(start: Start) -> None:
+    """The main thread waits for the GIL."""
     process = start(GREEDY)
     ready(process)
     deadline = time.monotonic() + 30
@@ -193,7 +193,9 @@ def test_thread_with_the_gil_is_named(start: Start) -> None:
 
 
 @needs_py_spy
-def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path: Path) -> None:
+def test_permission_error_of_py_spy_is_reported_without_a_retry(
+    start: Start, tmp_path: Path
+) -> None:
     if os.getuid() == 0:
         setpriv = shutil.which("setpriv")
         if setpriv is None:
@@ -203,7 +205,7 @@ def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path
         victim = start(BLOCKED.format(levels=0))
         ready(victim)
         with tempfile.TemporaryDirectory() as name:  # Other users cannot read tmp_path.
-            # Run the real py-spy as a user without any files here.
+            # Run the real py-spy as a user who has no files here.
             program, calls, folder = tmp_path / "py-spy", tmp_path / "calls", Path(name)
             folder.chmod(0o755)
             copy = shutil.copy(find_py_spy() or "", folder / "program")
@@ -230,8 +232,8 @@ def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path
 
 
 @needs_py_spy
-def test_reason_names_both_users_for_another_users_process(tmp_path: Path) -> None:
-    """The sidecar has no privileges, and the process is root's. The test needs setpriv and root."""
+def test_reason_names_both_users_if_the_process_is_another_users(tmp_path: Path) -> None:
+    """The sidecar has no privileges, and root owns the process. The test needs setpriv and root."""
     setpriv = shutil.which("setpriv")
     if os.getuid() != 0 or setpriv is None:
         pytest.skip("needs root and setpriv to be two users")
@@ -255,13 +257,16 @@ def test_reason_names_both_users_for_another_users_process(tmp_path: Path) -> No
 
 
 @needs_py_spy
-def test_reason_names_a_process_that_is_not_dumpable(start: Start) -> None:
-    """Even the same user needs CAP_SYS_PTRACE. The reason is one line with a remedy."""
+def test_reason_says_that_the_process_is_not_dumpable(start: Start) -> None:
+    """Reading such a process needs CAP_SYS_PTRACE even as the same user.
+
+    The reason is one line with a remedy.
+    """
     process = start(
         "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + BLOCKED.format(levels=0)
     )
     ready(process)
-    if os.getuid() == 0:  # A process with that capability reads it.
+    if os.getuid() == 0:  # A process with CAP_SYS_PTRACE reads the stack.
         assert python_stack(process.pid).lines
         return
     assert "is not dumpable" in python_stack(process.pid).reason
@@ -281,10 +286,10 @@ def test_reason_names_a_process_that_is_not_dumpable(start: Start) -> None:
         ("", "Operation not permitted", "`docker run --cap-add=SYS_PTRACE`"),
     ],
 )
-def test_reason_has_the_remedy_for_each_kernel_rule(
+def test_reason_names_a_remedy_for_each_kernel_restriction(
     scope: str, error: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rules are the settings of Yama and a container's seccomp filter.
+    """The restrictions are the settings of Yama and the seccomp filter of a container.
 
     py-spy is called once.
     """
@@ -302,8 +307,8 @@ def test_reason_has_the_remedy_for_each_kernel_rule(
 
 
 @needs_py_spy
-def test_error_of_py_spy_is_the_reason_for_a_program_without_python() -> None:
-    """The backtrace is left out."""
+def test_py_spy_error_is_reported_for_a_program_without_python() -> None:
+    """The reason omits py-spy's backtrace."""
     with subprocess.Popen(["sleep", "60"]) as process:
         stack = python_stack(process.pid)
         process.kill()
@@ -312,7 +317,7 @@ def test_error_of_py_spy_is_the_reason_for_a_program_without_python() -> None:
     assert stack.reason == "py-spy: Failed to find python version from target process"
 
 
-def test_ended_process_is_the_reason() -> None:
+def test_stack_of_an_ended_process_is_missing_with_the_reason() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
 
@@ -321,7 +326,7 @@ def test_ended_process_is_the_reason() -> None:
     )
 
 
-def test_missing_py_spy_is_the_reason_with_a_remedy(
+def test_missing_py_spy_is_reported_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -330,10 +335,9 @@ def test_missing_py_spy_is_the_reason_with_a_remedy(
     assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
 
 
-def test_py_spy_is_found_next_to_python_first(
+def test_py_spy_next_to_the_python_executable_is_preferred_to_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """PATH is searched only if Python's environment has no py-spy."""
     programs = [tmp_path / folder / "py-spy" for folder in ("environment", "path")]
     for program in programs:
         program.parent.mkdir()
@@ -366,10 +370,10 @@ def test_hanging_py_spy_is_killed_after_the_timeout(tmp_path: Path) -> None:
         ("[]", "the main thread runs no Python code"),
     ],
 )
-def test_unexpected_output_of_py_spy_is_the_reason(
+def test_unexpected_output_of_py_spy_is_reported_as_the_reason(
     tmp_path: Path, answer: str, reason: str
 ) -> None:
-    """There is no exception."""
+    """No exception is raised."""
     program = tmp_path / "py-spy"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
@@ -377,7 +381,7 @@ def test_unexpected_output_of_py_spy_is_the_reason(
     assert python_stack(os.getpid(), program=str(program)) == Stack((), reason)
 
 
-def test_py_spy_that_cannot_run_is_the_reason(tmp_path: Path) -> None:
+def test_py_spy_that_cannot_be_executed_is_reported_as_the_reason(tmp_path: Path) -> None:
     """The program is built for another CPU or is not executable."""
     program = tmp_path / "py-spy"
     program.write_bytes(b"\x7fELF")
@@ -391,8 +395,7 @@ def test_py_spy_that_cannot_run_is_the_reason(tmp_path: Path) -> None:
 # -- states
 
 
-def test_process_state_follows_a_process(start: Start) -> None:
-    """The process runs, is stopped, runs again, becomes a zombie, and is gone."""
+def test_process_state_is_read_while_running_stopped_zombie_and_gone(start: Start) -> None:
     process = start(BLOCKED.format(levels=0))
     ready(process)
     assert process_state(process.pid) == "running"
@@ -402,13 +405,12 @@ def test_process_state_follows_a_process(start: Start) -> None:
     wait_for(process.pid, "running")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(process.pid) == "dead"  # The process is a zombie.
+    assert process_state(process.pid) == "dead"  # The process has ended but was not waited for.
     process.wait()
     assert process_state(process.pid) == "dead"
 
 
-def test_debugged_process_is_traced(start: Start) -> None:
-    """The state is not "stopped"."""
+def test_debugged_process_is_traced_rather_than_stopped(start: Start) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     attach, detach = 16, 17
     process = start(BLOCKED.format(levels=0))
@@ -422,7 +424,7 @@ def test_debugged_process_is_traced(start: Start) -> None:
         libc.ptrace(detach, process.pid, None, None)
 
 
-def test_process_in_state_d_is_uninterruptible(start: Start) -> None:
+def test_process_in_kernel_state_d_is_uninterruptible(start: Start) -> None:
     process = start(VFORKS)
     child = int(ready(process).split()[1])
     try:
@@ -432,7 +434,7 @@ def test_process_in_state_d_is_uninterruptible(start: Start) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_process_with_a_reused_pid_is_dead(start: Start) -> None:
+def test_process_whose_pid_was_reused_is_dead(start: Start) -> None:
     process = start(BLOCKED.format(levels=0))
     ready(process)
     started = process_started(process.pid)
@@ -442,7 +444,7 @@ def test_process_with_a_reused_pid_is_dead(start: Start) -> None:
     assert process_state(process.pid, started - 1) == "dead"
 
 
-def test_name_of_a_program_may_look_like_a_state(tmp_path: Path) -> None:
+def test_state_is_read_correctly_if_the_program_name_looks_like_a_state(tmp_path: Path) -> None:
     program = tmp_path / "x) T 1 ("
     program.symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as process:
@@ -456,12 +458,12 @@ def test_name_of_a_program_may_look_like_a_state(tmp_path: Path) -> None:
 
 
 def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
-    """`faulthandler` is switched on. After the watch, the signal has no handler."""
+    """The watch installs `faulthandler`. After the watch, the signal has no handler."""
     script = tmp_path / "blocked.py"
     script.write_text(
         "import signal, sys, time, torchlens_perf as perf\n"
         "def stuck():\n"
-        # This is one line, so the position is the same at any time.
+        # The loop is one line, so the stack is the same at any time.
         "    print('ready', flush=True); sys.stdin.readline()\n"
         "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off',"
         " dir=sys.argv[1])) as w:\n"
@@ -492,10 +494,10 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_sigusr2_is_not_sent_to_a_process_that_does_not_catch_it(
+def test_sigusr2_is_not_sent_to_a_process_without_a_handler(
     listens: bool, start: Start, tmp_path: Path
 ) -> None:
-    """Nor is it sent to another process with the same pid."""
+    """The signal is also not sent to another process with the same pid."""
     file = tmp_path / "left.stack"
     file.touch()
     listening = (
@@ -515,7 +517,8 @@ def test_sigusr2_is_not_sent_to_a_process_that_does_not_catch_it(
     assert process.returncode == 0
 
 
-# A program that checks SIGUSR2 around a watch. {before}, {inside} and {after} are the user's lines.
+# A program that checks SIGUSR2 around a watch. The test inserts lines for {before}, {inside} and
+# {after}.
 AROUND = """
 import faulthandler, os, signal, sys
 from pathlib import Path
@@ -535,7 +538,7 @@ SEND = "os.kill(os.getpid(), signal.SIGUSR2)"
 
 
 def around(folder: Path, before: str = "", inside: str = "pass", after: str = "") -> str:
-    """Run the program and return its output."""
+    """Run the program with the inserted lines, and return its output."""
     program = AROUND.format(before=before, inside=inside, after=after)
     command = [sys.executable, "-c", program, str(folder / "runs"), str(folder / "mine")]
     done = warm_python.run(command, 60)
@@ -543,7 +546,7 @@ def around(folder: Path, before: str = "", inside: str = "pass", after: str = ""
     return done.stdout
 
 
-def test_users_faulthandler_registration_stays(tmp_path: Path) -> None:
+def test_users_faulthandler_registration_is_kept(tmp_path: Path) -> None:
     """signal.getsignal() does not show a registration of faulthandler."""
     register = "faulthandler.register(signal.SIGUSR2, file=mine)"
 
@@ -552,14 +555,14 @@ def test_users_faulthandler_registration_stays(tmp_path: Path) -> None:
 
 
 def test_signal_that_the_user_ignores_stays_ignored(tmp_path: Path) -> None:
-    """Slurm may send this signal, inside a watch and after it."""
+    """Slurm may send SIGUSR2 inside a watch or after its end."""
     ignore = "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"
     inside = f"{SEND}; print(len(list(folder.rglob('*.stack'))), flush=True)"
     assert around(tmp_path, ignore, inside, SEND) == "0\nalive 0 False\n"
 
 
-def test_users_handler_installed_inside_a_watch_stays(tmp_path: Path) -> None:
-    """A sidecar does not trigger it, because the stack file is removed."""
+def test_users_handler_installed_inside_a_watch_is_kept(tmp_path: Path) -> None:
+    """A sidecar does not send the signal, because the stack file is removed."""
     inside = (
         f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step();"
         " w.step()\n    print(len(list(folder.rglob('*.stack'))), flush=True)"
@@ -570,7 +573,7 @@ def test_users_handler_installed_inside_a_watch_stays(tmp_path: Path) -> None:
 def test_stack_file_is_removed_before_the_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sidecar that still finds the file may send the signal."""
+    """A sidecar sends the signal as long as the stack file exists."""
     left: list[int] = []
     unregister = faulthandler.unregister
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Fixtures of the exchange between nodes. Ends of exchanges are closed when a test ends."""
+"""Fixtures for the exchange between nodes. All open exchanges are closed when a test ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 FAST = Timing(
     operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4
 )
-LONG_S = 60.0  # Only a failing test waits so long.
+LONG_S = 60.0  # Only a failing test waits this long.
 KEY = exchange_key(0)
-LOOPBACK = ("127.0.0.1", 1)  # Address of a job's store that does not exist.
+LOOPBACK = ("127.0.0.1", 1)  # Address of a job store that does not exist.
 
 
 class Nodes:
-    """Starter of ends of an exchange. It gathers the posts that node 0 collects."""
+    """Starts exchanges of several nodes and gathers the posts that node 0 collects."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.places = Endpoints(LOOPBACK, folder)
@@ -46,7 +46,7 @@ class Nodes:
         return exchange
 
     def wait(self, exchange: Exchange, condition: Callable[[], bool]) -> None:
-        """Collect until a condition is true."""
+        """Collect posts until a condition is true."""
         deadline = time.monotonic() + LONG_S
         while not condition():
             assert time.monotonic() < deadline, (self.seen, self.contacts, exchange.notes())

@@ -23,7 +23,7 @@ from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
 
 class TestExchange:
     def test_payloads_of_all_nodes_arrive_in_order(self, nodes: Nodes) -> None:
-        """Payloads may be any bytes, and nodes may start in any order."""
+        """Payloads may contain any bytes. Nodes may start in any order."""
         others = [nodes.start("n1"), nodes.start("n2/öffentlich")]
         merger = nodes.start("n0", merges=True)
         for number in range(KEPT_POSTS):
@@ -50,8 +50,9 @@ class TestExchange:
         assert [exchange.notes() for exchange in (merger, *others)] == [[], [], []]
         assert others[0].collect().nodes == {}
 
-    def test_hundreds_of_posts_arrive_once_and_in_order(self, nodes: Nodes) -> None:
-        """Dropped posts are counted."""
+    def test_hundreds_of_posts_arrive_once_in_order_or_are_counted_as_dropped(
+        self, nodes: Nodes
+    ) -> None:
         other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         for number in range(300):
             other.post({1: b"%d" % number})
@@ -63,8 +64,8 @@ class TestExchange:
         assert numbers == sorted(set(numbers))
         assert len(numbers) + nodes.contacts["n1"].missed == 300
 
-    def test_instructions_reach_all_nodes(self, nodes: Nodes) -> None:
-        """Changed instructions arrive too, and nodes that join later receive them."""
+    def test_instructions_of_node_0_reach_all_nodes(self, nodes: Nodes) -> None:
+        """Nodes receive changed instructions, also if they join later."""
         merger = nodes.start("n0", merges=True)
         merger.set_reply(b"first")
         early = nodes.start("n1")
@@ -77,8 +78,8 @@ class TestExchange:
         with pytest.raises(ValueError, match="1025 bytes"):
             merger.set_reply(b"x" * 1025)
 
-    def test_attempts_do_not_mix(self, nodes: Nodes) -> None:
-        """A second attempt has another node 0 while the first one still runs."""
+    def test_two_attempts_of_a_job_exchange_no_posts(self, nodes: Nodes) -> None:
+        """The second attempt has another node 0 while the first one still runs."""
         old, old_merger = nodes.start("n1"), nodes.start("n0", merges=True)
         second = exchange_key(1)
         new, new_merger = nodes.start("n0", key=second), nodes.start("n1", merges=True, key=second)
@@ -90,8 +91,8 @@ class TestExchange:
 
         assert (of_new, nodes.seen[1]) == ([b"new"], [b"old"])
 
-    def test_restarted_sidecar_continues_to_report(self, nodes: Nodes) -> None:
-        """A sidecar that ends normally has left."""
+    def test_restarted_sidecar_continues_to_send_posts(self, nodes: Nodes) -> None:
+        """A sidecar that ends normally is listed as left."""
         first, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         first.post({1: b"first"})
         nodes.wait(merger, lambda: 1 in nodes.seen)
@@ -105,7 +106,7 @@ class TestExchange:
         assert nodes.seen[1] == [b"first", b"second"]
         assert (contact.missed, contact.left, merger.notes()) == (0, False, [])
 
-    def test_nodes_find_a_restarted_node_0(self, nodes: Nodes) -> None:
+    def test_nodes_reconnect_to_a_restarted_node_0(self, nodes: Nodes) -> None:
         """The new node 0 has another port and token. Each node sends its last posts again."""
         other, first = nodes.start("n1"), nodes.start("n0", merges=True)
         other.post({1: b"first"})
@@ -125,7 +126,7 @@ class TestExchange:
         )
 
     def test_node_0_is_found_at_the_configured_address(self, nodes: Nodes, tmp_path: Path) -> None:
-        """No shared folder or job's store is needed, also after a restart."""
+        """The nodes need neither a shared folder nor the job's store, also after a restart."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             where = f"127.0.0.1:{listener.getsockname()[1]}"
         secret = tmp_path / "secret"
@@ -150,7 +151,7 @@ class TestExchange:
         assert "n2" not in second.collect().nodes
 
     def test_node_0_listens_on_loopback_if_the_store_does(self, nodes: Nodes) -> None:
-        """Other machines cannot reach it."""
+        """Other machines cannot connect to node 0."""
         nodes.start("n0", merges=True)
         address = nodes.address()
 
@@ -160,7 +161,7 @@ class TestExchange:
             socket.create_connection(("127.0.0.2", address.port))
 
     def test_invalid_posts_raise_value_error(self, nodes: Nodes) -> None:
-        """Nothing is sent for a payload over 1024 bytes and an invalid rank or port."""
+        """A post is invalid if its payload exceeds 1024 bytes or its rank or port is invalid."""
         other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         for exchange in (other, merger):
             with pytest.raises(ValueError, match="1025 bytes, more than 1024"):
@@ -175,7 +176,7 @@ class TestExchange:
         assert nodes.seen == {1: [b"x" * 1024]}
 
     def test_close_leaves_no_file_listener_or_connection(self, tmp_path: Path) -> None:
-        """Later exchanges add no thread."""
+        """Opening an exchange again adds no thread."""
         counts = []
         for name in ("first", "second"):
             folder = tmp_path / name
@@ -196,7 +197,7 @@ class TestExchange:
         assert counts[1][0] <= counts[0][0]
 
     def test_waiting_post_is_sent_at_close(self, nodes: Nodes) -> None:
-        """The node may not have found node 0 before."""
+        """The node may not have found node 0 until then."""
         short = nodes.start(
             "n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0)
         )
@@ -221,8 +222,8 @@ class TestAlone:
         )
         assert exchange.close(LONG_S)
 
-    def test_one_node_imports_no_grpc(self) -> None:
-        """The sidecar of a job with one node opens no thread or socket, and judges alone."""
+    def test_sidecar_of_a_one_node_job_does_not_import_grpc(self) -> None:
+        """The sidecar also opens no thread or socket."""
         code = """if True:
             import sys, threading
             import numpy as np
@@ -243,7 +244,7 @@ class TestAlone:
         """
         subprocess.run([sys.executable, "-c", code], check=True)
 
-    def test_several_nodes_import_grpc_but_not_torch(self, tmp_path: Path) -> None:
+    def test_sidecar_of_a_several_node_job_imports_grpc_but_not_torch(self, tmp_path: Path) -> None:
         """The process prints nothing on stderr and can start programs."""
         code = f"""if True:
             import subprocess, sys, time

@@ -1,4 +1,4 @@
-"""Tests of a hang on a device of another node, found from that node's summaries."""
+"""Tests that node 0 finds a hang on another node's device from that node's summaries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MS = 1_000_000
 
 
 def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> Progress:
-    """Return the progress of a rank with a device mark outside all spans."""
+    """Return the progress of a rank whose device mark is outside all spans."""
     mark = DeviceMark(99, place, int(kind), 3, False, 0, stood_ms * MS)
     return rank(number, inside=(), device=device_place(mark, "blocks.3"), **changed)
 
 
 def found_over_nodes(*ranks: Progress) -> Hang:
-    """Return the hang, where ranks 2 and 3 are on another node."""
+    """Return the hang that node 0 finds if ranks 2 and 3 are on another node."""
     payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
     others = summary.progress(
         summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5]
@@ -35,7 +35,7 @@ def found_over_nodes(*ranks: Progress) -> Hang:
 
 @pytest.mark.parametrize("stuck", range(4))
 def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
-    """The rank and the text are the same as on one node, except for the module's name."""
+    """Rank and text are the same as on one node. Only the module's name is missing."""
     ranks = [
         at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0)
         for number in range(4)
@@ -50,7 +50,7 @@ def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
     assert "is in step 99 after the beginning of the backward pass." in text(hang)
 
 
-def test_single_samples_of_remote_marks_are_not_a_stuck_device() -> None:
+def test_remote_device_marks_sampled_once_are_not_a_stuck_device() -> None:
     """A summary also contains how long the mark has not changed."""
     ranks = [
         at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0)

@@ -1,4 +1,4 @@
-"""Tests of link reports. Node 0 finds a slow link that no node can find alone."""
+"""Tests that node 0 finds a slow link that no node can find alone, from link reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(*groups: tuple[int, ...], slow: tuple[int, ...] = ()) -> list[LinkSt
     return job({"x": groups}, {slow: 3.0} if slow else None)
 
 
-def test_rows_with_enough_operations_are_sent() -> None:
+def test_link_rows_with_enough_operations_are_sent() -> None:
     rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS})
     packed, left_out = link_report.encode(
         3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)]
@@ -46,8 +46,8 @@ def test_rows_with_enough_operations_are_sent() -> None:
     assert len(packed) < 100 * len(rows)
 
 
-def test_rows_that_do_not_fit_are_counted() -> None:
-    """The rows with most time are sent."""
+def test_link_rows_over_the_size_limit_are_counted() -> None:
+    """The rows with the longest time are sent."""
     (row,) = rows_of((0, 1))
     many = [
         structs.replace(
@@ -72,7 +72,7 @@ def test_rows_that_do_not_fit_are_counted() -> None:
         {"ranges": "0-x"}, {"ranges": "0-999999999999"}, {"octave": 70},
     ],
 )  # fmt: skip
-def test_invalid_rows_are_refused(changed: dict[str, object]) -> None:
+def test_invalid_link_rows_raise_an_error(changed: dict[str, object]) -> None:
     (row,) = rows_of((0, 1))
     of_key = {name: value for name, value in changed.items() if name in row.key.__struct_fields__}
     of_row = {name: value for name, value in changed.items() if name not in of_key}
@@ -84,14 +84,14 @@ def test_invalid_rows_are_refused(changed: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_invalid_bytes_are_refused(data: bytes) -> None:
-    """This includes valid compression of other data, or of too much data."""
+def test_invalid_link_report_bytes_raise_an_error(data: bytes) -> None:
+    """Invalid bytes include compressed data of other kinds and data that expands too much."""
     for each in (data, zlib.compress(data), zlib.compress(bytes(1 << 22))):
         with pytest.raises(ValueError, match=r"\S"):
             link_report.decode(each, 0, 16)
 
 
-def test_group_over_several_nodes_counts_once() -> None:
+def test_group_over_several_nodes_is_merged_into_one() -> None:
     """The merged group has the shorter transfer time."""
     (ours,), (theirs,) = rows_of((0, 1)), rows_of((0, 1), slow=(0, 1))
     theirs = structs.replace(theirs, wait_ns=1000.0, joined=ours.joined - 1)
@@ -102,7 +102,7 @@ def test_group_over_several_nodes_counts_once() -> None:
     assert (both.waits, both.wait_ns) == (2 * ours.waits, 500.0)
 
 
-def test_early_rejection_of_candidates_does_not_change_the_result() -> None:
+def test_result_is_the_same_without_early_rejection_of_candidates() -> None:
     for count in (3, 4, 5, 8):
         groups = [(2 * number, 2 * number + 1) for number in range(count)]
         found = slow_links(rows_of(*groups, slow=groups[-1]))
@@ -110,12 +110,12 @@ def test_early_rejection_of_candidates_does_not_change_the_result() -> None:
         assert found.links[0].peers_transfer_ns == pytest.approx(TRANSFER_US * US, rel=0.1)
 
 
-def test_node_0_judges_the_links_of_all_nodes(
+def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node has two groups, which are too few to compare.
 
-    Node 0 has all of them, and ignores invalid reports and those of other attempts.
+    Node 0 ignores invalid reports and reports of other attempts.
     """
     wire, views = two_nodes(tmp_path)
     views[0].update(1.0)

@@ -1,4 +1,4 @@
-"""Tests of how nodes agree on generations of processes, without a network."""
+"""Tests that nodes agree on generations of processes, without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generat
 def node(
     run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4
 ) -> Membership:
-    """Return a membership. sets: start time and the launcher's restart count of each set."""
+    """Return a membership. sets: start time and the launcher's restart count of each process set."""
     made = Membership(run_id)
     if leads:
         made.lead()
@@ -28,7 +28,7 @@ def node(
     return made
 
 
-def test_process_set_belongs_to_the_nearest_generation_of_its_size() -> None:
+def test_process_set_joins_the_nearest_generation_of_its_size() -> None:
     generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
     assert match_generations(
         [Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations
@@ -41,15 +41,15 @@ def test_process_set_belongs_to_the_nearest_generation_of_its_size() -> None:
     assert match_generations([Generation(0, 0.0, 8)], generations) == {}
 
 
-def test_new_process_set_does_not_match_the_generation_it_replaces() -> None:
-    """A node's new processes may start before those of node 0."""
+def test_new_process_set_does_not_join_the_generation_it_replaces() -> None:
+    """New processes of a node may start before those of node 0."""
     assert match_generations(
         [Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]
     ) == {0: 0}
 
 
-def test_nodes_with_different_restart_counts_agree() -> None:
-    """The failed node reports 1 restart, and the other reports 0."""
+def test_nodes_with_different_restart_counts_agree_on_the_generation() -> None:
+    """The failed node reports 1 restart, and the other node reports 0."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (0.5, 0), (50.4, 1))
     other.receive(zero.control(60.0), 60.0)
 
@@ -62,7 +62,7 @@ def test_nodes_with_different_restart_counts_agree() -> None:
     assert zero.remote_generation("b", 1, 50.4, 4) == 1
 
 
-def test_first_process_set_of_a_late_node_is_not_generation_0() -> None:
+def test_first_process_set_of_a_late_node_does_not_join_generation_0() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
     assert late.number(0) == 0
     assert not late.is_known(0)
@@ -70,15 +70,16 @@ def test_first_process_set_of_a_late_node_is_not_generation_0() -> None:
     assert late.number(0) == 2
     assert late.is_known(0)
     late.add(1, 130.0, 4)
-    assert late.number(1) == 3  # This is a guess until node 0's message.
+    assert late.number(1) == 3  # The number is a guess until node 0's message arrives.
 
 
-def test_process_set_is_placed_by_its_age_if_an_earlier_one_is_missing() -> None:
+def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> None:
     """The first processes of a node ended before they were reported."""
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
     assert zero.remote_generation("b", 1, 51.0, 4) == 1
     early = node("a", (0.0, 0), leads=True)
-    assert early.remote_generation("b", 1, 51.0, 4) == 0  # No other generation is known yet.
+    # No other generation is known at this point.
+    assert early.remote_generation("b", 1, 51.0, 4) == 0
     early.add(1, 50.0, 4)
     assert early.remote_generation("b", 1, 51.0, 4) == 1
 
@@ -92,26 +93,26 @@ def test_new_node_0_continues_the_generation_numbers() -> None:
 
 
 def test_generation_is_at_least_the_launchers_restart_count() -> None:
-    """A restart may come before any ring is recorded."""
+    """A restart may happen before any ring is recorded."""
     assert node("a", (0.0, 2), (9.0, 3), leads=True).number(1) == 3
 
 
-def test_restarted_sidecar_keeps_known_numbers() -> None:
+def test_restarted_sidecar_keeps_known_generation_numbers() -> None:
     made = Membership("run")
     made.add(0, 0.0, 4, number=5)
     made.add(1, 10.0, 4)
     assert [made.number(0), made.number(1)] == [5, 6]
 
 
-def test_messages_work_with_different_clocks() -> None:
-    """Messages contain ages and not times."""
+def test_generations_agree_although_node_clocks_differ() -> None:
+    """Messages contain ages instead of times."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (7000.0, 0), (7050.0, 1))
     other.receive(ControlMessage.decode(zero.control(60.0).encode()), 7060.0)
     assert [other.number(0), other.number(1)] == [0, 1]
 
 
-def test_control_message_is_bounded() -> None:
-    """The job has a long id and many restarts."""
+def test_control_message_size_is_bounded_with_many_restarts() -> None:
+    """The job also has a long id."""
     zero = node(
         "é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20
     )
@@ -126,6 +127,6 @@ def test_control_message_is_bounded() -> None:
     "data", [b"", b"{", b"[]", b"1", json.dumps([2, "run", []]).encode(), json.dumps([1, 3, []]).encode(), b"[" * 2000,
              json.dumps([1, "run", [[0, "x", 1]]]).encode(), json.dumps([1, "run", [[0, 0, 1]] * 9]).encode(), b"\xff"],
 )  # fmt: skip
-def test_invalid_control_messages_are_refused(data: bytes) -> None:
+def test_invalid_control_messages_raise_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a control message of node 0"):
         ControlMessage.decode(data)

@@ -1,4 +1,4 @@
-"""Tests of reports between sidecars: encoding, repetition, and counts of dropped posts."""
+"""Tests of reports between sidecars: encoding, retransmission, and counts of dropped posts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ payloads_of_ranks = st.dictionaries(
 def send(
     outbox: Outbox, inbox: Inbox, now_s: float = 0.0, *, replied: bool = True, leaving: bool = False
 ) -> None:
-    """Report until nothing is waiting, without network delay.
+    """Send reports until nothing is waiting, without network delay.
 
-    Without a reply, the sender gives up.
+    Without a reply, the sender stops after some attempts.
     """
     while True:
         report = outbox.report(now_s, leaving=leaving)
@@ -54,7 +54,7 @@ def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
 
 class TestWire:
     @given(payloads_of_ranks, st.floats(0, 1e6))
-    def test_report_is_unpacked_as_it_was_packed(
+    def test_unpacked_report_equals_the_packed_one(
         self, payloads: dict[int, bytes], posted_s: float
     ) -> None:
         """A report is only a little longer than its payloads."""
@@ -65,14 +65,14 @@ class TestWire:
         assert len(data) <= 40 + sum(8 + len(payload) for payload in payloads.values())
 
     @given(st.binary(max_size=200))
-    def test_invalid_bytes_raise_value_error(self, data: bytes) -> None:
+    def test_invalid_report_bytes_raise_value_error(self, data: bytes) -> None:
         for decode in (decode_report, decode_reply):
             with suppress(ValueError):
                 decode(data)
 
     @given(payloads_of_ranks, st.integers(1, 30))
-    def test_cut_reports_are_refused(self, payloads: dict[int, bytes], cut: int) -> None:
-        """Reports with additional bytes are refused too."""
+    def test_truncated_reports_raise_an_error(self, payloads: dict[int, bytes], cut: int) -> None:
+        """Reports with additional bytes raise the same error."""
         data = encode(Report(1.0, 0, False, [Post(1.0, payloads)]))
         for wrong in (data[:-cut], data + b"x"):
             with pytest.raises(ValueError, match=r"\S"):
@@ -91,12 +91,12 @@ class TestWire:
             [Post(0.0, dict.fromkeys(range(MAX_RANKS + 1), b""))],
         ],
     )
-    def test_values_out_of_range_are_refused(self, posts: list[Post]) -> None:
+    def test_report_values_out_of_range_raise_an_error(self, posts: list[Post]) -> None:
         """No sender creates such times, ranks and sizes."""
         with pytest.raises(ValueError, match=r"\S"):
             decode_report(encode(Report(8.5, 0, False, posts)))
 
-    def test_large_posts_are_sent_in_several_reports(self) -> None:
+    def test_large_posts_are_split_into_several_reports(self) -> None:
         """Only the last report says that the node leaves."""
         outbox, inbox = ends()
         for _ in range(KEPT_POSTS):
@@ -120,10 +120,10 @@ class TestAccount:
             st.sampled_from(["post", "post", "send", "no reply", "lost", "collect"]), max_size=80
         )
     )
-    def test_every_post_arrives_once_or_is_missed(self, steps: list[str]) -> None:
+    def test_every_post_arrives_once_or_counts_as_missed(self, steps: list[str]) -> None:
         """Posts arrive complete and in order, whatever fails.
 
-        Received and missed posts add up to all.
+        Received and missed posts add up to the number of posts.
         """
         outbox, inbox = ends()
         posted, seen = 0, []
@@ -145,8 +145,8 @@ class TestAccount:
         if "no reply" not in steps:
             assert len(seen) + missed == posted
 
-    def test_outage_keeps_the_last_8_posts(self) -> None:
-        """Both ends count the lost posts."""
+    def test_last_8_posts_are_kept_during_an_outage(self) -> None:
+        """Sender and receiver count the lost posts."""
         outbox, inbox = ends()
         send(outbox, inbox)
         for number in range(20):
@@ -157,8 +157,7 @@ class TestAccount:
         assert list(map(int, payloads(collected, 0))) == list(range(12, 20))
         assert (collected.nodes["n1"].missed, outbox.dropped) == (12, 12)
 
-    def test_uncollected_posts_are_bounded(self) -> None:
-        """Without collect(), the last 8 posts of each node are kept. The others count as missed."""
+    def test_uncollected_posts_beyond_8_per_node_count_as_missed(self) -> None:
         outbox, inbox = ends()
         for number in range(20):
             inbox.post_own({0: b"%d" % number}, 0.0)
@@ -170,21 +169,22 @@ class TestAccount:
             assert list(map(int, payloads(collected, rank))) == list(range(12, 20))
             assert collected.nodes[node].missed == 12
 
-    def test_age_contains_the_time_at_the_sender_and_on_the_network(self) -> None:
-        """The time in the inbox counts too."""
+    def test_age_of_a_post_includes_time_at_the_sender_and_on_the_network(self) -> None:
+        """The time in the receiver's inbox is included too."""
         outbox, inbox = ends()
         send_at = outbox.report(5000.0)
-        inbox.receive("a1", encode(send_at), 100.0)  # Clocks of nodes are unrelated.
+        inbox.receive("a1", encode(send_at), 100.0)  # The clocks of the nodes are unrelated.
         outbox.post({1: b"x"}, 5001.0)
         outbox.post({1: b"z"}, 5003.0)
-        inbox.receive("a1", encode(outbox.report(5003.0)), 107.0)  # This report took 4 s.
+        # The transmission of this report took 4 s.
+        inbox.receive("a1", encode(outbox.report(5003.0)), 107.0)
         inbox.post_own({0: b"y"}, 108.0)
         collected = inbox.collect(108.5)
 
         assert [post.age_s for post, _ in of_rank(collected, 1)] == pytest.approx([7.5, 5.5])
         assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
 
-    def test_drift_of_a_slow_clock_does_not_add_to_ages(self) -> None:
+    def test_drift_of_a_slow_clock_is_not_added_to_ages(self) -> None:
         outbox, inbox = ends()
         for second in range(2000):
             inbox.receive("a1", encode(outbox.report(second * 0.999)), float(second))
@@ -193,7 +193,7 @@ class TestAccount:
 
         assert inbox.collect(2000.0).posts[0].age_s < 0.2  # The clock has drifted by 2 s.
 
-    def test_silent_missing_and_left_nodes_are_distinguished(self) -> None:
+    def test_silent_missing_and_left_nodes_are_listed_separately(self) -> None:
         """A report without posts shows that a sidecar is alive."""
         inbox = Inbox("n0", 0.0)
         assert set(inbox.collect(1.0).nodes) == {"n0"}
@@ -211,7 +211,7 @@ class TestAccount:
         )
         assert (gone["n1"].silent_s, gone["n1"].left) == (0.5, True)
 
-    def test_counts_continue_with_a_nodes_new_sidecar(self) -> None:
+    def test_counts_continue_after_a_restart_of_a_nodes_sidecar(self) -> None:
         """The last posts of the old sidecar are kept."""
         first, inbox = ends()
         for number in range(10):
@@ -228,8 +228,8 @@ class TestAccount:
         assert (collected.nodes["n1"].missed, collected.nodes["n1"].left) == (2, False)
         assert inbox.duplicate_names() == []
 
-    def test_two_live_sidecars_with_one_name_are_noted(self) -> None:
-        """Posts of both are read."""
+    def test_two_live_sidecars_with_the_same_name_are_noted(self) -> None:
+        """Posts of both sidecars are read."""
         inbox = Inbox("n0", 0.0)
         for sender in ("a1", "b2"):
             inbox.enter(sender, "n1", 0.0)

@@ -1,4 +1,7 @@
-"""Tests of the exchange with hostile or broken peers on loopback. All costs are bounded."""
+"""Tests of the exchange with hostile or broken peers on loopback.
+
+Each peer's costs stay bounded.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def resident_mb() -> float:
 
 
 class Stranger:
-    """A client that sends arbitrary calls to node 0."""
+    """A client without the job's token that sends arbitrary calls to node 0."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -48,8 +51,9 @@ class Stranger:
     def send(self, data: bytes, **metadata: Any) -> grpc.StatusCode:
         """Send one message, and return the status with which node 0 ended the call.
 
-        In one call of a hundred, grpc itself ends the call with INTERNAL, because the write comes
-        just after its end. The call is then repeated.
+        Rarely, grpc itself ends the call with INTERNAL, because the write follows node 0's end.
+
+        Such a call is repeated.
         """
         for _ in range(20):
             code = self._send(data, metadata)
@@ -90,7 +94,7 @@ def _in_the_loop(call: Callable[[], Awaitable[Any]]) -> Any:
 
 @pytest.fixture
 def pair(nodes: Nodes) -> tuple[Exchange, Exchange]:
-    """Return a node and node 0 after an exchange of posts."""
+    """Return a node and node 0 that have exchanged posts."""
     other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
     other.post({1: b"ours"})
     nodes.wait(merger, lambda: 1 in nodes.seen)
@@ -141,7 +145,7 @@ def connected(port: int, data: bytes) -> socket.socket:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return True if the other end has not closed the connection."""
+    """Return True if the peer has not closed the connection."""
     connection.setblocking(False)
     with contextlib.suppress(ConnectionError):
         try:
@@ -153,10 +157,10 @@ def is_open(connection: socket.socket) -> bool:
 
 
 class TestNode0:
-    def test_payload_without_a_token_is_not_kept(
+    def test_payload_of_a_caller_without_the_token_is_dropped(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Two hundred calls with a wrong proof send a megabyte each and do not end it."""
+        """Two hundred calls with a wrong proof send a megabyte each and stay open."""
         port, before_mb = nodes.address().port, resident_mb()
         about = {"nonce_bin": "bm5ubm5ubm5ubm5ubm5ubg", "proof_bin": "bm5ubm5ubm5ubm5ubm5ubg"}
         message = b"\0" + struct.pack(">I", 1 << 20) + b"x" * ((1 << 20) - 100)
@@ -182,10 +186,10 @@ class TestNode0:
         still_works(nodes, pair)
 
     @pytest.mark.slow
-    def test_connections_without_a_token_end_soon(
+    def test_open_calls_without_the_token_are_ended_soon(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Calls of any kind are begun and not ended. The node's own connection stays open."""
+        """Calls of any kind are started and left open. The node's own connection stays open."""
         port = nodes.address().port
         headers = call_headers(transport.REPORT, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg")
         calls = {
@@ -208,10 +212,10 @@ class TestNode0:
         wait_until(lambda: [name for name, each in connections.items() if is_open(each)] == [])
         still_works(nodes, pair)
 
-    def test_call_with_a_wrong_token_is_refused(
+    def test_call_with_a_wrong_token_is_refused_and_counted(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """Its payload is not read, it is counted, and no node is added."""
+        """Node 0 does not read the payload and adds no node."""
         data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
@@ -231,7 +235,7 @@ class TestNode0:
     def test_call_without_a_name_or_full_nonce_is_refused(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """Both calls have the token."""
+        """Both calls have the right token."""
         stranger = Stranger(nodes.address())
 
         assert (
@@ -242,10 +246,10 @@ class TestNode0:
         still_works(nodes, pair)
         assert set(nodes.contacts) == {"n0", "n1"}
 
-    def test_unreadable_message_ends_its_own_call_only(
+    def test_unreadable_message_ends_only_its_own_call(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """The message is counted for its node, and no payload of another node is lost."""
+        """The message is counted for its node. Payloads of other nodes are not lost."""
         pair[0].post({1: b"meanwhile"})
 
         stranger = Stranger(nodes.address())
@@ -254,7 +258,7 @@ class TestNode0:
         assert nodes.contacts["n1"].missed == 0
         assert pair[1].notes() == [f"{stranger.calls} reports of node n9 could not be read"]
 
-    def test_message_of_10_mb_is_refused_by_its_length(
+    def test_message_of_10_mb_is_refused_before_it_is_read(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
         assert (
@@ -262,7 +266,7 @@ class TestNode0:
         )
         still_works(nodes, pair)
 
-    def test_bytes_of_other_protocols_do_no_harm(
+    def test_bytes_of_other_protocols_do_not_affect_node_0(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
         port = nodes.address().port
@@ -281,10 +285,10 @@ class TestNode0:
         still_works(nodes, pair)
         assert pair[1].notes() == []
 
-    def test_memory_is_bounded_with_a_thousand_connections(
+    def test_memory_is_bounded_with_a_thousand_idle_connections(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """The connections are silent or have a wrong token. The nodes go on."""
+        """The connections are silent or have a wrong token. Posts of the nodes still arrive."""
         address = nodes.address()
         before_mb = resident_mb()
         for _ in range(1000):
@@ -298,8 +302,8 @@ class TestNode0:
         assert wrong.calls >= 100
         assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
-    def test_call_of_a_silent_node_is_ended(self, nodes: Nodes) -> None:
-        """The link may have been cut. When the node is back, its posts arrive."""
+    def test_call_of_a_silent_node_is_ended_by_node_0(self, nodes: Nodes) -> None:
+        """The link may have been cut. When it works again, the node's posts arrive."""
         merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
         other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
         for number in range(3):
@@ -314,7 +318,7 @@ class TestNode0:
 class TestOthers:
     @pytest.fixture
     def silent(self) -> Iterator[tuple[int, list[socket.socket]]]:
-        """Return the port of a server that never sends, and its connections."""
+        """Return the port of a server that never sends data, and the list of its connections."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         accepted: list[socket.socket] = []
 
@@ -329,7 +333,7 @@ class TestOthers:
         for each in (listener, *accepted):
             each.close()
 
-    def test_silent_node_0_does_not_block_a_node(
+    def test_node_continues_if_node_0_never_answers(
         self, nodes: Nodes, silent: tuple[int, list[socket.socket]]
     ) -> None:
         """Each attempt ends without a leak, and close() returns soon."""
@@ -346,14 +350,14 @@ class TestOthers:
         assert time.monotonic() - began_s < LONG_S / 4
         wait_until(lambda: len(os.listdir("/proc/self/fd")) - len(accepted) <= files)
 
-    def test_closed_port_is_noted_with_its_address(self, nodes: Nodes) -> None:
+    def test_closed_port_of_node_0_is_noted_with_its_address(self, nodes: Nodes) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         publish(nodes, port)
         other = nodes.start("n1")
         wait_until(lambda: any(f"127.0.0.1:{port}: UNAVAILABLE" in note for note in other.notes()))
 
-    def test_other_grpc_server_is_noted(self, nodes: Nodes) -> None:
+    def test_other_grpc_server_at_node_0s_address_is_noted(self, nodes: Nodes) -> None:
         async def serve() -> tuple[aio.Server, int]:
             server = aio.server()
             port = server.add_insecure_port("127.0.0.1:0")
@@ -369,8 +373,9 @@ class TestOthers:
         _in_the_loop(lambda: server.stop(None))
 
     @pytest.mark.parametrize("proof", [b"", b"x" * 32])
-    def test_server_without_the_token_receives_no_payload(self, nodes: Nodes, proof: bytes) -> None:
-        """The server receives no token either."""
+    def test_server_without_the_token_receives_neither_payload_nor_token(
+        self, nodes: Nodes, proof: bytes
+    ) -> None:
         received: list[Any] = []
 
         async def accept(requests: Any, context: Any) -> None:
@@ -407,7 +412,7 @@ class TestOthers:
     ) -> None:
         """Sent bytes are lost without an error.
 
-        The node notices, and sends again once the link works.
+        The node detects the loss and sends the posts again once the link works.
         """
         merger = nodes.start("n0", merges=True)
         address = nodes.address()
@@ -430,9 +435,9 @@ class TestOthers:
 
 
 class Link:
-    """Forwarder to a port.
+    """Forwards bytes to a port.
 
-    While cut, it accepts bytes and drops them, and connections stay open.
+    While the link is cut, connections stay open and their bytes are dropped.
     """
 
     def __init__(self, to: int) -> None:
@@ -454,7 +459,7 @@ class Link:
         lost = False
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                lost |= self.cut  # A connection that has lost bytes never works again.
+                lost |= self.cut  # A connection that has lost bytes is never used again.
                 if not lost:
                     to.sendall(data)
             to.close()

@@ -1,4 +1,4 @@
-"""Tests of how nodes find node 0, through the run directory, the job's store or a setting."""
+"""Tests that nodes find node 0 through the run directory, the job's store or a setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_ONCE = dataclasses.replace(FAST, store_after_s=0.0, store_child_s=30.0, store
 
 
 def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
-    """Wait until a rendezvous finds addresses, and return them."""
+    """Wait until a rendezvous finds addresses, and return the addresses."""
     deadline = time.monotonic() + LONG_S
     while True:
         try:
@@ -35,12 +35,12 @@ def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
 
 @pytest.fixture
 def job_store() -> TCPStore:
-    """Return a store like that of a job with several nodes."""
+    """Return a store like the one of a job with several nodes."""
     return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
-def test_address_is_unpacked_as_it_was_packed() -> None:
-    """Invalid data raises an error that the exchange's thread catches."""
+def test_unpacked_address_equals_the_packed_one() -> None:
+    """Invalid data raises an error that the thread of the exchange catches."""
     assert Address.decode(ADDRESS.encode()) == ADDRESS
     for data in (
         b"",
@@ -55,7 +55,7 @@ def test_address_is_unpacked_as_it_was_packed() -> None:
 
 class TestFolder:
     def test_node_0_is_found_in_the_run_directory(self, tmp_path: Path) -> None:
-        """The file is written atomically and private. Node 0 removes only its own file."""
+        """The file is private and written atomically. Node 0 removes only its own file."""
         meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotYet):
             other.known()
@@ -73,10 +73,10 @@ class TestFolder:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
-    def test_file_that_others_could_have_written_is_refused(
+    def test_address_file_that_other_users_can_write_is_refused(
         self, tmp_path: Path, wrong: str
     ) -> None:
-        """Reading it does not block."""
+        """Reading the file does not block."""
         meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
         file = meeting.file
         assert file is not None
@@ -118,7 +118,7 @@ class TestJobStore:
         assert keys == [KEY]
 
     def test_child_is_killed_if_the_store_does_not_answer(self, open_at_end: ExitStack) -> None:
-        """No call waits for the child."""
+        """The main process never waits for the child."""
         silent = open_at_end.enter_context(socket.create_server(("127.0.0.1", 0), backlog=8))
         timing = dataclasses.replace(AT_ONCE, store_child_s=3.0)
         meeting = Rendezvous(Endpoints(("127.0.0.1", silent.getsockname()[1])), KEY, timing)
@@ -142,13 +142,13 @@ class TestJobStore:
         assert longest_s < 2.0  # Starting a process takes time on a busy machine.
 
     @pytest.mark.long
-    def test_missing_store_is_noted_unless_nodes_connect(self, nodes: Nodes) -> None:
+    def test_missing_store_is_noted_until_nodes_connect(self, nodes: Nodes) -> None:
         places = Endpoints(("127.0.0.1", 1))
         merger = nodes.start("n0", merges=True, places=places, timing=AT_ONCE)
         wait_until(lambda: any("other nodes may not reach" in note for note in merger.notes()))
 
     @pytest.mark.long
-    def test_node_0_of_another_job_gets_no_token_and_no_payload(
+    def test_node_0_of_another_job_receives_no_token_and_no_payload(
         self, nodes: Nodes, job_store: TCPStore
     ) -> None:
         stranger = nodes.start("other job's n0", merges=True, key="another key")
@@ -164,7 +164,7 @@ class TestJobStore:
 
 class TestPlaces:
     def test_token_is_random_unless_the_address_is_configured(self, tmp_path: Path) -> None:
-        """Nodes with a configured address derive the token from the secret and the key."""
+        """With a configured address, nodes derive the token from the secret and the key."""
         secret = tmp_path / "secret"
         secret.write_bytes(b"s")
         secret.chmod(0o600)
@@ -187,19 +187,19 @@ class TestPlaces:
         with pytest.raises(PermissionError, match="this user alone"):
             new_token(fixed, KEY)
 
-    def test_coordinator_is_split_into_host_and_port(self) -> None:
+    def test_coordinator_setting_is_split_into_host_and_port(self) -> None:
         assert split_address("head:1") == ("head", 1)
         assert split_address("[fd00::1]:65535") == ("fd00::1", 65535)
         for text in ("head", "head:", ":1", "head:0", "head:65536", "a b:1", "head:x"):
             with pytest.raises(ValueError, match="is not host:port"):
                 split_address(text)
 
-    def test_node_0_listens_on_the_interface_to_the_store(
+    def test_node_0_listens_on_the_interface_that_leads_to_the_store(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Node 0 listens on loopback only if the store's address is loopback.
 
-        If the store's name resolves to loopback on this node only, it listens on all interfaces.
+        If the name resolves to loopback only on this node, node 0 listens on all interfaces.
         """
         names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
         monkeypatch.setattr(endpoints_module, "_addresses", lambda host: names.get(host, [host]))
@@ -228,8 +228,8 @@ class TestPlaces:
         }
         assert listen_on(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
-    def test_no_endpoints_without_a_store_or_address(self, tmp_path: Path) -> None:
-        """The same holds if `exchange` is off."""
+    def test_no_endpoints_without_a_store_or_configured_address(self, tmp_path: Path) -> None:
+        """With `exchange` off, there are no endpoints either."""
         assert Endpoints.of(None, "auto", tmp_path) is None
         assert Endpoints.of(None, "grpcs://?certs=/tls", tmp_path) is None
         assert Endpoints.of(("h", 1), "off", tmp_path) is None

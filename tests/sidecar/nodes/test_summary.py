@@ -1,4 +1,4 @@
-"""Tests of summaries for node 0: round trips, cuts, and equal verdicts."""
+"""Tests of summaries for node 0: unpacking, size limits, and equal verdicts."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def received(*summaries: RankSummary) -> np.ndarray:
 
 
 def back(sent: Progress) -> Progress:
-    """Return a rank's progress after packing and unpacking."""
+    """Pack and unpack a rank's progress."""
     (value,) = received(made_summary(progress=sent))
     return summary.progress(np.array([value]), [sent.host], [0.0])[0]
 
 
 def assert_close(found: Progress, expected: Progress) -> None:
-    """Compare, except that seconds are 32-bit floats."""
+    """Compare two values. Seconds are compared as 32-bit floats."""
     for field in dataclasses.fields(Progress):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), (
@@ -62,8 +62,8 @@ def assert_close(found: Progress, expected: Progress) -> None:
 
 
 class TestSize:
-    def test_size_is_the_same_for_all_ranks(self) -> None:
-        """A full summary has the same size as one without rows, and fits into a post."""
+    def test_summary_size_is_the_same_for_all_ranks(self) -> None:
+        """A full summary is as large as one without rows, and fits into a post."""
         empty = RankSummary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
         full = made_summary(
             rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)}
@@ -73,8 +73,8 @@ class TestSize:
         assert sizes == {summary.LAYOUT.itemsize}
         assert max(sizes) <= MAX_BYTES
 
-    def test_other_versions_and_sizes_are_refused(self) -> None:
-        """They are also refused among valid summaries."""
+    def test_summaries_of_other_versions_and_sizes_raise_an_error(self) -> None:
+        """One such summary among valid ones raises the error too."""
         good = summary.pack(made_summary())
         assert len(summary.unpack([good, good])) == 2
         assert len(summary.unpack([])) == 0
@@ -90,7 +90,7 @@ class TestSize:
 
 
 class TestPlaceAndProgress:
-    def test_placement_is_unpacked_as_it_was_packed(self) -> None:
+    def test_unpacked_placement_equals_the_packed_one(self) -> None:
         """Ranks of all nodes have equal populations and positions."""
         (value,) = received(made_summary())
 
@@ -98,14 +98,14 @@ class TestPlaceAndProgress:
         assert (value["set"], value["world_size"], value["ended"]) == (2, 8, 0)
         assert received(made_summary(ended=True))[0]["ended"] == 1
 
-    def test_mesh_dimensions_beyond_six_are_cut(self) -> None:
+    def test_mesh_dimensions_beyond_six_are_cut_off(self) -> None:
         names = ("dp_replicate", "dp_shard_cp", "pp", "tp", "ep", "cp", "more")
         place = Placement("", "", {name: i for i, name in enumerate(names)})
         (value,) = received(made_summary(place=place))
 
         assert summary.place(value, "").coordinates == {name: i for i, name in enumerate(names[:6])}
 
-    def test_progress_is_unpacked_as_it_was_packed(self) -> None:
+    def test_unpacked_progress_equals_the_packed_one(self) -> None:
         """Missing values are still missing."""
         for sent in (
             ranks.rank(5),
@@ -123,7 +123,7 @@ class TestPlaceAndProgress:
             ),
         ):
             found = back(sent)
-            # A summary has 16 bits for it.
+            # A summary has 16 bits for this value.
             assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)
             assert_close(
                 found, dataclasses.replace(sent, operations={}, usual_step_s=found.usual_step_s)
@@ -133,7 +133,7 @@ class TestPlaceAndProgress:
     @pytest.mark.parametrize(
         ("kind", "is_end"), [(0, False), (Kind.FORWARD, True), (Kind.BACKWARD, False)]
     )
-    def test_device_mark_is_unpacked_as_it_was_packed(
+    def test_unpacked_device_mark_equals_the_packed_one(
         self, step: int, kind: int, is_end: bool
     ) -> None:
         sent = ranks.rank(
@@ -154,8 +154,8 @@ class TestPlaceAndProgress:
     def test_device_mark_out_of_range_is_not_sent(self, step: int, place: int) -> None:
         assert back(ranks.rank(5, device=DevicePlace(step, place, "", 1.0))).device is None
 
-    def test_begun_kernels_are_unpacked_as_they_were_packed(self) -> None:
-        """Missing values are still missing. Large distances are cut."""
+    def test_unpacked_kernel_counts_equal_the_packed_ones(self) -> None:
+        """Missing values are still missing. Large distances are limited."""
         issued = {"a": 900, "b": 57, "c": 5, "d": 4}
         sent = ranks.rank(5, issued=issued, began={"a": 3, "b": 57, "c": 4}, operations={})
 
@@ -168,8 +168,8 @@ class TestPlaceAndProgress:
         assert (found.report_age_s, found.host) == (4.0, "node-c")
         assert found.since_step_s == pytest.approx(ranks.SINCE_S + 4.0)
 
-    def test_most_used_groups_are_sent_if_there_are_too_many(self) -> None:
-        """The summary shows that groups are missing."""
+    def test_most_used_groups_are_sent_if_not_all_fit(self) -> None:
+        """The summary reports that groups are missing."""
         issued = {f"g{i}": i for i in range(GROUPS + 2)}
         found = back(ranks.rank(0, issued=issued))
 
@@ -177,7 +177,7 @@ class TestPlaceAndProgress:
         assert not found.all_groups
         assert back(ranks.rank(0, issued=dict(list(issued.items())[:GROUPS]))).all_groups
 
-    def test_outermost_and_innermost_spans_are_sent_if_there_are_too_many(self) -> None:
+    def test_outermost_and_innermost_spans_are_sent_if_not_all_fit(self) -> None:
         inside = tuple(f"span {i}" for i in range(INSIDE + 3))
 
         assert back(ranks.rank(0, inside=inside)).inside == (inside[0], *inside[-INSIDE + 1 :])
@@ -193,7 +193,7 @@ class TestPlaceAndProgress:
         (value,) = received(made_summary(place=Placement("", "y" * 47 + "ä", {"ééééééé": 1})))
         assert summary.place(value, "") == Placement("", "y" * 47, {"éééééé": 1})
 
-    def test_unlisted_process_state_becomes_unknown(self) -> None:
+    def test_process_state_without_a_code_is_unpacked_as_unknown(self) -> None:
         assert back(ranks.rank(0, state="hibernating")).state == "unknown"
 
     @given(
@@ -201,7 +201,7 @@ class TestPlaceAndProgress:
         st.dictionaries(st.text(max_size=20), st.integers(0, 65535), max_size=8),
         st.lists(st.text(max_size=20), max_size=8),
     )
-    def test_any_names_can_be_unpacked(
+    def test_unpacking_accepts_any_names(
         self, population: str, coordinates: dict[str, int], inside: list[str]
     ) -> None:
         sent = ranks.rank(1, inside=tuple(inside), issued=dict(coordinates))
@@ -228,12 +228,12 @@ class TestRows:
                 joined = np.concatenate([getattr(each, field.name) for each in windows])
                 np.testing.assert_array_equal(joined, getattr(rows, field.name))
 
-    def test_newest_rows_are_packed_if_there_are_too_many(self) -> None:
+    def test_newest_rows_are_packed_if_not_all_fit(self) -> None:
         ((_, block),) = summary.blocks(received(made_summary(rows=JOB.rows_of(0))))
 
         assert block.key.tolist() == [list(range(60 - ROWS, 60))]
 
-    def test_rows_are_unpacked_as_they_were_packed(self) -> None:
+    def test_unpacked_rows_equal_the_packed_ones(self) -> None:
         """Times that were not measured are NaN."""
         rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
         rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
@@ -251,7 +251,7 @@ class TestRows:
         assert block.flags[0, :5].tolist() == rows.flags.tolist()
         for name in ("duration_ns", "wait_ns", "ready_ns", "workload"):
             np.testing.assert_allclose(getattr(block, name)[0, :5], getattr(rows, name), rtol=1e-6)
-        # This is the resolution of a share of the duration.
+        # A share of the duration is packed with this resolution.
         share_ns = rows.duration_ns.max() / 16000
         for name, sent in (
             ("parts_ns", rows.work_ns),
@@ -287,10 +287,7 @@ class TestRows:
         assert list(summary.blocks(received(made_summary()))) == []
 
     def test_module_times_are_unpacked_within_half_a_percent(self) -> None:
-        """Times are in the order of the modules' names and exact to half a percent.
-
-        A digest identifies the names.
-        """
+        """Times are in the order of the modules' names. A digest identifies the names."""
         times_ns = np.geomspace(1e3, 1e12, MAX_MODULES + 5)
         names = [f"layers.{i:03d}" for i in range(len(times_ns))]
         many = dict(reversed(list(zip(names, times_ns.tolist(), strict=True))))
@@ -309,7 +306,7 @@ class TestRows:
 
 
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])
-def test_verdicts_are_the_same_as_without_packing(per_summary: int) -> None:
+def test_verdicts_are_the_same_with_and_without_packing(per_summary: int) -> None:
     """Values differ by less than a hundredth of a percent of the step."""
     direct = JOB.judged()
     judge = StragglerDetector()
@@ -334,8 +331,8 @@ def test_verdicts_are_the_same_as_without_packing(per_summary: int) -> None:
     assert (mine.work_ns, mine.wait_ns) == pytest.approx((theirs.work_ns, theirs.wait_ns), rel=1e-4)
 
 
-def test_narrow_rows_are_compared_however_they_are_split() -> None:
-    """A rank may have narrower rows than others, and a summary may cut them anywhere."""
+def test_rows_of_different_widths_are_compared_however_they_are_split() -> None:
+    """A rank may have narrower rows than other ranks. A summary may split the rows anywhere."""
     job, judge = Job.of(3, 120).slow(1, 20, "data"), StragglerDetector()
     for first in range(0, 120, 5):
         for rank in range(3):

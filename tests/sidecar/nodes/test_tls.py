@@ -1,4 +1,4 @@
-"""Tests of TLS between nodes, with certificates that are made for the test."""
+"""Tests of TLS between nodes, with certificates made for the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def openssl(*arguments: str, cwd: Path) -> None:
 
 
 def authority(folder: Path) -> Path:
-    """Make the folder of a certificate authority with one certificate for all nodes."""
+    """Make the folder of a certificate authority that has one certificate for all nodes."""
     folder.mkdir()
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl(
@@ -68,7 +68,7 @@ def authority(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return two authorities: the job's, and another one."""
+    """Return two authorities: the job's and a foreign one."""
     folder = tmp_path_factory.mktemp("certificates")
     return authority(folder / "ours"), authority(folder / "theirs")
 
@@ -83,7 +83,7 @@ def copy(files: Path, to: Path, *names: str) -> str:
 def test_nodes_without_the_jobs_certificate_are_refused(
     nodes: Nodes, made: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """They have no certificate, one of another authority, or no TLS."""
+    """The nodes have no certificate, one of another authority, or no TLS."""
     ours, theirs = made
     places = dataclasses.replace(nodes.places, tls_folder=str(ours), tls_name=NAME)
     merger = nodes.start("n0", merges=True, places=places)
@@ -113,7 +113,7 @@ def test_nodes_without_the_jobs_certificate_are_refused(
 def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
     nodes: Nodes, made: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """They refuse a node 0 with another name."""
+    """Nodes refuse a node 0 with another name."""
     ours, _ = made
     of_node_0 = dataclasses.replace(
         nodes.places, tls_folder=copy(ours, tmp_path / "n0", "tls.crt", "tls.key")
@@ -132,7 +132,7 @@ def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
 
 
 def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:
-    """Nothing is sent without TLS instead."""
+    """Nothing is sent without TLS."""
     merger = nodes.start(
         "n0", merges=True, places=dataclasses.replace(nodes.places, tls_folder=str(tmp_path / "no"))
     )

@@ -1,4 +1,4 @@
-"""Test of a ring file that is cut or overwritten while a live sidecar reads it."""
+"""Tests that a ring file can be cut or overwritten while a live sidecar reads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
-# The rank has its own process, which ends when it writes to pages that were cut off.
+# The rank has its own process, because a write to pages that were cut off ends it.
 OTHER_RANK = """
 import sys, time
 from pathlib import Path
@@ -59,8 +59,8 @@ def counted(run: RunDirectory) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("cut", long_but({"to nothing"}, CUTS))
-def test_cut_ring_costs_only_its_own_records(cut: str, run: RunDirectory) -> None:
-    """The sidecar goes on with the other ring. A note names the rank."""
+def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> None:
+    """The sidecar continues with the other ring. A note names the rank."""
     command = [sys.executable, "-c", OTHER_RANK, str(run.path), str(STEPS)]
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
     with WarmPython(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=run.path) as other:

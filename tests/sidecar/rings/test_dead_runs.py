@@ -1,7 +1,6 @@
 """Tests of rings that killed jobs leave in shared memory.
 
-Each test has a mount namespace with its own shared memory, so it does not touch dead jobs of
-others.
+Each test has a mount namespace with its own shared memory, so files of real dead jobs are safe.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(pd.read_parquet(folder / "runs/a-run/steps")["step"])
 
 
-def test_next_start_reads_the_rings_of_a_killed_job(tmp_path: Path) -> None:
-    """All steps are saved, and shared memory is free, without empty folders."""
+def test_next_start_saves_the_rings_of_a_killed_job(tmp_path: Path) -> None:
+    """All steps are saved. Shared memory is free and has no empty folders."""
     done = in_own_memory(DEAD + DRAIN + "assert dead_runs.begin();" + GONE, tmp_path)
 
     assert done.stdout == "[]\n"
@@ -122,8 +121,8 @@ for i in range(4):
 """
 
 
-def test_rings_of_repeated_crashes_do_not_add_up(tmp_path: Path) -> None:
-    """Each job is killed with its sidecar, and the next start removes its files."""
+def test_rings_of_repeated_crashes_do_not_accumulate(tmp_path: Path) -> None:
+    """Each job is killed with its sidecar. The next start removes the files."""
     find = """
 def watch_sidecar(watch):
     import time
@@ -140,8 +139,8 @@ def watch_sidecar(watch):
     assert done.stdout == "1\n" * 4 + "[]\n"
 
 
-def test_run_with_a_live_sidecar_is_not_touched(tmp_path: Path) -> None:
-    """The lock shows that it is alive, even from another container."""
+def test_rings_of_a_run_with_a_live_sidecar_are_kept(tmp_path: Path) -> None:
+    """The lock shows that the sidecar is alive, even from another container."""
     locked = """
 from torchlens_perf.run.directory import sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -157,7 +156,7 @@ assert dead_runs.begin()
     assert done.stdout == "[]\n"
 
 
-def test_rings_stay_if_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
+def test_rings_are_kept_if_the_run_directory_is_not_writable(tmp_path: Path) -> None:
     """Finished steps must not be lost."""
     refuses = (
         "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
@@ -173,8 +172,8 @@ def test_rings_stay_if_the_run_directory_cannot_be_written(tmp_path: Path) -> No
     assert "stay: " in done.stderr
 
 
-def test_live_rank_in_another_pid_namespace_is_not_touched(tmp_path: Path) -> None:
-    """Its pid does not exist in this namespace."""
+def test_rings_of_a_live_rank_in_another_pid_namespace_are_kept(tmp_path: Path) -> None:
+    """The rank's pid does not exist in this namespace."""
     other_namespace = f"""
 import os, subprocess, sys
 rank = subprocess.Popen(
@@ -221,8 +220,8 @@ for i in range(300):
 """
 
 
-def test_concurrent_starts_and_ends_do_not_remove_used_folders(tmp_path: Path) -> None:
-    """Other processes remove empty folders at the same time. At the end, no folder is left."""
+def test_concurrent_starts_and_ends_keep_folders_in_use(tmp_path: Path) -> None:
+    """Other processes remove empty folders meanwhile. No folder is left at the end."""
     several = f"""
 import subprocess, sys
 command = [sys.executable, "-c", {BEGIN_AND_END!r}]
@@ -265,8 +264,11 @@ print(finished)
 """
 
 
-def test_ring_in_anonymous_memory_of_a_killed_process_is_saved(tmp_path: Path) -> None:
-    """Shared memory is too small for the ring. The sidecar has it open and loses no record."""
+def test_anonymous_ring_of_a_killed_process_is_saved(tmp_path: Path) -> None:
+    """Shared memory is too small for the ring.
+
+    The sidecar has the memory open and loses no record.
+    """
     from tests.support.processes import SCRIPTS, report
     from torchlens_perf.run.directory import RunDirectory
 
@@ -301,8 +303,10 @@ print(os.path.isdir('runs') and [path.name for path in run.kept_rings(HOST)], [p
 
 
 @pytest.mark.parametrize("size", ["64m", "1m"])
-def test_ring_in_anonymous_memory_is_copied_without_a_sidecar(size: str, tmp_path: Path) -> None:
-    """The run directory cannot map files. The ring is copied there at the end."""
+def test_anonymous_ring_is_copied_to_the_run_directory_without_a_sidecar(
+    size: str, tmp_path: Path
+) -> None:
+    """The run directory cannot map files, so the ring is copied at the end."""
     from torchlens_perf.run.ring import Reader
 
     done = in_own_memory(COPIED % "", tmp_path, size=size)
@@ -315,7 +319,7 @@ def test_ring_in_anonymous_memory_is_copied_without_a_sidecar(size: str, tmp_pat
 
 
 def test_ring_that_cannot_be_copied_is_reported(tmp_path: Path) -> None:
-    """There is no sidecar and no space. The message has the ring's place."""
+    """There is no sidecar and no space. The message contains the ring's path."""
     done = in_own_memory(
         COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path
     )

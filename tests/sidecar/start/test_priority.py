@@ -26,7 +26,7 @@ from torchlens_perf.sidecar.node import Sidecar
 
 
 def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> None:
-    """Its main thread has the job's priority.
+    """The main thread has the job's priority.
 
     If memory runs out, the kernel ends the sidecar first.
     """
@@ -50,10 +50,10 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
     wait_for_sidecar(run)
 
 
-def test_last_round_has_the_jobs_priority(
+def test_last_round_runs_at_the_jobs_priority(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank waits for that round. Another thread runs all other rounds with low priority."""
+    """A rank waits for the last round. All other rounds run in a thread with low priority."""
     rank = Rank(run, 0, 1)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
@@ -77,7 +77,7 @@ def test_last_round_has_the_jobs_priority(
 
 
 def test_allocation_over_the_limit_raises_memory_error() -> None:
-    """The process goes on."""
+    """The process continues after the error."""
     program = (
         "from torchlens_perf.sidecar.priority import bound_memory\n"
         "bound_memory(200_000_000)\n"

@@ -34,7 +34,7 @@ def registrations(run: RunDirectory) -> str:
 
 
 class Clock:
-    """A clock that only sleep() moves."""
+    """A clock that advances only in sleep()."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -68,7 +68,7 @@ class Preparation:
 
 
 class Waited:
-    """The result of wait(). `during` is called at each sleep with the time that has passed."""
+    """The result of wait(). `during` is called at each sleep with the elapsed time."""
 
     def __init__(
         self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False
@@ -90,16 +90,16 @@ class Waited:
         self.took_s = clock.now_s - 1000.0
 
 
-def test_header_words_are_the_same_as_in_run_ring() -> None:
-    """They are repeated in waiting.py, because importing run/ring.py takes long."""
+def test_header_fields_of_waiting_match_those_of_run_ring() -> None:
+    """waiting.py repeats the fields, because importing run/ring.py takes long."""
     mine = (waiting.MAGIC, waiting.HEAD, waiting.STEP, waiting.STATE, waiting.CLOSED)
 
     assert mine == (ring.MAGIC, ring.HEAD, ring.STEP, ring.STATE, ring.State.CLOSED)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 2])
-def test_idle_wait_ends_after_its_whole_time(run: RunDirectory, ranks: int) -> None:
-    """In the meantime, modules are imported once."""
+def test_wait_without_events_lasts_its_full_time(run: RunDirectory, ranks: int) -> None:
+    """Modules are imported once during the wait."""
     made = [Rank(run, rank) for rank in range(ranks)]
     for rank in made:
         rank.steps(10, **WORK)
@@ -127,8 +127,8 @@ def test_idle_wait_ends_after_its_whole_time(run: RunDirectory, ranks: int) -> N
         "empty file",
     ],
 )
-def test_event_ends_the_wait_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
-    """A rank has ended, a ring fills up, or a ring cannot be read."""
+def test_wait_ends_at_once_after_an_event(run: RunDirectory, event: str, tmp_path: Path) -> None:
+    """Events are a rank's end, a ring that fills up, and a ring that cannot be read."""
     ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
 
     def at(waited_s: float) -> None:
@@ -162,7 +162,7 @@ def test_event_ends_the_wait_at_once(run: RunDirectory, event: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("ended", ["before", "with records", "under another process's pid"])
-def test_dead_rank_ends_the_wait(run: RunDirectory, ended: str) -> None:
+def test_wait_ends_if_a_rank_is_killed(run: RunDirectory, ended: str) -> None:
     """The ring of a killed process stays open, so the process itself is checked."""
     process = dead_process()
     if ended == "under another process's pid":
@@ -177,17 +177,17 @@ def test_dead_rank_ends_the_wait(run: RunDirectory, ended: str) -> None:
 
 
 def test_removed_rings_do_not_end_the_wait(run: RunDirectory) -> None:
-    """An earlier sidecar has read them to their end and removed them."""
+    """An earlier sidecar has read the rings to their end and removed them."""
     run.register_ring(HOST, Path("/dev/shm/gone/rank00000-attempt0-1-2.ring"))
 
     assert Waited(run).took_s >= SHORT_RUN_S
 
 
 @pytest.mark.parametrize("impatient", [False, True])
-def test_starving_imports_get_cpu_time_late(run: RunDirectory, impatient: bool) -> None:
-    """If no CPU is ever idle, they get a small share first, and any share after twice that time.
+def test_imports_without_an_idle_cpu_get_cpu_time_late(run: RunDirectory, impatient: bool) -> None:
+    """If no CPU is ever idle, the imports get a small share first.
 
-    A job with other nodes does not wait for this.
+    After twice that time, the share is unlimited. A job with other nodes does not wait.
     """
     rank = Rank(run, 0)
     rank.steps(10, **WORK)
@@ -205,7 +205,7 @@ def test_starving_imports_get_cpu_time_late(run: RunDirectory, impatient: bool) 
 
 
 def test_wait_ends_when_all_modules_are_imported(run: RunDirectory) -> None:
-    """Here a CPU was idle only later."""
+    """A CPU becomes idle only late in this test."""
     rank = Rank(run, 0)
     waited = Waited(run, imports_s=8.0)
     rank.close()
@@ -216,14 +216,14 @@ def test_wait_ends_when_all_modules_are_imported(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 5, 20])
 def test_filling_ring_starts_the_imports_early(run: RunDirectory, steps: int) -> None:
-    """Modules are imported before the ring is read, and it is read before it is full."""
+    """Modules are imported before the ring is read, and the ring is read before it is full."""
     rank = Rank(run, 0)
 
     def fill(waited_s: float) -> None:
         rank.steps(steps, **WORK)
 
     waited = Waited(run, fill, imports_s=1000.0)
-    ring_s = 4096 / (steps * 5) * POLL_INTERVAL_S  # time until the ring is full
+    ring_s = 4096 / (steps * 5) * POLL_INTERVAL_S  # Time until the ring is full.
 
     (preload,) = waited.preloads
 
@@ -238,7 +238,7 @@ def test_filling_ring_starts_the_imports_early(run: RunDirectory, steps: int) ->
 
 @pytest.mark.parametrize("imports_s", [0.2, 1.5, 60.0])
 def test_job_of_several_nodes_waits_only_for_imports(run: RunDirectory, imports_s: float) -> None:
-    """Its sidecar must connect to the other nodes while the job runs."""
+    """The sidecar must connect to the other nodes while the job runs."""
     rank = Rank(run, 0)
     waited = Waited(run, imports_s=imports_s, impatient=True)
     rank.close()
@@ -248,7 +248,7 @@ def test_job_of_several_nodes_waits_only_for_imports(run: RunDirectory, imports_
     )
 
 
-def test_hang_is_timed_from_the_last_step_during_the_wait(run: RunDirectory) -> None:
+def test_hang_during_the_wait_is_timed_from_the_last_step(run: RunDirectory) -> None:
     ranks = [Rank(run, rank) for rank in range(2)]
     for rank in ranks:
         rank.steps(12, **WORK)
@@ -278,7 +278,7 @@ def test_hang_is_timed_from_the_last_step_during_the_wait(run: RunDirectory) -> 
 
 @pytest.mark.parametrize(("kind", "at_once"), [(ANSWER, True), (VIEW, True), (ALERTS, False)])
 def test_request_for_results_ends_the_wait(run: RunDirectory, kind: str, at_once: bool) -> None:
-    """A notebook or w.summary() may ask in the first seconds.
+    """A notebook or w.summary() may request results in the first seconds.
 
     A listener for alerts does not end the wait, because alerts need steps.
     """

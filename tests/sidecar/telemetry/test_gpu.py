@@ -27,7 +27,7 @@ LOST, NO_DATA, DRIVER_NOT_LOADED, IN_USE = 15, 21, 9, 19
 
 
 class Rig:
-    """GPUs and their telemetry, with a clock that only the tests move."""
+    """GPUs and their telemetry, with a clock that only tests advance."""
 
     def __init__(self, nvml: FakeNvml) -> None:
         self.nvml = nvml
@@ -35,7 +35,7 @@ class Rig:
         self.telemetry = GpuTelemetry(lambda: self.now_ns)
 
     def sample(self, *uuids: str, after_s: float = 1) -> dict[str, GpuSample]:
-        """Return samples of these GPUs, or of all GPUs, after some time."""
+        """Advance the clock, and return samples of the given GPUs or of all GPUs."""
         self.now_ns += round(after_s * SECOND)
         wanted = uuids or UUIDS[: len(self.nvml.gpus)]
         return self.telemetry.sample(wanted, self.now_ns, self.now_ns + 7)
@@ -48,7 +48,7 @@ class Rig:
 @pytest.fixture
 def rig(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Return a rig with one Hopper GPU."""
-    # A library is loaded once for each path, so a copy has a state of its own.
+    # A library is loaded once per path, so a copy has a state of its own.
     own = tmp_path / "libnvidia-ml.so.1"
     shutil.copy(nvml_library, own)
     nvml = FakeNvml(tmp_path / "gpus.txt")
@@ -63,8 +63,8 @@ def rig(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     nvml.unload()
 
 
-def test_hopper_reports_all_quantities(rig: Rig) -> None:
-    """Values are in their units. GPM's values come with the second sample."""
+def test_hopper_gpu_reports_all_quantities_in_their_units(rig: Rig) -> None:
+    """The values of GPM are known from the second sample on."""
     first = rig.one()
     second = rig.one()
 
@@ -97,7 +97,7 @@ def test_hopper_reports_all_quantities(rig: Rig) -> None:
     assert rig.telemetry.notes == []
 
 
-def test_counters_have_their_growth(rig: Rig) -> None:
+def test_counters_are_reported_as_growth_since_the_last_sample(rig: Rig) -> None:
     """A counter that fell was reset."""
     rig.one()
     rig.nvml.gpus[0].update(
@@ -120,8 +120,8 @@ def test_counters_have_their_growth(rig: Rig) -> None:
     assert fell.grown["throttle_power_ns"] == 100 * MS
 
 
-def test_unsupported_quantities_are_missing_and_read_only_once(rig: Rig) -> None:
-    """A missing value is None and never 0."""
+def test_unsupported_quantities_are_none_and_read_only_once(rig: Rig) -> None:
+    """A missing value is never 0."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE), dict(WORKSTATION)]
     rig.nvml.write()
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_unsupported_quantities_are_missing_and_read_only_once(rig: Rig) -> None
         ("570.211.01", None), ("535.54.03", None), ("r.unknown", None),
     ],
 )  # fmt: skip
-def test_ids_of_throttle_times_depend_on_the_driver(
+def test_field_ids_of_throttle_times_depend_on_the_driver(
     rig: Rig, driver: str, first_id: int | None
 ) -> None:
     """In other drivers the same ids are settings of power smoothing, which must not be read."""
@@ -195,7 +195,7 @@ def test_throttle_times_are_missing_without_a_driver_version(rig: Rig) -> None:
     assert (sample.throttle_hw_thermal_ns, sample.throttle_power_ns) == (None, 0)
 
 
-def test_sample_reads_all_fields_in_one_call(rig: Rig) -> None:
+def test_all_fields_of_a_sample_are_read_in_one_call(rig: Rig) -> None:
     """Memory errors are read only every ten seconds."""
     rig.one()
     before = rig.nvml.calls("nvmlDeviceGetFieldValues")
@@ -207,7 +207,7 @@ def test_sample_reads_all_fields_in_one_call(rig: Rig) -> None:
 
 
 def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
-    """Its XID and its loss are noted once, and other GPUs are still sampled."""
+    """The XID and the loss are noted once. Other GPUs are still sampled."""
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -224,7 +224,7 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
         again = rig.sample()
 
     assert lost == [{UUIDS[1]}] * 16
-    assert calls <= 2 + 5  # Retries come after 1, 2, 4, 8, ... s.
+    assert calls <= 2 + 5  # Retries follow after 1, 2, 4, 8, ... s.
     assert set(again) == {UUIDS[0], UUIDS[1]}
     assert (again[UUIDS[0]].xids, again[UUIDS[0]].last_xid, again[UUIDS[1]].xids) == (1, 79, 0)
     assert again[UUIDS[0]].pcie_replays == 2
@@ -257,8 +257,8 @@ def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
     assert rig.telemetry.losses == {UUIDS[0]: 1}
 
 
-def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
-    """The first sample after the gap has the whole growth of a counter."""
+def test_counter_growth_during_a_gap_is_reported_once(rig: Rig) -> None:
+    """The first sample after the gap contains the whole growth of a counter."""
     rig.one()
     rig.nvml.write(f"fail nvmlDeviceGetFieldValues {LOST}")
     assert rig.sample() == {}
@@ -275,7 +275,7 @@ def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
 def test_library_is_initialised_again_after_a_driver_reload(
     rig: Rig, how: str, events: str
 ) -> None:
-    """All handles are invalid, and counters begin at 0."""
+    """The reload invalidates all handles and resets the counters to 0."""
     rights = ["fail nvmlEventSetCreate 4"] * (events == "without")
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write(*rights)
@@ -297,7 +297,7 @@ def test_library_is_initialised_again_after_a_driver_reload(
         assert during[1][UUIDS[0]].grown["energy_j"] == 1000
     else:
         assert during == [{}] * 8
-        # Retries come after 1, 2 and 4 s, and once more.
+        # Retries follow after 1, 2 and 4 s. A last one succeeds.
         assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1
     assert rig.telemetry.losses == {"": 1}
     assert (
@@ -319,8 +319,8 @@ def test_xids_are_counted_per_gpu_without_waiting(rig: Rig) -> None:
     assert samples[1][UUIDS[0]].grown["xids"] == 36
 
 
-def test_xids_of_other_gpus_are_counted_while_one_is_lost(rig: Rig) -> None:
-    """NVML cannot wait for events of a set with a lost GPU in it."""
+def test_xids_of_other_gpus_are_counted_while_one_gpu_is_lost(rig: Rig) -> None:
+    """NVML cannot wait for events of a set that contains a lost GPU."""
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -345,7 +345,7 @@ def test_xids_are_missing_without_permission_for_events(rig: Rig) -> None:
 
 
 def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
-    """There is one note, no leak, and a later retry."""
+    """The conflict is noted once and retried later without a leak."""
     rig.one()
     rig.nvml.write(f"fail nvmlGpmSampleGet {IN_USE}")
     refused = [rig.one() for _ in range(3)]
@@ -367,8 +367,8 @@ def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"]
 )
-def test_driver_without_gpm_is_asked_once(rig: Rig, code: int, notes: int) -> None:
-    """A missing permission is noted, but an unsupported function is not."""
+def test_driver_without_gpm_is_queried_only_once(rig: Rig, code: int, notes: int) -> None:
+    """A missing permission is noted. An unsupported function is not."""
     rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
     samples = [rig.one(after_s=100) for _ in range(3)]
 
@@ -377,7 +377,7 @@ def test_driver_without_gpm_is_asked_once(rig: Rig, code: int, notes: int) -> No
     assert len(rig.telemetry.notes) == notes
 
 
-def test_activity_covers_the_last_interval(rig: Rig) -> None:
+def test_activity_covers_the_interval_since_the_last_sample(rig: Rig) -> None:
     rig.one()
     rig.one()
     rig.nvml.gpus[0]["gpm 2"] = 20
@@ -391,7 +391,7 @@ def test_gpu_that_is_requested_twice_is_sampled_once(rig: Rig) -> None:
     assert rig.nvml.calls("nvmlDeviceGetCurrentClocksEventReasons") == 1
 
 
-def test_unused_gpu_is_released(rig: Rig) -> None:
+def test_gpu_that_is_no_longer_requested_is_released(rig: Rig) -> None:
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -415,7 +415,7 @@ def test_mig_instance_is_found_by_its_uuid(rig: Rig) -> None:
     )
 
 
-def test_gpu_that_nvml_does_not_show_is_noted(rig: Rig) -> None:
+def test_gpu_that_nvml_does_not_list_is_noted(rig: Rig) -> None:
     assert rig.sample(UUIDS[3]) == {}
     assert rig.telemetry.notes == [
         f"{UUIDS[3]}: no telemetry because NVML cannot open it: Not Found"
@@ -423,19 +423,19 @@ def test_gpu_that_nvml_does_not_show_is_noted(rig: Rig) -> None:
 
 
 def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
-    """After a slow sample, the GPU is left alone for twenty times its duration.
+    """After a slow sample, the GPU is not sampled for twenty times the sample's duration.
 
-    The third one is noted. Opening the GPU may take long without such a delay.
+    The third slow sample is noted. A slow opening of the GPU causes no such delay.
     """
     rig.nvml.write("sleep nvmlDeviceGetName 60")
-    for _ in range(5):  # On a busy machine any call may take long.
-        rig.telemetry = GpuTelemetry()  # This one uses the real clock.
+    for _ in range(5):  # Any call may take long on a busy machine.
+        rig.telemetry = GpuTelemetry()  # This call uses the real clock.
         rig.sample()
         found = set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]
         if not found[1]:
             break
     assert found == ({UUIDS[0]}, 0)
-    # NVML has two clocks, so this is called twice.
+    # NVML has two clocks, so the function is called twice.
     rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")
     answers = [
         (bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)
@@ -462,14 +462,14 @@ other.kill()
 @pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="this kernel has no schedstat"
 )
-def test_time_without_a_cpu_does_not_count_as_a_slow_call() -> None:
+def test_time_waiting_for_a_cpu_does_not_count_as_a_slow_call() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _BESIDE_ANOTHER], capture_output=True, text=True, check=True
     )
     assert 0.01 < float(done.stdout) < 0.9
 
 
-def test_survey_counts_gpus_with_gpm(rig: Rig) -> None:
+def test_survey_counts_gpus_that_support_gpm(rig: Rig) -> None:
     """Without NVML, the survey returns the error."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
     rig.nvml.write()
@@ -479,7 +479,7 @@ def test_survey_counts_gpus_with_gpm(rig: Rig) -> None:
 
 
 def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without NVML, it prints the reason and a remedy."""
+    """Without NVML, doctor prints the reason and a remedy."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     line, _ = map(str, doctor.telemetry())
@@ -497,13 +497,13 @@ def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_nvml_is_not_loaded_without_a_gpu(rig: Rig) -> None:
+def test_nvml_is_not_loaded_on_a_node_without_a_gpu(rig: Rig) -> None:
     assert rig.telemetry.sample([], SECOND, 0) == {}
     assert rig.nvml.calls("nvmlInitWithFlags") == 0
 
 
 def test_missing_nvml_library_is_noted_with_a_remedy(tmp_path: Path) -> None:
-    """Some containers have GPUs and no NVML."""
+    """Some containers have GPUs but no NVML."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
         pytest.skip("this machine has NVML")

@@ -1,4 +1,4 @@
-"""Tests of counters of InfiniBand and RoCE ports, from a folder like the kernel's."""
+"""Tests of counters of InfiniBand and RoCE ports, from a folder like the one in /sys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FILES = {
 def port(root: Path, device: str = "mlx5_0", number: int = 1, **changed: str | None) -> Path:
     """Make a port's folder.
 
-    changed: text of each file by its name without folders, or None for no file."""
+    changed: text of each file by its name without folders, or None for a missing file.
+    """
     folder = root / device / "ports" / str(number)
     for name, text in FILES.items():
         text = changed.get(name.rpartition("/")[2], text)
@@ -59,8 +60,8 @@ def test_counters_are_converted_to_their_units(tmp_path: Path) -> None:
     assert (sample.congestion_notifications, sample.interval_ns, sample.grown) == (11, None, {})
 
 
-def test_growth_between_samples(tmp_path: Path) -> None:
-    """The second sample has the growth. A reset counter begins at 0."""
+def test_second_sample_contains_the_growth_of_counters(tmp_path: Path) -> None:
+    """A counter that was reset begins at 0."""
     folder, links = port(tmp_path), LinkTelemetry(tmp_path)
     links.sample(SECOND, 0)
     (folder / "counters/port_rcv_data").write_text("2500\n")
@@ -75,8 +76,8 @@ def test_growth_between_samples(tmp_path: Path) -> None:
     assert (sample.interval_ns, sample.active) == (5 * SECOND, False)
 
 
-def test_missing_counters_are_none(tmp_path: Path) -> None:
-    """A RoCE port lacks some counters, and the files of others contain "N/A"."""
+def test_missing_port_counters_are_none(tmp_path: Path) -> None:
+    """A RoCE port lacks some counters, and other ports have "N/A" in the files."""
     port(
         tmp_path, "rocep1s0", 2, port_xmit_wait=None, symbol_error="N/A (no PMA)", out_of_sequence=None,
         link_layer="Ethernet", rate="invalid",
@@ -92,8 +93,8 @@ def test_missing_counters_are_none(tmp_path: Path) -> None:
     assert sample.sequence_errors == 8
 
 
-def test_new_ports_are_found_and_removed_ports_disappear(tmp_path: Path) -> None:
-    """A new port is found within a minute. A removed one disappears at once."""
+def test_new_ports_are_sampled_and_removed_ports_disappear(tmp_path: Path) -> None:
+    """A new port is found within a minute. A removed port disappears at once."""
     links = LinkTelemetry(tmp_path / "infiniband")
     assert links.sample(0, 0) == {}
     folder = port(tmp_path / "infiniband")

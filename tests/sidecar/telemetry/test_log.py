@@ -72,12 +72,12 @@ class Gpus:
         return samples
 
     def close(self) -> None:
-        """Note that it was called."""
+        """Record the call."""
         self.closed = True
 
 
 class Rig:
-    """A log with a clock that only the test moves."""
+    """A telemetry log with a clock that only the test advances."""
 
     def __init__(self, run: RunDirectory, root: Path, saved: Telemetry | None = None) -> None:
         self.gpus = Gpus()
@@ -87,11 +87,11 @@ class Rig:
         )
 
     def now(self) -> Anchor:
-        """Return the present time of both clocks."""
+        """Return the current time of both clocks."""
         return Anchor(self.now_ns, STARTED_NS + self.now_ns, 0)
 
     def seconds(self, count: int, *uuids: str) -> None:
-        """Let time pass, and call sample() four times a second."""
+        """Advance the clock, and call sample() four times a second."""
         for _ in range(4 * count):
             self.log.sample(uuids, {})
             self.now_ns += SECOND // 4
@@ -119,7 +119,7 @@ def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: P
     assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
 
 
-def test_recent_samples_are_bounded_and_totals_are_complete(rig: Rig) -> None:
+def test_recent_samples_are_bounded_while_totals_stay_complete(rig: Rig) -> None:
     rig.gpus.values = {FIRST: {"energy_j": 0.0}}
     for second in range(1000):
         rig.gpus.values[FIRST]["energy_j"] = 500.0 * second
@@ -131,7 +131,9 @@ def test_recent_samples_are_bounded_and_totals_are_complete(rig: Rig) -> None:
     assert (totals.samples, totals.grown["energy_j"]) == (1000, 500 * 999)
 
 
-def test_samples_are_read_back_from_files(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+def test_samples_read_back_from_files_equal_the_written_ones(
+    rig: Rig, run: RunDirectory, tmp_path: Path
+) -> None:
     """Growth is saved too. Columns without any value exist and are null."""
     port(tmp_path / "infiniband")
     rig.gpus.values = {FIRST: {"power_w": 500.5, "xids": 0, "remapping_pending": False}}
@@ -160,7 +162,7 @@ def test_samples_are_read_back_from_files(rig: Rig, run: RunDirectory, tmp_path:
     )
 
 
-def test_files_are_written_more_rarely_in_an_old_run(rig: Rig, run: RunDirectory) -> None:
+def test_telemetry_files_are_written_less_often_in_an_old_run(rig: Rig, run: RunDirectory) -> None:
     """The interval grows from ten seconds to two minutes."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     ends = []
@@ -175,8 +177,10 @@ def test_files_are_written_more_rarely_in_an_old_run(rig: Rig, run: RunDirectory
     assert ends[-1] - ends[-2] == 120
 
 
-def test_oldest_files_are_removed_beyond_the_disk_limit(rig: Rig, run: RunDirectory) -> None:
-    """The state has the number of removed files."""
+def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
+    rig: Rig, run: RunDirectory
+) -> None:
+    """The state contains the number of removed files."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     for _ in range(40):
         rig.seconds(12, FIRST)
@@ -193,10 +197,10 @@ def test_oldest_files_are_removed_beyond_the_disk_limit(rig: Rig, run: RunDirect
     )
 
 
-def test_full_disk_keeps_samples_for_later(
+def test_samples_that_did_not_fit_on_the_disk_are_written_later(
     rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next file has the unwritten samples, and no partial file is left."""
+    """The next file contains the unwritten samples. No partial file is left."""
     write = writer.pq.write_table
 
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
@@ -216,10 +220,10 @@ def test_full_disk_keeps_samples_for_later(
     assert len(read_gpus(run, HOST)[FIRST]) == 24
 
 
-def test_unwritten_samples_are_bounded(
+def test_oldest_unwritten_samples_are_dropped_above_the_limit(
     rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest samples are kept. The report has the number of dropped ones."""
+    """The report contains the number of dropped samples."""
     monkeypatch.setattr(log, "_MAX_UNWRITTEN", 10)
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(14, FIRST)
@@ -235,10 +239,10 @@ def test_unwritten_samples_are_bounded(
     )
 
 
-def test_full_disk_for_telemetry_does_not_keep_rings(
+def test_rings_are_removed_although_telemetry_cannot_be_written(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Telemetry is written last, after the records are saved and the rings are removed."""
+    """Telemetry is written after the records are saved and the rings are removed."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rank = with_gpu(run, 0, FIRST, world_size=1)
     run_round(sidecar)
@@ -258,7 +262,7 @@ def test_full_disk_for_telemetry_does_not_keep_rings(
     sidecar.close()
 
 
-def test_totals_continue_after_a_restart_of_the_sidecar(
+def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
     rig: Rig, run: RunDirectory, tmp_path: Path
 ) -> None:
     """Losses and file numbers continue too."""
@@ -299,7 +303,7 @@ def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
 def with_gpu(
     run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any
 ) -> Rank:
-    """Return a rank that has published that it computes on these GPUs."""
+    """Return a rank that has published that it computes on the given GPUs."""
     made = Rank(run, rank, world_size, **settings)
     made.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids])
     made.session.publish()
@@ -312,7 +316,7 @@ def test_sidecar_samples_the_gpus_of_live_ranks(
 ) -> None:
     """A GPU of two processes is sampled once.
 
-    It is no longer sampled after its processes have ended.
+    After the end of its processes, a GPU is not sampled any more.
     """
     exporter = sidecar._exporter
     assert isinstance(exporter, InMemoryExporter)
@@ -341,7 +345,7 @@ def test_sidecar_samples_the_gpus_of_live_ranks(
     assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
 
 
-def test_telemetry_can_be_switched_off(
+def test_no_telemetry_is_sampled_if_switched_off(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path
 ) -> None:
     port(tmp_path / "infiniband")
@@ -356,9 +360,9 @@ def test_telemetry_can_be_switched_off(
 def test_report_has_a_row_for_each_gpu(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path
 ) -> None:
-    """A row has the ranks, the clock and the reason of a low clock.
+    """A row shows the ranks, the clock and the reason for a low clock.
 
-    "-" stands for missing values.
+    "-" marks missing values.
     """
     folder = port(tmp_path / "infiniband")
     rig.gpus.values = {
@@ -448,7 +452,7 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     sidecar.close()
 
 
-def test_state_of_an_older_version_without_telemetry_is_read(
+def test_state_of_an_older_version_without_telemetry_can_be_read(
     run: RunDirectory, rig: Rig, sidecar: Sidecar
 ) -> None:
     rank = with_gpu(run, 0, FIRST, world_size=1)

@@ -44,7 +44,7 @@ def test_sample_of_a_real_process_has_cpu_time_and_memory(worker: int) -> None:
     assert 64 * MB < sample.resident_bytes < 512 * MB
 
 
-def test_children_count_for_their_parent(worker: int) -> None:
+def test_cpu_time_and_memory_of_children_are_added_to_their_parent(worker: int) -> None:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if not children.exists() or str(worker) not in children.read_text().split():
         pytest.skip("the kernel does not list child processes (CONFIG_PROC_CHILDREN)")
@@ -54,14 +54,14 @@ def test_children_count_for_their_parent(worker: int) -> None:
     assert both.resident_bytes > alone.resident_bytes + 16 * MB
 
 
-def test_written_bytes_are_counted_and_ended_processes_disappear(worker: int) -> None:
+def test_written_bytes_are_counted_until_a_process_ends(worker: int) -> None:
     if not os.access(f"/proc/{worker}/io", os.R_OK):
         pytest.skip("the kernel does not count bytes per process (CONFIG_TASK_IO_ACCOUNTING)")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (sample,) = sample_processes({0: ended.pid, 1: worker}, 0, 0)
     assert sample.rank == 1
-    # Bytes in a memory file system do not count as written. On a disk, the 8 MiB do.
+    # Bytes written to a memory file system do not count. On a disk, the 8 MiB do.
     assert sample.written_bytes is not None
     assert sample.written_bytes == 0 or sample.written_bytes >= 8 * MB
 
@@ -86,7 +86,7 @@ NET = """Inter-|   Receive
 """
 
 
-def test_values_of_children_and_interfaces_are_summed(tmp_path: Path) -> None:
+def test_values_of_children_and_network_interfaces_are_summed(tmp_path: Path) -> None:
     io = "rchar: 1\nread_bytes: 100\nwrite_bytes: 200\n"
     proc(tmp_path, 1, "2 99 ", io=io, net_dev=NET)
     proc(tmp_path, 2, io=io)
