@@ -72,8 +72,8 @@ def main() -> int:
 
 def sentences(text: str, place: str) -> Iterator[tuple[str, str]]:
     """Split a text into sentences of at least MIN_WORDS words."""
-    for sentence in re.split(r"(?<=[.!?])\s+|\n\s*\n|\n\s*[-|*]", text):
-        words = " ".join(sentence.split())
+    for sentence in re.split(r"(?<=[.!?])\s+|\n\s*\n|\n\s*[-*] ", text):
+        words = " ".join(sentence.split()).removeprefix("- ")
         if len(re.findall(r"[A-Za-z]{2,}", words)) >= MIN_WORDS:
             yield place, words
 
@@ -111,10 +111,20 @@ def explanations(name: str) -> Iterator[tuple[str, str]]:
 
 
 def prose(name: str) -> Iterator[tuple[str, str]]:
-    """Return sentences of a page without its code blocks, and cells of its tables."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"\s\|\s", "\n\n", re.sub(r"^\|", "\n", text, flags=re.MULTILINE))
-    return sentences(re.sub(r"^#.*$", "", text, flags=re.MULTILINE), name)
+    """Return sentences of a page without its code blocks, and its table rows with their headings."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    headings: list[str] = []
+    for line in text.splitlines():
+        cells = [each.strip() for each in line.strip("|").split("|")] if line[:1] == "|" else []
+        if not cells:
+            headings = []
+        elif not headings:
+            headings = cells
+        elif len(re.findall(r"[A-Za-z]{2,}", line)) >= MIN_WORDS:
+            pairs = zip(headings, cells, strict=False)
+            yield name, " | ".join(f"{head}: {cell}".lstrip(": ") for head, cell in pairs)
+    yield from sentences(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE), name)
 
 
 def messages(name: str) -> Iterator[tuple[str, str]]:
