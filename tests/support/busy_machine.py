@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PROCESSORS = len(os.sched_getaffinity(0))
-# Ends with its parent, so that an interrupted test run leaves no busy program.
+# The program ends with its parent, so an interrupted test run leaves no busy program.
 _SPIN = """
 import os
 parent = os.getppid()
@@ -21,7 +21,7 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
-    """Run this many programs that each use a whole processor. Kill them at the end."""
+    """Run `programs` programs that each use a whole processor, and kill them at the end."""
     # A session is a separate scheduling group, like another user's program.
     running = [
         subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True)

@@ -31,7 +31,7 @@ basicConstraints=CA:TRUE
 
 
 class Certificate(NamedTuple):
-    """Paths of the certificate's PEM files."""
+    """Paths of a certificate's PEM files."""
 
     path: Path
     key: Path
@@ -40,9 +40,9 @@ class Certificate(NamedTuple):
 def certificate(
     folder: Path, names: str = "DNS:localhost,IP:127.0.0.1", *, expired: bool = False
 ) -> Certificate:
-    """Create a certificate for these names in a new folder.
+    """Create a certificate for the given names in a new folder.
 
-    It is valid for a long time, or has expired.
+    The certificate is valid for a long time, or has expired if `expired`.
     """
     folder.mkdir()
     (folder / "configuration").write_text(_CONFIGURATION.format(names=names))

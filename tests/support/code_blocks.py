@@ -1,4 +1,4 @@
-"""Code blocks of the README and docs/, fenced or indented, and the shell commands in them."""
+"""Code blocks of the README and docs/, and the shell commands in them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def blocks() -> list[Block]:
         text = (ROOT / page).read_text()
         for match in _FENCED.finditer(text):
             found.append(Block(page, _line(text, match.start()), match[1] or "plain", match[2]))
-        # Lists also contain indented paragraphs, but ours never start with four spaces after a
-        # blank line.
+        # Lists also contain indented paragraphs, but in our docs they never start with four spaces
+        # after a blank line.
         rest = _FENCED.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
         for match in _INDENTED.finditer(rest):
             lines = [line[4:] for line in match[1].splitlines()]

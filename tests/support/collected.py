@@ -1,4 +1,4 @@
-"""Access to messages that node 0 has collected from other nodes."""
+"""Read access to messages that node 0 has collected from other nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchlens_perf.sidecar.nodes.messages import Collected, Received
 
 
 def of_rank(collected: Collected, rank: int) -> list[tuple[Received, bytes]]:
-    """Return the posts that contain data of a rank, and this data, in the order of posting."""
+    """Return the posts about a rank, each with the rank's payload, in the order of posting."""
     return [(post, post.payloads[rank]) for post in collected.posts if rank in post.payloads]
 
 

@@ -1,6 +1,4 @@
-"""A collective recorder with short methods for the calls of taps and timed waits, over either
-implementation.
-"""
+"""A collective recorder with short methods for the calls of taps and timed waits."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ NAME = "allreduce group=0 dtype=float32"
 
 
 class CollectiveRig(Rig):
-    """A recorder of collectives, with short methods for the calls of a tap and of a timed wait."""
+    """A collective recorder of either implementation, driven by short methods."""
 
     def __init__(self, implementation: ModuleType, folder: Path, **settings: Any) -> None:
         super().__init__(implementation, folder, **settings)
@@ -33,17 +31,17 @@ class CollectiveRig(Rig):
         flags: int = 0,
         size: int = 4096,
     ) -> Any:
-        """Report that an operation is about to be issued."""
+        """Record that an operation is about to be issued."""
         return self.recorder.issue(self.ring.intern(name), group, sequence, flags, size)
 
     def call(self, sequence: int, end: End, *, call_ns: int = 5, **operation: Any) -> None:
-        """Make an operation whose issuing call takes `call_ns`."""
+        """Record an operation whose issuing call takes `call_ns`."""
         issued = self.issue(sequence, **operation)
         self.clock.advance(call_ns)
         self.recorder.returned(issued, int(end))
 
     def wait(self, nanoseconds: int) -> None:
-        """Make the calling thread wait."""
+        """Record a wait of the calling thread."""
         self.recorder.begin_wait()
         self.clock.advance(nanoseconds)
         self.recorder.end_wait()

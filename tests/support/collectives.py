@@ -14,7 +14,7 @@ US = 1000
 
 
 class Issued(NamedTuple):
-    """One operation on one rank."""
+    """One collective operation of one rank."""
 
     name: str
     sequence: int
@@ -25,14 +25,17 @@ class Issued(NamedTuple):
 
 
 def world(ranks: int) -> dict[str, dict[str, str]]:
-    """Return the groups that ranks publish: only the default group."""
+    """Return the groups that ranks publish, which is only the default group."""
     return {"0": {"ranks": f"0-{ranks - 1}", "description": "default_pg"}}
 
 
 def records(
     issued: Sequence[Issued], names: list[str] | None = None
 ) -> tuple[np.ndarray, list[str]]:
-    """Return the records of a ring and its names. New names follow the given ones."""
+    """Return ring records of the operations and the list of names.
+
+    New names are appended to `names`.
+    """
     names = list(dict.fromkeys([*(names or ["(other)"]), *(each.name for each in issued)]))
     made = np.zeros(len(issued), record_dtype())
     for record, each in zip(made, issued, strict=True):
@@ -64,7 +67,10 @@ def add(
     groups: Mapping[str, Mapping[str, str]],
     generation: int = 0,
 ) -> None:
-    """Add every rank's new records in one round. A rank's names must be the same in every round."""
+    """Add every rank's new records in one round.
+
+    A rank's `names` must be the same list in every round.
+    """
     join.set_ranks(by_rank, generation)
     for rank, issued in by_rank.items():
         join.add(rank, *records(issued), groups, generation)

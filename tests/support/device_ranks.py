@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 class Trained(NamedTuple):
-    """Recording of one rank's device, and what the rank did."""
+    """Recording of one rank's device, and the rank's own results."""
 
     spans: list[Record]
     """DEVICE records."""
@@ -39,18 +39,18 @@ class Trained(NamedTuple):
     """Factor by which the device works longer than requested. The times below are divided by it."""
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """Return the spans of this kind."""
+        """Return the device spans of a kind, optionally only those of one name."""
         return [each for each in self.spans if each.value0 == kind and name in (None, each.name)]
 
     def stalls_ms(self, step: int, name: str | None = None) -> float:
-        """Return how long the compute stream waited in a step."""
+        """Return the milliseconds that the compute stream waited in a step."""
         return (
             sum(each.duration_ns for each in self.of(Kind.WAIT, name) if each.step == step)
             / self._ms
         )
 
     def work_ms(self) -> dict[int, float]:
-        """Return the device's own work by step."""
+        """Return the milliseconds of device work without waits, by step."""
         return {
             each.step: each.duration_ns / self._ms - self.stalls_ms(each.step)
             for each in self.of(Kind.STEP)
@@ -62,12 +62,13 @@ class Trained(NamedTuple):
 
 
 def host_is_ahead(test: Callable[_P, None]) -> Callable[_P, None]:
-    """Repeat a test whose host must issue work before the device has done the last, with a slower
-    device.
+    """Repeat a test with a slower device if its host did not issue work in time.
 
-    On a busy machine the host may be late, and then the device waits for it. The second try uses a
-    device that works six times as long. `tmp_path` must be passed by name, and each try gets a
-    folder in it.
+    On a busy machine the host may be late, and then the device waits for the host.
+
+    The second try uses a device that works six times as long.
+
+    `tmp_path` must be passed by name, and each try gets a folder in it.
     """
 
     @functools.wraps(test)
@@ -90,10 +91,9 @@ def host_is_ahead(test: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def begin(folder: Path) -> None:
-    """Make the device the accelerator of this process, and create a default group for CPU and
-    device.
+    """Make the device this process's accelerator, and create a default group for CPU and device.
 
-    Waits longer than usual for the clock's first anchor, because a busy machine can delay the
+    The first anchor of the clock has a long time limit, because a busy machine can delay the
     stream's thread.
     """
     clock._FIRST_TIMEOUT_NS = 5_000_000_000
@@ -110,10 +110,10 @@ def train(
 ) -> Trained:  # fmt: skip
     """Train with or without a watch.
 
-    Wait for the device every eighth step, as scripts that print do.
+    The loop waits for the device every eighth step, as scripts that print do.
 
-    `make` returns the model and its optimizer. `step` makes the step with this number and returns
-    the loss.
+    `make` returns the model and its optimizer. `step` makes the step with the given number and
+    returns the loss.
     """
     torch.manual_seed(7)
     model, optimizer = make()
@@ -169,7 +169,7 @@ def parameter_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def marks(recording: Recording) -> int:
-    """Return the number of events that the watch's clock has recorded, without its anchors."""
+    """Return the number of events that the watch's clock has recorded, except its anchors."""
     if recording.watch is None:
         return 0
     return int(getattr(recording.watch._session.clocks.current, "marked", 0))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Small endpoints on loopback that misbehave on purpose."""
+"""Servers on loopback that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Run an HTTP server on a free port. Yield its address."""
+    """Run an HTTP server on a free port, and yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(
@@ -56,7 +56,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 
 def answering(status: int, body: bytes = b"", after_s: float = 0.0, **headers: str) -> type[_Quiet]:
-    """Return a handler that counts requests and gives each the same answer after some time."""
+    """Return a handler that counts requests and sends the same answer to each after a delay."""
 
     class Endpoint(_Quiet):
         requests = 0
@@ -79,9 +79,7 @@ def silent() -> Iterator[str]:
 
 @contextmanager
 def dropping() -> Iterator[str]:
-    """Yield a TCP port that does not react: its queue is full, so the kernel
-    drops new connections.
-    """
+    """Yield a TCP port whose full queue makes the kernel drop new connections."""
     with ExitStack() as held:
         server = held.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
@@ -100,14 +98,17 @@ def dropping() -> Iterator[str]:
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    """Yield a port that refuses connections. It stays bound, so no other program can use it."""
+    """Yield a port that refuses connections.
+
+    The port stays bound, so no other program can use it.
+    """
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 class Spans(TraceServiceServicer):
-    """A gRPC endpoint for spans that gives every request the same answer after some time."""
+    """A gRPC service for spans that sends the same answer to every request after a delay."""
 
     def __init__(self, status: grpc.StatusCode, after_s: float = 0.0) -> None:
         self._status, self._after_s = status, after_s
@@ -125,13 +126,13 @@ class Spans(TraceServiceServicer):
 
 
 def add_spans(spans: Spans, server: grpc.Server) -> None:
-    """Register `spans` with the server."""
+    """Register the span service with the server."""
     add_TraceServiceServicer_to_server(spans, server)
 
 
 @contextmanager
 def grpc_answering(status: grpc.StatusCode, after_s: float = 0.0) -> Iterator[str]:
-    """Run a gRPC endpoint for spans that gives every request the same answer after some time."""
+    """Run a gRPC server for spans that sends the same answer to every request after a delay."""
     server = grpc.server(ThreadPoolExecutor(4))
     add_spans(Spans(status, after_s), server)
     port = server.add_insecure_port("127.0.0.1:0")

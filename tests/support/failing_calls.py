@@ -1,4 +1,4 @@
-"""System calls that fail or never return on demand: failing_calls.c, loaded with LD_PRELOAD."""
+"""System calls that fail or block forever on demand: failing_calls.c, loaded with LD_PRELOAD."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def library() -> Path:
 
 
 class FailingCalls:
-    """Makes a call fail, in a process that was started with the library."""
+    """Makes a system call fail in a process that was started with the library."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -44,7 +44,7 @@ class FailingCalls:
     def arm(self, paths: Sequence[str], nth: int, error: int) -> None:
         """Make the nth call fail. `paths` are prefixes, or "*", "fork", "getcwd" or "gethostname".
 
-        `nth` counts from 1. 0 stands for no call and EACH for all calls.
+        `nth` counts from 1. 0 selects no call, and EACH selects all calls.
         """
         self._library.arm(":".join(paths).encode(), nth, error)
 
@@ -53,13 +53,13 @@ class FailingCalls:
         return self._library.counted()
 
     def disarm(self) -> tuple[int, str]:
-        """Return the number of calls and the name of the failed one."""
+        """Stop the failures. Return the number of calls and the name of the failed call."""
         return self._library.disarm(), self._library.failed_call().decode()
 
 
 @contextlib.contextmanager
 def everything_ended(mark: str) -> Iterator[None]:
-    """At the end, kill every process with this text in its environment, because hanging ones never
+    """Kill every process with this text in its environment at the end, because blocked ones never
     end.
     """
     try:

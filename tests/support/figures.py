@@ -1,9 +1,9 @@
 """Write the counts of long tests into docs/internals/reliability.md.
 
-`make test-long` sets FIGURES.
+`make test-long` sets FIGURES. Without FIGURES nothing is written.
 
-Without FIGURES nothing is written. SHARE, from 0 to 1, makes the long forms shorter. The table
-shows the number of runs next to the full number.
+SHARE, from 0 to 1, makes the long tests shorter. The table shows the number of runs next to the
+full number.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ HEAD = [
 
 
 def share(full: int) -> int:
-    """Return the number of runs for a full number, according to SHARE."""
+    """Return the number of runs for a full number, reduced according to SHARE."""
     return max(1, round(full * float(os.environ.get("SHARE", "1"))))
 
 
 def note(
     form: str, run: int, full: int, counted: str, took_s: float, seed: int | None = None
 ) -> None:
-    """Replace the table row of this form.
+    """Replace the table row of a test.
 
-    `form` is its name and place, and `run` the number of actual runs.
+    `form` is the name of the test and its file. `run` is the number of actual runs.
     """
     if not os.environ.get("FIGURES"):
         return
@@ -42,7 +42,7 @@ def note(
         f" {took_s / 60:.1f} | {today} |"
     )
     with open(FIGURES, "r+") as file:
-        # Tests run in parallel.
+        # Parallel tests write the same file.
         fcntl.flock(file, fcntl.LOCK_EX)
         before, _, rest = file.read().partition(BEGIN)
         block, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Findings made by hand, as input for code that uses findings."""
+"""Findings made by hand, as input for tests of code that uses findings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8
 
 
 def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed: Any) -> Episode:
-    """Return an episode: a rank takes 20 ms longer than the 60 ms of other ranks in backward, in
-    steps of 100 ms.
+    """Return an episode in which backward takes one rank 20 ms longer than the 60 ms of other
+    ranks.
+
+    Steps last 100 ms.
     """
     values: dict[str, Any] = {
         "rank": rank, "phase": "backward", "judged_from_step": since, "from_start": False, "last_step": since + 50,
@@ -46,7 +48,7 @@ def findings(*episodes: Episode, **changed: Any) -> Findings:
 
 
 def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
-    """Return findings with slow links between the ranks of these groups, the costliest first."""
+    """Return findings with slow links between the ranks of the given groups, the costliest first."""
     links = tuple(
         SlowLink(
             str(group),
@@ -77,7 +79,7 @@ def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
 def hang(
     step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0
 ) -> OpenHang:
-    """Return a hang in the form of the node's state."""
+    """Return a hang in the form in which a node's state stores it."""
     text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
     return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)
 
@@ -89,8 +91,9 @@ def hung(
     attempt: int = 0,
     stacks: Mapping[int, RankStack] | None = None,
 ) -> FindingRecords:
-    """Return the records of a run that has hung in step 57, from second 100 of 1970 on. over: it
-    went on afterwards.
+    """Return the records of a run that hangs in step 57, from second 100 of 1970 on.
+
+    over: the run continued later.
     """
     log = FindingLog("run")
     for since_s in (12.0, lasted_s):

@@ -1,6 +1,4 @@
-"""Several real ranks over gloo: processes that run a function of a test module and send back its
-result.
-"""
+"""Real ranks over gloo: processes that run a function of a test module and send back its result."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from tests.support.warm_python import WarmPython
 from torchlens_perf.errors import RAISE, swallowed
 
-# Below the time limit of a test. On a busy machine a pair took 100 s.
+# This limit is below the time limit of a test. On a busy machine a pair took 100 s.
 LONGEST_S = 250.0
 
 
@@ -52,7 +50,7 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> 
 
 
 def main() -> None:
-    """Run one rank."""
+    """Run the function on one rank, and send back its result."""
     module, function, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     unraisable: list[str] = []

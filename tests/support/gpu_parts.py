@@ -1,5 +1,6 @@
-"""Parts of a GPU check that need no GPU and end in all possible ways, for tests of the check's
-runner.
+"""Parts of a GPU check that need no GPU, for tests of the check's runner.
+
+Each part ends in a different way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def passes(checks: Checks) -> None:
 
 
 def fails(checks: Checks) -> None:
-    """Report a missed bar."""
+    """Report a measurement below its required value."""
     checks.bar("fails", "one with a bar", "3 ms", "<= 2 ms", False)
 
 
@@ -33,7 +34,7 @@ def raises(checks: Checks) -> None:
 
 
 def dies(checks: Checks) -> None:
-    """Exit as if a driver ended the process."""
+    """Exit as if a driver had ended the process."""
     checks.bar("dies", "before", "1", "1", True)
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -44,11 +45,14 @@ def killed(checks: Checks) -> None:
 
 
 def silent(checks: Checks) -> None:
-    """Report no line."""
+    """End without reporting a line."""
 
 
 def hangs(checks: Checks) -> None:
-    """Hang together with a child process, with signals blocked. Write both ids to $HANGING."""
+    """Hang together with a child process, with signals blocked.
+
+    Write both process ids to $HANGING.
+    """
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     Path(os.environ["HANGING"]).write_text(f"{os.getpid()} {child.pid}")
     checks.bar("hangs", "before", "1", "1", True)

@@ -1,6 +1,7 @@
-"""A /metrics page of a node with GPUs, with values that a test sets. It needs no GPU.
+"""A /metrics page of a node with GPUs whose values a test sets, without a GPU.
 
-It replaces the hardware only. tests/exporters/test_otlp_hardware.py covers the way from NVML on.
+Only the hardware is replaced. tests/exporters/test_otlp_hardware.py covers the path from NVML to
+metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _GPU: dict[str, Any] = {
 
 
 class GpuTarget:
-    """Two ranks with a GPU each, and a port that is down."""
+    """Two ranks with a GPU each, and a network port that is down."""
 
     def __init__(self, folder: Path) -> None:
         self._run = RunDirectory(folder / "gpus")

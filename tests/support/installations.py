@@ -1,9 +1,9 @@
-"""The wheel and the sdist, made with users' tools, and empty environments in which they are
-installed.
+"""The wheel and the sdist, made with users' tools, and empty environments for installing them.
 
-The environments get only torch, the wheel's declared requirements, and their dependencies from the
-test environment, because installing torch takes minutes. A requirement that the wheel does not
-declare is missing in them.
+The environments borrow torch, the wheel's declared requirements and their dependencies from the
+test environment, because installing torch takes minutes.
+
+A requirement that the wheel does not declare is missing in these environments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HIDDEN_OR_BUILT = ("build", "dist", "__pycache__", "torchlens-perf")
 
 
 def tree() -> list[Path]:
-    """Return the repository's files relative to its root: tracked and new ones, no built ones."""
+    """Return the repository's tracked and new files, relative to its root, without built ones."""
     if (ROOT / ".git").exists():
         command = [
             "git",
@@ -50,7 +50,7 @@ def tree() -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[Path]:
-    """Return the same for an unpacked sdist, in which tests may have run."""
+    """Return the files of an unpacked sdist in the same way. Tests may have run in it."""
     for path in folder.iterdir():
         if (
             path.name.startswith(".")
@@ -65,7 +65,7 @@ def _unpacked(folder: Path) -> Iterator[Path]:
 
 
 class Environment(NamedTuple):
-    """An empty environment with a separate home and an empty working folder."""
+    """An empty environment with its own home and an empty working folder."""
 
     folder: Path
     home: Path
@@ -77,13 +77,14 @@ class Environment(NamedTuple):
 
     @property
     def package(self) -> Path:
-        """Return the package's installation folder. Tests check that it is imported from there."""
+        """Return the package's installation folder.
+
+        Tests check that the package is imported from there.
+        """
         return _site(self.folder) / PACKAGE
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """Return an environment without our variables, compilers, and Python's other search
-        paths.
-        """
+        """Return variables without our settings, compilers, and Python's other search paths."""
         dropped = (
             "TORCHLENS",
             "OTEL_",
@@ -106,7 +107,7 @@ class Environment(NamedTuple):
         timeout_s: float = 300,
         **changed: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment in the empty folder, or in another one."""
+        """Run a program of the environment in `folder`, by default the empty one."""
         program = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
         return subprocess.run(
             program, cwd=folder or self.work, env=self.environ(**changed), capture_output=True, text=True,
@@ -121,7 +122,7 @@ class Environment(NamedTuple):
         return warm_python.run(program, 110, cwd=folder, env=self.environ(**changed))
 
     def succeeds(self, *command: str | Path, **options: str) -> str:
-        """Run the program and return its output. Fail unless it succeeds."""
+        """Run the program and return its output. The program must succeed."""
         done = self.run(*command, **options)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -139,7 +140,7 @@ def empty_environment(folder: Path) -> Environment:
 def install(what: Path, environment: Environment, **changed: str) -> None:
     """Install a wheel or an sdist with pip.
 
-    Its dependencies are already present, which pip checks itself.
+    pip checks that all dependencies are already present.
     """
     done = pip(environment, "install", "-q", "--no-compile", str(what), **changed)
     assert done.returncode == 0, done.stderr
@@ -157,9 +158,7 @@ def pip(
 
 
 def lend(environment: Environment, requirements: Iterable[str]) -> None:
-    """Make torch, these requirements and their dependencies from the test environment available in
-    an environment.
-    """
+    """Make torch, `requirements` and their dependencies from the test environment importable."""
     lent = environment.folder / "lent"
     lent.mkdir()
     for distribution in _closure(["torch", *requirements]):
@@ -207,7 +206,7 @@ def copy_tree(to: Path) -> Path:
 
 
 def make_sdist(source: Path, out: Path) -> Path:
-    """Build the sdist as for a release. The source stays as `python -m build` leaves it."""
+    """Build the sdist as for a release. `python -m build` leaves the source unchanged."""
     _make([sys.executable, "-m", "build", "--sdist", "--outdir", str(out), str(source)])
     (made,) = out.glob("*.tar.gz")
     return made
@@ -233,11 +232,11 @@ def make_wheel(source: Path, out: Path) -> Path:
 
 
 def _make(command: list[str]) -> None:
-    # Remove Python's variables, which are the test's. Keep PIP_* ones, which set where packages
-    # come from.
+    # Python's variables belong to the test and are removed. Variables PIP_* set the package source
+    # and are kept.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    # setuptools still accepts it.
+    # setuptools still accepts this setting.
     assert "it is absent from setuptools' `packages` configuration" not in said, said

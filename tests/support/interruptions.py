@@ -1,6 +1,6 @@
 """Run a handler at each line or call of our code in turn, as a signal handler could.
 
-It may raise.
+The handler may raise an exception.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class Interruption(BaseException):
-    """Exception that the handler raises, similar to that of Ctrl-C."""
+    """An exception that the handler raises, similar to KeyboardInterrupt."""
 
 
 def lines_of(codes: set[CodeType], work: Callable[[], object]) -> int:
-    """Return how many lines of these functions run in `work`."""
+    """Return how many lines of the given functions run in `work`."""
     count = 0
 
     def counted() -> None:
@@ -31,10 +31,10 @@ def lines_of(codes: set[CodeType], work: Callable[[], object]) -> int:
 def interrupted_at_each_line(
     codes: set[CodeType], work: Callable[[], object], handler: Callable[[], object]
 ) -> Iterator[int]:
-    """Run `work` repeatedly, with the handler before its first line in these functions, then its
-    second one, and so on.
+    """Run `work` repeatedly, with the handler before the first line of the given functions, then
+    before the second one, and so on.
 
-    Yields each line number. An Interruption raised by the handler ends that run of `work`.
+    Yield each line number. An Interruption raised by the handler ends that run of `work`.
     """
     for wanted in range(lines_of(codes, work)):
         left = wanted
@@ -65,7 +65,9 @@ def _traced(
 
 
 def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeType]:
-    """Return the functions of these files that run in `work`, in the order of their first calls."""
+    """Return the functions of the given files that run in `work`, in the order of their first
+    calls.
+    """
     found: dict[CodeType, None] = {}
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
@@ -87,9 +89,9 @@ def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], 
 
 @contextlib.contextmanager
 def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
-    """Make the function's first call raise this error.
+    """Make the function's first call raise the given error.
 
-    Yield a list that is not empty after the call.
+    Yield a list that is not empty after that call.
     """
     raised: list[None] = []
 

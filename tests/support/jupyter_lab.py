@@ -1,4 +1,4 @@
-"""A real JupyterLab on loopback for a browser, with separate settings, kernels and notebooks."""
+"""A real JupyterLab on loopback for a browser, with its own settings, kernels and notebooks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class JupyterLab:
         self._settings, self._runtime = folder / "settings", folder / "runtime"
         self._log = folder / "log"
         self.folder.mkdir()
-        # Suppress the dialog over the notebook.
+        # This setting suppresses a dialog that covers the notebook.
         self.set("notification", fetchNews="false", checkForUpdates=False)
 
     def set(self, name: str, **values: object) -> None:
-        """Change settings of the front end for notebooks that are opened from now on."""
+        """Change settings of the front end for notebooks that are opened later."""
         path = self._settings / "@jupyterlab" / "apputils-extension" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
 
     def write(self, name: str, cells: Sequence[str]) -> None:
-        """Write a notebook of these cells that has not run."""
+        """Write a notebook with the given cells, which have not run."""
         code = [
             {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
              "source": source} for number, source in enumerate(cells)
@@ -85,6 +85,6 @@ class JupyterLab:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # SIGTERM also ends its kernels.
+        # SIGTERM also ends the server's kernels.
         os.kill(self._process.pid, signal.SIGTERM)
         self._process.wait(60)

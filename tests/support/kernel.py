@@ -9,7 +9,7 @@ from tests.support.processes import ROOT, clean_environ
 
 
 class Output:
-    """A cell's final output, as shown by a front end."""
+    """The final output of a cell, as a front end shows it."""
 
     def __init__(self, messages: list[tuple[str, dict[str, Any]]]) -> None:
         self.messages = messages
@@ -32,7 +32,7 @@ class Output:
         return [data for data in self.shown.values() if data["text/plain"]]
 
     def only(self) -> dict[str, str]:
-        """Return the only report, as text and as HTML."""
+        """Return the only report as text and as HTML."""
         (data,) = self.reports
         assert set(data) == {"text/plain", "text/html"}
         return data
@@ -53,7 +53,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=120)
 
     def run(self, code: str, interrupt_at: str = "", timeout_s: float = 120) -> Output:
-        """Run a cell. Interrupt it once it has printed `interrupt_at`."""
+        """Run a cell, and interrupt it once it has printed `interrupt_at`."""
         request = self.client.execute(code)
         messages: list[tuple[str, dict[str, Any]]] = []
         while True:

@@ -1,7 +1,8 @@
-"""Jobs on two nodes of this machine, under any launcher: their output, and the run that they leave.
+"""Jobs on two nodes of this machine, under any launcher: their output and their runs.
 
-A node is a pair of namespaces with a separate host name and shared memory. The nodes share the
-working directory, as on a cluster's disk, and the network.
+A node is a pair of namespaces with a separate host name and shared memory.
+
+The nodes share the network and, as on a cluster, the disk with the working directory.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ NODES = ("node-a", "node-b")
 RANKS, SLOW_RANK = 4, 3
 ON_NODE = str(SCRIPTS / "on_node.py")
 SHELL_NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-# Steps of at least 15 ms. Nodes connect about six seconds after the start, on a busy machine later.
+# Steps last at least 15 ms. Nodes connect about six seconds after the start, on a busy machine
+# later.
 STEPS = 1200
-# Long enough for the second node to choose another run name on its own.
+# This delay is long enough for the second node to choose another run name on its own.
 _LATER_S = 2.0
 
 
 def on_nodes(*programs: list[str]) -> list[list[str]]:
-    """Return commands of Python programs, one per node.
+    """Return one command of a Python program per node.
 
-    Each starts a little later than the one before.
+    Each command starts a little after the previous one.
     """
     return [
         on_node(node, number * _LATER_S, *program)
@@ -48,12 +50,12 @@ def on_nodes(*programs: list[str]) -> list[list[str]]:
 
 
 def on_node(node: str, delay_s: float, *program: str) -> list[str]:
-    """Return the command of a Python program on this node, which starts after a delay."""
+    """Return the command of a Python program on one node, which starts after a delay."""
     return [sys.executable, ON_NODE, node, str(delay_s), *program]
 
 
 def by_shell(node: str, *command: str) -> list[str]:
-    """Return the command prefix that runs any command on this node."""
+    """Return the command prefix that runs any command on the node."""
     return ["unshare", "--uts", "--mount", "sh", "-c", SHELL_NODE, node, *command]
 
 
@@ -72,7 +74,7 @@ def free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A job that has ended."""
+    """Output and runs of a job that has ended."""
 
     folder: Path
     said: str
@@ -85,7 +87,7 @@ class Done:
 
     @property
     def runs(self) -> list[RunDirectory]:
-        """Return the run directories without links to them."""
+        """Return the run directories, without links to run directories."""
         found = sorted((self.folder / "torchlens-perf").glob("*/nodes"))
         return [RunDirectory(path.parent) for path in found if not path.parent.is_symlink()]
 
@@ -108,10 +110,7 @@ def run(
     timeout_s: float = 150,
     **environment: str,
 ) -> Done:
-    """Run the commands in parallel, each of which starts a part of the job.
-
-    Wait for its sidecars.
-    """
+    """Run commands in parallel, each of which starts a part of the job, and wait for the sidecars."""
     folder.mkdir(exist_ok=True)
     environ = clean_environ(
         {
@@ -150,7 +149,7 @@ def run(
 
 
 def sidecars_ended(folder: Path, timeout_s: float = 60) -> None:
-    """Wait for the sidecars of this folder's runs on all nodes."""
+    """Wait until the sidecars of the folder's runs have ended on all nodes."""
     deadline_s = time.monotonic() + timeout_s
     while pids := _sidecars(folder):
         if time.monotonic() > deadline_s:

@@ -1,6 +1,4 @@
-"""Find and remove files that this process's runs left on the node and in a folder, and end their
-sidecars.
-"""
+"""Find and remove files that this process's runs left behind, and end their sidecars."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from pathlib import Path
 from torchlens_perf.run import make_folders
 from torchlens_perf.run.processes import process_started
 
-# Part of the names of this process's runs. The second one is used if the start time cannot be read.
+# Names of this process's runs contain one of these texts. The second one is used if the start time
+# cannot be read.
 _DIGESTS = [
     hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
     for started in (process_started(os.getpid()), None)
@@ -29,7 +28,8 @@ _DIGESTS = [
 def places(runs: Path) -> list[Path]:
     """Return this process's local folders and all run directories.
 
-    Excludes other processes' runs, and links, which stay until their launcher has ended.
+    Runs of other processes are excluded. Links are excluded because they stay until their launcher
+    has ended.
     """
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
@@ -43,12 +43,12 @@ def is_of_this_process(path: Path) -> bool:
 
 
 def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
-    """Return the remaining folders, once the child processes that make folders have ended.
+    """Return the remaining folders, once child processes that make folders have ended.
 
-    A child whose caller gave up still makes its folders and then removes them.
+    A child whose parent stopped waiting still makes its folders and then removes them.
     """
     deadline_s, looks_without = time.monotonic() + timeout_s, 0
-    # Reading the children once may miss one, see proc(5).
+    # A single reading of the children may miss one, see proc(5).
     while looks_without < 3 and time.monotonic() < deadline_s:
         looks_without = 0 if _children(make_folders.__file__) else looks_without + 1
         time.sleep(0.01)
@@ -56,7 +56,7 @@ def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
 
 
 def remove(runs: Path) -> None:
-    """Remove all places. Other processes may remove some of them at the same time."""
+    """Remove all folders. Other processes may remove some of them at the same time."""
     deadline_s = time.monotonic() + 10
     while (found := places(runs)) and time.monotonic() < deadline_s:
         for place in found:
@@ -67,7 +67,7 @@ def remove(runs: Path) -> None:
 def remove_local(said: str) -> None:
     """Remove the node-local files of the runs whose directories, DIR/runs/ID, appear in a text.
 
-    For processes that were killed together with their sidecar, which would have removed the files.
+    A process that was killed together with its sidecar leaves such files.
     """
     for run_id in set(re.findall(r"/runs/([\w.-]*\w)", said)):
         for parent in ("/dev/shm", tempfile.gettempdir()):
@@ -82,7 +82,7 @@ def remove_local(said: str) -> None:
 def end_sidecars() -> None:
     """Kill the sidecars of this process's runs.
 
-    They are orphans, and starting up takes them a second.
+    Sidecars are orphans, and they need a second to start.
     """
     if not (pids := _sidecars()):
         return
@@ -103,7 +103,7 @@ def _sidecars() -> list[int]:
 
 
 def _children(argument: str) -> list[int]:
-    """Return the child processes with this argument."""
+    """Return the child processes that have the argument in their command line."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = [int(pid) for pid in file.read().split()]
     found = []
@@ -115,7 +115,7 @@ def _children(argument: str) -> list[int]:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    """Wait for the condition. Return whether it became true."""
+    """Wait until the condition is true. Return False after a timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.02)

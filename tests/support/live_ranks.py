@@ -1,7 +1,8 @@
-"""Ranks that train until they are ended, with live sidecars, on this machine or on nodes made of
-namespaces.
+"""Ranks that train until they are ended, with live sidecars, on one or several nodes.
 
-At the end of the context all processes are ended by pid, including stopped ones.
+Nodes are made of namespaces.
+
+At the end of the context all processes are killed by pid, including stopped ones.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
 SCRIPT = str(SCRIPTS / "train_ranks.py")
-# Separate host name and shared memory, which make a node look like another machine to a rank and
-# its sidecar.
+# A separate host name and shared memory make a rank and its sidecar see another machine.
 NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class LiveRanks:
     """The ranks of one job.
 
-    They run inside the context, and they and their sidecars are gone after it.
+    The ranks and their sidecars run inside the context and are ended with it.
     """
 
     def __init__(
@@ -113,21 +113,21 @@ class LiveRanks:
     def run_directory(self, node: str = "") -> RunDirectory:
         """Return the node's run directory.
 
-        Each node has a separate one, because the nodes share no disk.
+        Each node has its own directory, because the nodes share no disk.
         """
         return RunDirectory(self.folder(node) / "torchlens-perf" / self.run_id)
 
     def report(self, node: str = "") -> dict[str, Any]:
-        """Return the current `torchlens-perf report --json` on the node."""
+        """Return the current output of `torchlens-perf report --json` on the node."""
         value: dict[str, Any] = as_json(
             build(self.run_id, node_state.load_all(self.run_directory(node)))
         )
         return value
 
     def compared(self, node: str = "") -> int:
-        """Return how many ranks the node's sidecar compares.
+        """Return the number of ranks that the node's sidecar compares.
 
-        It is the whole job once other nodes have reported.
+        Once other nodes have reported, these are all ranks of the job.
         """
         return max(
             state.findings.compared for state in node_state.load_all(self.run_directory(node))
@@ -136,9 +136,9 @@ class LiveRanks:
     def wait_for(
         self, wanted: Callable[[dict[str, Any]], Any], timeout_s: float, node: str = ""
     ) -> Any:
-        """Return the first true answer about a report.
+        """Return the first true result of a function of the report.
 
-        Raises AssertionError with the report otherwise.
+        Raises AssertionError with the report after a timeout.
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -216,7 +216,7 @@ class LiveRanks:
             process.wait(30)
 
 
-# Starts a node's ranks as a launcher does, and lives as long as they do.
+# A program that starts a node's ranks as a launcher does, and ends with them.
 _START_RANKS = """
 import os, subprocess, sys
 script, share, first = sys.argv[1], int(sys.argv[2]), int(os.environ["FIRST_RANK"])

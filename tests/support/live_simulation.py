@@ -1,5 +1,6 @@
-"""A simulated run that continues as long as a test needs: its ring files, and a sidecar that writes
-on demand.
+"""A simulated run that continues as long as a test needs, with its ring files and a sidecar.
+
+The sidecar writes on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology
 
 
 class LiveSimulation:
-    """The run is live inside the context and has ended after it."""
+    """A simulated run that is live inside the context and has ended after it."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class LiveSimulation:
 
         `stages` is the number of pipeline stages, with data parallelism in each stage.
 
-        `total_steps` is the run's configured number of steps, and `seconds_ago` the age of its
+        `total_steps` is the run's configured number of steps, and `seconds_ago` is the age of its
         start.
         """
         self.name = path.name
@@ -54,11 +55,11 @@ class LiveSimulation:
 
     @property
     def steps(self) -> int:
-        """Number of steps that each rank has made."""
+        """Return the number of steps that each rank has made."""
         return BLOCK * self._blocks
 
     def goes_on(self, blocks: int = 1) -> None:
-        """Add this many blocks of 32 steps, then judge and write them."""
+        """Add blocks of 32 steps, then judge and write them."""
         for _ in range(blocks):
             timeline = Timeline.of(self._simulation.block(self._blocks))
             self._blocks += 1

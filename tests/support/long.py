@@ -1,6 +1,4 @@
-"""Markers for cases that run only in `make test-long`: rare or slow cases, and repetitions of a
-kind.
-"""
+"""Markers for cases that run only in `make test-long`, because they are rare, slow or repetitive."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import pytest
 
 
 def long(*cases: Any) -> list[Any]:
-    """Mark these cases of a parametrized test for `make test-long`.
+    """Mark the given cases of a parametrized test for `make test-long`.
 
-    A tuple contains several parameters' values.
+    A tuple contains the values of several parameters.
     """
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
@@ -22,6 +20,6 @@ def long(*cases: Any) -> list[Any]:
 
 
 def long_but(names: Collection[str], cases: Iterable[str]) -> list[Any]:
-    """Mark all cases except the named ones for `make test-long`. Return all cases."""
+    """Mark all cases except `names` for `make test-long`. Return all cases."""
     assert set(names) <= set(cases)
     return [case if case in names else pytest.param(case, marks=pytest.mark.long) for case in cases]

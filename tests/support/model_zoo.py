@@ -1,7 +1,9 @@
 """Small models and training loops of many kinds, which a watch must not change.
 
-Each case is a function that receives a context and trains in it. It returns all values that a watch
-could change. tests/jobs/test_bit_equality.py runs it with and without a watch.
+Each case is a function that trains in the given context and returns all values that a watch could
+change.
+
+tests/jobs/test_bit_equality.py runs each case with and without a watch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ STEPS = 4
 
 
 class Watching(Protocol):
-    """Makes the context around a training loop: a watch of these models, or an empty one."""
+    """Makes the context of a training loop: a watch of the given models, or an empty context."""
 
     def __call__(
         self, *models: nn.Module, optimizers: Iterable[Any] = ()
@@ -38,7 +40,7 @@ class Watching(Protocol):
 
 
 class Outcome(NamedTuple):
-    """Results of a run."""
+    """Values that a case returns after training."""
 
     models: list[nn.Module]
     optimizers: list[Any]
@@ -47,9 +49,9 @@ class Outcome(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A model and its loop.
+    """A model and its training loop.
 
-    `steps` is the number of steps that a watch counts if it gets all optimizers and models.
+    `steps` is the number of steps that a watch counts if it receives all optimizers and models.
     """
 
     run: Callable[[Watching], Outcome]
@@ -66,7 +68,7 @@ def case(run: Callable[[Watching], Outcome]) -> Callable[[Watching], Outcome]:
 
 
 def case_of(steps: int) -> Callable[[Callable[[Watching], Outcome]], Callable[[Watching], Outcome]]:
-    """Register a case of another number of steps."""
+    """Register a case with another number of steps."""
 
     def put(run: Callable[[Watching], Outcome]) -> Callable[[Watching], Outcome]:
         CASES[run.__name__] = Case(run, steps)
@@ -78,7 +80,7 @@ def case_of(steps: int) -> Callable[[Callable[[Watching], Outcome]], Callable[[W
 def batches(shape: tuple[int, ...] = (4, 8), count: int = STEPS) -> Iterator[Tensor]:
     """Return random inputs.
 
-    They use the global generator, so a watch that draws from it is detected.
+    The global generator makes the inputs, so a watch that uses the generator is detected.
     """
     for _ in range(count):
         yield torch.randn(shape)
@@ -91,9 +93,9 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     shape: tuple[int, ...] = (4, 8),
 ) -> Outcome:
-    """Run the plainest loop.
+    """Run the simplest loop.
 
-    `call` returns the loss of a batch. By default the result is squared.
+    `call` returns the loss of a batch. By default the loss is the squared output.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -113,7 +115,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-# -- in place
+# -- in-place operations
 
 
 @case
@@ -144,7 +146,7 @@ def inplace_residual(watching: Watching) -> Outcome:
 
 
 class Views(nn.Module):
-    """Returns views of one tensor. The caller writes into one of them."""
+    """A module that returns views of one tensor. The caller writes into one of the views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ def inplace_on_views(watching: Watching) -> Outcome:
     return train(watching, Views())
 
 
-# -- calls and results of other forms
+# -- calls and results in other forms
 
 
 class Parts(nn.Module):
@@ -263,7 +265,7 @@ def keyword_arguments(watching: Watching) -> Outcome:
 
 
 class Recursive(nn.Module):
-    """Calls itself, and calls one of its layers twice."""
+    """A module that calls itself, and calls one of its layers twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,14 +324,14 @@ def batch_norm(watching: Watching) -> Outcome:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5)
     )
-    # The lazy layer gets its shape.
+    # The lazy layer learns its shape from this batch.
     model(torch.randn(2, 3, 6, 6))
     return train(watching, model, shape=(4, 3, 6, 6))
 
 
 @case
 def lazy_layers(watching: Watching) -> Outcome:
-    """Layers change their class in the first call, inside the watch."""
+    """Train layers that change their class in the first call, inside the watch."""
     model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Linear(6, 2))
     optimizer = torch.optim.SGD([*model[2].parameters()], lr=0.1)
     return train(watching, model, optimizer=optimizer)
@@ -345,15 +347,16 @@ def dropout(watching: Watching) -> Outcome:
 
 @case
 def attention(watching: Watching) -> Outcome:
-    """MultiheadAttention uses its child's weight without calling the child."""
+    """Train MultiheadAttention, which uses its child's weight without calling the child."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return train(watching, nn.TransformerEncoder(layer, 2), shape=(2, 5, 8))
 
 
 @case_of(6)
 def encoder_fast_path(watching: Watching) -> Outcome:
-    """In eval mode without gradients and without hooks, TransformerEncoderLayer is one fused
-    operator.
+    """Evaluate TransformerEncoderLayer as one fused operator.
+
+    torch uses that operator in eval mode without gradients and without hooks.
     """
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
@@ -383,14 +386,14 @@ def recurrent(watching: Watching) -> Outcome:
 
 @case
 def reparametrized(watching: Watching) -> Outcome:
-    """Hooks of torch compute the weights."""
+    """Train weights that hooks of torch compute."""
     linear, normed = nn.Linear(8, 8), nn.Linear(8, 8)
     nn.utils.parametrizations.spectral_norm(normed)
     nn.utils.parametrizations.weight_norm(linear)
     return train(watching, nn.Sequential(linear, normed))
 
 
-# -- loops of other forms
+# -- loops in other forms
 
 
 @case
@@ -471,7 +474,7 @@ def autocast(watching: Watching) -> Outcome:
 
 @case_of(5)
 def gradient_scaler(watching: Watching) -> Outcome:
-    """The third of five steps is skipped because its gradient is infinite."""
+    """Train with a gradient scaler that skips the third of five steps, whose gradient is infinite."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -491,7 +494,7 @@ def gradient_scaler(watching: Watching) -> Outcome:
 
 @case
 def not_a_number(watching: Watching) -> Outcome:
-    """The first loss is infinite. The others and the parameters become NaN."""
+    """Train with an infinite first loss. Later losses and the parameters become NaN."""
     model = mlp()
     scales = iter([float("inf"), *[float("nan")] * STEPS])
     return train(watching, model, lambda batch: model(batch).square().mean() * next(scales))
@@ -499,7 +502,7 @@ def not_a_number(watching: Watching) -> Outcome:
 
 @case
 def closure(watching: Watching) -> Outcome:
-    """LBFGS runs forward and backward inside its step, several times."""
+    """Train with LBFGS, which runs forward and backward several times inside its step."""
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
     losses = []
@@ -518,7 +521,7 @@ def closure(watching: Watching) -> Outcome:
 
 @case
 def two_optimizers(watching: Watching) -> Outcome:
-    """A GAN has two models, two optimizers and two backward passes per step."""
+    """Train a GAN with two models, two optimizers and two backward passes per step."""
     generator, critic = (
         mlp(),
         nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1)),
@@ -543,7 +546,7 @@ def two_optimizers(watching: Watching) -> Outcome:
 
 @case
 def double_backward(watching: Watching) -> Outcome:
-    """A gradient penalty takes the gradient of a gradient through the watched modules."""
+    """Train with a gradient penalty, which differentiates a gradient through the watched modules."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(batch: Tensor) -> Tensor:
@@ -556,7 +559,7 @@ def double_backward(watching: Watching) -> Outcome:
 
 @case
 def functional(watching: Watching) -> Outcome:
-    """torch.func computes per-sample gradients of a functional call."""
+    """Compute per-sample gradients of a functional call with torch.func."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in model.named_parameters()]
@@ -590,7 +593,7 @@ def generation(watching: Watching) -> Outcome:
 
 @case
 def caught_exception(watching: Watching) -> Outcome:
-    """A batch makes a module raise, and the loop continues with the next batch."""
+    """Continue with the next batch after a module has raised an exception."""
     model = nn.Sequential(nn.Linear(8, 8), Refuses(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     losses, refused = [], []
@@ -623,7 +626,7 @@ class Refuses(nn.Module):
 
 @case
 def moving_average(watching: Watching) -> Outcome:
-    """A deep copy made inside the watch follows the model and is evaluated."""
+    """Evaluate a moving average of the model, which is a deep copy made inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -718,7 +721,7 @@ def own_state(watching: Watching) -> Outcome:
 
 @case
 def graph_module(watching: Watching) -> Outcome:
-    """torch.fx copies a module's dictionary without calling __getstate__."""
+    """Trace a model with torch.fx, which copies a module's dictionary without calling __getstate__."""
     model = torch.fx.symbolic_trace(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -745,7 +748,7 @@ def torchscript(watching: Watching) -> Outcome:
     with watching(model, optimizers=[optimizer]):
         for batch in batches():
             traced, scripted = torch.jit.trace(model, batch), torch.jit.script(model)
-            # Otherwise the result depends on earlier calls in the process.
+            # Without this, the result depends on earlier calls in the process.
             with torch.jit.optimized_execution(False):
                 loss = model(batch).square().mean() + traced(batch).mean() + scripted(batch).mean()
             loss.backward()
@@ -793,7 +796,7 @@ def replicate(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module
 
 @case
 def users_hooks(watching: Watching) -> Outcome:
-    """The user's own hooks of every kind change the values that pass."""
+    """Train with user hooks of every kind that change values."""
     model = mlp()
     seen = []
     model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
@@ -810,7 +813,7 @@ def users_hooks(watching: Watching) -> Outcome:
 
 @case
 def optimizer_in_backward(watching: Watching) -> Outcome:
-    """Each parameter has an optimizer that steps as soon as the gradient is there."""
+    """Train with one optimizer per parameter that steps as soon as the gradient is available."""
     model = mlp()
     optimizers = {
         parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()
@@ -856,7 +859,7 @@ def own_autograd_function(watching: Watching) -> Outcome:
 
 @case
 def saved_tensor_hooks(watching: Watching) -> Outcome:
-    """Activations are packed until the backward pass, and anomaly detection is on."""
+    """Train with activations that are packed until the backward pass, and with anomaly detection."""
     model = mlp()
 
     def loss(batch: Tensor) -> Tensor:
@@ -869,14 +872,14 @@ def saved_tensor_hooks(watching: Watching) -> Outcome:
 
 @case
 def frozen_layers(watching: Watching) -> Outcome:
-    """Fine-tuning: only the last layers need a gradient."""
+    """Fine-tune a model in which only the last layers need a gradient."""
     model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4))
     return train(watching, model, optimizer=torch.optim.Adagrad(model[2].parameters()))
 
 
 @case
 def data_loader(watching: Watching) -> Outcome:
-    """A shuffling loader has workers whose samples use all three generators."""
+    """Train with a shuffling data loader whose workers use all three random generators."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(8 * STEPS, 8))
@@ -910,7 +913,7 @@ class Logged(Tensor):
 
 @case
 def tensor_subclass(watching: Watching) -> Outcome:
-    """Tensors of a user's class log every function that is called with them, including getters."""
+    """Train with a tensor subclass that logs every function called with it, including getters."""
     Logged.log.clear()
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     outcome = train(
@@ -947,9 +950,9 @@ class OperatorLog(TorchDispatchMode):
 
 @case
 def users_modes(watching: Watching) -> Outcome:
-    """The user's own modes log every function and every operator.
+    """Train with user modes that log every function and every operator.
 
-    Ours must not appear among them.
+    The log must not contain calls of the watch.
     """
     with FunctionLog() as functions, OperatorLog() as operators:
         outcome = train(watching, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Residual()))
@@ -958,7 +961,7 @@ def users_modes(watching: Watching) -> Outcome:
 
 @case
 def scripted_model(watching: Watching) -> Outcome:
-    """A TorchScript model is the whole model, or a part of it."""
+    """Train a TorchScript model, alone and as a part of another model."""
     with torch.jit.optimized_execution(False):
         return train(watching, nn.Sequential(nn.Linear(8, 8), torch.jit.script(mlp())))
 
@@ -983,7 +986,7 @@ compiled_case("inductor")
 
 @case
 def compiled_in_place(watching: Watching) -> Outcome:
-    """module.compile() is called before the watch."""
+    """Call module.compile() before the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     model.compile(backend="aot_eager")
     return train(watching, model)
@@ -991,7 +994,7 @@ def compiled_in_place(watching: Watching) -> Outcome:
 
 @case
 def compiled_in_place_inside(watching: Watching) -> Outcome:
-    """module.compile() is called inside the watch."""
+    """Call module.compile() inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -1009,7 +1012,7 @@ def compiled_in_place_inside(watching: Watching) -> Outcome:
 
 @case
 def compiled_blocks(watching: Watching) -> Outcome:
-    """Regional compilation: each block of an eager model is compiled separately."""
+    """Compile each block of an eager model separately, as in regional compilation."""
     model = nn.Sequential(nn.Linear(8, 8), Residual(), Residual())
     model[1] = torch.compile(model[1], backend="aot_eager")
     model[2].compile(backend="aot_eager")
@@ -1018,7 +1021,7 @@ def compiled_blocks(watching: Watching) -> Outcome:
 
 @case
 def compiled_loop_body(watching: Watching) -> Outcome:
-    """The whole step is compiled.
+    """Compile the whole step.
 
     Dynamo traces the calls of the model, of backward() and of the optimizer.
     """

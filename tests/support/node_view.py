@@ -1,4 +1,4 @@
-"""A node's view of its job without rings: an epoch that tests fill, and the exchange with other
+"""A node's view of its job without rings: an epoch filled by tests, and the exchange with other
 nodes.
 """
 
@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 
 class NodeView:
-    """The cluster and the epoch, combined as in JobMonitor."""
+    """Cluster and epoch of a node, combined as in JobMonitor."""
 
     def __init__(self, node: str, open_exchange: OpenExchange | None = None) -> None:
         """Create the view. `open_exchange` replaces the network."""
@@ -20,7 +20,7 @@ class NodeView:
         self.epoch = Epoch(UNRELATED)
 
     def begin(self, generation: int, identity: Identity | None = None) -> None:
-        """Start a new generation of processes, one of which has this identity."""
+        """Start a new generation of processes that contains this identity."""
         if identity is not None:
             self.cluster.begin(identity, generation)
         self.cluster.leave(self.epoch)

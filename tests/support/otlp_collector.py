@@ -1,4 +1,4 @@
-"""An in-process OTLP endpoint that accepts or rejects requests and returns their contents."""
+"""An in-process OTLP endpoint that accepts or rejects requests and stores their contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DELIVERED = Answer(Outcome.DELIVERED)
 
 
 class Collector:
-    """Transport of one signal."""
+    """Replaces the transport of one signal."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Collector:
         return [span for each in self._decoded() for span in spans_of(each)]
 
     def points(self) -> list[ReceivedPoint]:
-        """Return the points of all requests."""
+        """Return the metric points of all requests."""
         return [point for each in self._decoded() for point in points_of(each)]
 
     def last(self, metric: str) -> list[ReceivedPoint]:
@@ -82,9 +82,9 @@ def exporter_to(
     collectors: Mapping[str, Collector], environ: Mapping[str, str] | None = None, meter: Meter | None = None,
     batch_items: int = 512, clock: Callable[[], float] | None = None,
 ) -> OtlpExporter:  # fmt: skip
-    """Return an exporter with these endpoints by signal.
+    """Return an exporter with the given endpoints by signal.
 
-    It spools nothing, and sends metrics at its end.
+    The exporter has no spool, and sends metrics at its end.
     """
     signals = {
         name: Signal(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)

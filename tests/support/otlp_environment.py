@@ -1,4 +1,4 @@
-"""Exporters that see only given environment variables."""
+"""Exporters that see only the given environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchlens_perf.run.directory import RunDirectory
 
 @contextmanager
 def variables(told: Mapping[str, str]) -> Iterator[None]:
-    """Yield with these OpenTelemetry variables, and no others, in this process's environment."""
+    """Set these OpenTelemetry variables, and no others, in this process's environment."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         del os.environ[name]
@@ -31,7 +31,7 @@ def variables(told: Mapping[str, str]) -> Iterator[None]:
 def exporter_for(
     told: Mapping[str, str], run: RunDirectory | None = None, owner: str = ""
 ) -> Exporter:
-    """Return the exporter for these variables."""
+    """Return the exporter that the given variables select."""
     with variables(told):
         made = exporter_from_environment(run, owner)
     assert made is not None
@@ -39,7 +39,7 @@ def exporter_for(
 
 
 def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exporters.SdkTransport:
-    """Return the transport for these variables, whose names lack OTEL_EXPORTER_OTLP_."""
+    """Return the transport for the given variables, whose names lack OTEL_EXPORTER_OTLP_."""
     with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
         return (
             sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
@@ -47,7 +47,7 @@ def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exp
 
 
 def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> Answer:
-    """Return the answer to one try of a request."""
+    """Send one request without a retry, and return the answer."""
     transport = transport_for(protocol, signal, **told)
     try:
         return transport.send(items)

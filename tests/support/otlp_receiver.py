@@ -1,7 +1,7 @@
-"""A real OTLP receiver for tests on loopback: Datadog's test agent in a separate environment.
+"""A real OTLP receiver on loopback: Datadog's test agent in a separate environment.
 
-It decodes requests over HTTP or gRPC and returns them as JSON: ids in base64, keys in snake_case,
-integers as strings.
+The agent decodes requests over HTTP or gRPC and returns them as JSON: ids in base64, keys in
+snake_case, integers as strings.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ReceivedPoint:
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedEvent:
-    """A received log record with an event's name."""
+    """A received log record that has an event name."""
 
     name: str
     body: str
@@ -90,12 +90,12 @@ class ReceivedEvent:
 
 
 class Receiver:
-    """The running agent."""
+    """A running receiver process."""
 
     def __init__(
         self, folder: Path, http_port: int | None = None, grpc_port: int | None = None
     ) -> None:
-        """Start the agent and wait until it answers. Its log goes into `folder`."""
+        """Start the agent and wait until it answers. The agent's log goes into `folder`."""
         self.http_port, self.grpc_port = http_port or free_port(), grpc_port or free_port()
         command = [
             str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),
@@ -128,7 +128,10 @@ class Receiver:
         return f"http://127.0.0.1:{self.grpc_port if protocol == 'grpc' else self.http_port}"
 
     def spans(self) -> list[ReceivedSpan]:
-        """Return all spans since the last clear(). Their order depends on the agent's version."""
+        """Return all spans since the last clear().
+
+        The order of spans depends on the agent's version.
+        """
         return [span for request in self._get("traces") for span in spans_of(request)]
 
     def batches(self) -> list[int]:
@@ -181,7 +184,7 @@ def free_port() -> int:
 
 
 def wait_for(found: Callable[[], _T], timeout_s: float) -> _T:
-    """Poll until the answer is true or the time is over. Return the last answer."""
+    """Poll until the result is true or the timeout has passed. Return the last result."""
     deadline_s = time.monotonic() + timeout_s
     while not (answer := found()) and time.monotonic() < deadline_s:
         time.sleep(0.02)

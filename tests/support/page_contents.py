@@ -1,5 +1,6 @@
-"""Page contents of any size, derived from those of a small run, for effects that only large or rare
-runs show.
+"""Page contents of any size, derived from those of a small run.
+
+Some effects appear only in large or rare runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = (
 # The data of this rank's first steps is missing.
 LATE_RANK, LATE_STEPS = 9, 24
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
-# Shares of STEP_S. The rest is waiting.
+# Shares of STEP_S. The rest of a step is waiting.
 _SHARES = {
     "data": 0.02,
     "forward": 0.28,
@@ -40,8 +41,7 @@ _SHARES = {
 def enlarged(
     small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False
 ) -> Contents:
-    """Return the page of a larger job, in which one rank's forward pass takes longer from a step
-    on.
+    """Return the page of a larger job in which one rank's forward pass becomes slower at a step.
 
     `small` is the page of a simulated run.
     """
@@ -152,7 +152,7 @@ def _quantile(values: npt.NDArray[np.float64], share: float) -> list[float | Non
 
 
 def _telemetry(ranks: list[int], slow_rank: int, end_s: float) -> list[Any]:
-    """Return a GPU's clock and temperature. The slow rank's GPU is hot and slow."""
+    """Return the clock and temperature of a GPU. The slow rank's GPU is hot and slow."""
     time_s = np.linspace(0, end_s, TELEMETRY_POINTS)
     draw = np.random.default_rng(2)
     found = []

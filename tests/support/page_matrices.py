@@ -1,4 +1,4 @@
-"""Matrices of a page's contents, decoded in the same way as in its scripts."""
+"""Matrices of a page's contents, decoded in the same way as the page's scripts do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
     """Return the input of encoded(), exact to half of log_step.
 
-    NaN stands for missing values. Raises ValueError.
+    Missing values are NaN. Raises ValueError.
     """
     codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(
         ranks, -1
@@ -37,14 +37,17 @@ def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
 
 
 class Steps:
-    """The matrices of a page's contents, decoded."""
+    """The decoded matrices of a page's contents."""
 
     def __init__(self, of: StepMatrices) -> None:
         self._of = of
         self.ranks = [place["rank"] for place in of["places"]]
 
     def step_s(self) -> Floats:
-        """[ranks, columns], NaN for missing values. The other matrices have the same form."""
+        """Return step durations [ranks, columns], with NaN for missing values.
+
+        The other matrices have the same shape.
+        """
         return decoded(self._of["step"], len(self.ranks))
 
     @functools.cached_property
@@ -52,8 +55,6 @@ class Steps:
         return decoded(self._of["work"], len(self.ranks))
 
     def excess(self) -> Floats:
-        """Return each rank's work above the median of comparable ranks, as a share of this
-        median.
-        """
+        """Return each rank's work above the median of comparable ranks, as a share of the median."""
         excess: Floats = self.work_s / decoded(self._of["others"], len(self.ranks)) - 1
         return excess

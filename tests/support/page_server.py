@@ -17,13 +17,13 @@ from urllib.parse import urlencode, urlsplit
 from tests.support.processes import ROOT, clean_environ
 from torchlens_perf.serve.access import TOKEN_HEADER
 
-# Usually a moment. But readers have the lowest priority, so they are slow on a busy machine.
+# Readers of runs have the lowest priority, so they are slow on a busy machine.
 ENDS_WITHIN_S = 240
 IS_READ = "This run is being read"
 
 
 class Answer:
-    """Answer of the server."""
+    """A response of the server."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.status = answer.status
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Stranger:
-    """A client that has the address but no token."""
+    """A client that knows the address but not the token."""
 
     def __init__(self, address: str) -> None:
         self.address = urlsplit(address)
@@ -48,7 +48,7 @@ class Stranger:
         self.token = ""
 
     def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
-        """Send the path as it is.
+        """Send a request with the path unchanged.
 
         Header names have underscores for hyphens, and "" omits a default header.
         """
@@ -70,7 +70,7 @@ class Stranger:
 
 
 class Viewer(Stranger):
-    """A client with the token of the printed address."""
+    """A client with the token from the printed address."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -83,7 +83,7 @@ class Viewer(Stranger):
         return answer.json
 
     def list(self) -> str:
-        """Return the list once all shown runs are read."""
+        """Return the list of runs once all shown runs are read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while "runs are being read" in (text := self.ask("/").text):
             assert time.monotonic() < deadline_s, "they were not read"
@@ -91,15 +91,15 @@ class Viewer(Stranger):
         return text
 
     def page(self, run: str) -> str:
-        """Return the run's page."""
+        """Return the page of a run."""
         answer = self.answer_of_page(f"/runs/{run}/", accept_encoding="gzip")
         assert answer.status == 200, answer.text
         return gzip.decompress(answer.body).decode()
 
     def answer_of_page(self, path: str, **headers: str) -> Answer:
-        """Return the answer once the run is read.
+        """Return the response once the run is read.
 
-        Until then the page says that the run is being read.
+        Until that time, the page says that the run is being read.
         """
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (answer := self.ask(path, **headers)).status == 200:
@@ -113,12 +113,12 @@ class Viewer(Stranger):
         return self.ask(f"{path}?{urlencode(fields)}", "POST", Origin=f"http://{self.host}")
 
     def news(self, run: str) -> News:
-        """Return the server's news about a run, each change once."""
+        """Return a poller of changes to a run. The poller returns each change once."""
         return News(self, f"/runs/{run}/api/news")
 
 
 class News:
-    """Polls as the page's script does."""
+    """Polls for changes as the page's script does."""
 
     def __init__(self, viewer: Viewer, path: str) -> None:
         self._viewer, self._path = viewer, path
@@ -134,7 +134,7 @@ class News:
         return dict(news)
 
     def until(self, **wanted: Any) -> dict[str, Any]:
-        """Wait for a change to these values."""
+        """Wait for a change to the given values."""
         while True:
             news = self.next()
             if all(news[key] == value for key, value in wanted.items()):
@@ -174,14 +174,14 @@ class PageServer:
         return Stranger(self.address)
 
     def children(self) -> list[int]:
-        """Return the pids of the readers."""
+        """Return the pids of the processes that read runs."""
         pids = (
             Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         )
         return [int(pid) for pid in pids]
 
     def said(self) -> str:
-        """Return its stderr once it has ended."""
+        """Return the server's stderr once the server has ended."""
         _, text = self.process.communicate(timeout=ENDS_WITHIN_S)
         return str(text)
 
@@ -194,7 +194,7 @@ class PageServer:
 
 
 def _python_path() -> str:
-    """Put this checkout before the caller's PYTHONPATH."""
+    """Return a PYTHONPATH with this checkout before the caller's entries."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
 
 

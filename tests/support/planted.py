@@ -33,9 +33,9 @@ COMPUTE = [OWN_PARTS.index("forward"), OWN_PARTS.index("backward")]
 
 @dataclasses.dataclass
 class Job:
-    """Rows of all ranks.
+    """Rows of all ranks of a job.
 
-    A row lasts as long as the slowest rank's work, and the other ranks wait.
+    A row lasts as long as the slowest rank's work, and other ranks wait.
     """
 
     parts_ns: np.ndarray
@@ -73,9 +73,9 @@ class Job:
     def slow(
         self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)
     ) -> Job:
-        """Make these rows of the rank longer, in place.
+        """Make the given rows of a rank longer, in place.
 
-        "compute" is spread over forward and backward.
+        "compute" spreads the excess over forward and backward.
         """
         shares = {"forward": 6 / 17, "backward": 11 / 17} if phase == "compute" else {phase: 1.0}
         for part, share in shares.items():
@@ -83,9 +83,9 @@ class Job:
         return self
 
     def load(self, lengths: np.ndarray, *, told: bool) -> Job:
-        """Scale forward and backward by these lengths, [ranks, rows].
+        """Scale forward and backward by input lengths [ranks, rows].
 
-        `told`: the job also reports them.
+        With `told`, the job also reports the lengths.
         """
         self.parts_ns[:, :, COMPUTE] *= lengths[:, :, None]
         if told:
@@ -93,7 +93,7 @@ class Job:
         return self
 
     def block(self, ranks: Sequence[int] | None = None, rows: slice = slice(None)) -> BinBatch:
-        """Return a batch with the rows of these ranks."""
+        """Return a batch with the rows of the given ranks."""
         chosen = np.arange(self.ranks) if ranks is None else np.array(ranks)
         own_ns = self.parts_ns.sum(axis=2) + np.nan_to_num(self.ready_ns)
         duration_ns = np.broadcast_to(own_ns.max(axis=0) + TRANSFER_NS, own_ns.shape)
@@ -111,7 +111,7 @@ class Job:
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
-        """Return one rank's rows in the form of its StepBinMaker."""
+        """Return one rank's rows in the form that its StepBinMaker produces."""
         block = self.block([rank], rows)
         return StepBins(
             width=block.width,
@@ -128,7 +128,7 @@ class Job:
         )
 
     def judged(self) -> Findings:
-        """Return the judge's findings on all rows after the end."""
+        """Return the judge's findings on all rows after the end of the job."""
         judge = StragglerDetector()
         judge.add_block("", self.block())
         return judge.judge(final=True)
@@ -157,7 +157,7 @@ def wider(rows: StepBins, width: int) -> StepBins:
 
 
 def part_of(rows: StepBins, first: int, end: int) -> StepBins:
-    """Return some rows by position."""
+    """Return the rows from position `first` up to `end`."""
     fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
     return StepBins(
         **{name: value if name == "width" else value[first:end] for name, value in fields.items()}
@@ -165,7 +165,7 @@ def part_of(rows: StepBins, first: int, end: int) -> StepBins:
 
 
 def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:
-    """Place ranks on nodes of this size, starting with "node-0".
+    """Place ranks on nodes of `node_size` ranks, starting with "node-0".
 
     `coordinates` is a list per dimension.
     """

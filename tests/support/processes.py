@@ -21,7 +21,7 @@ from torchlens_perf.verdicts import node_state
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
-# Start time of an interpreter on the machines for which time limits were set.
+# Start time of an interpreter on the machines for which the time limits were set.
 QUIET_START_S = 0.06
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -29,7 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 def run(
     command: list[str], folder: Path, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` with one thread per process and these additional variables."""
+    """Run a command in `folder` with one thread per process and additional variables."""
     environ = clean_environ(environment)
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s
@@ -41,7 +41,7 @@ def run_warm(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program, or torchrun, with torch already loaded.
 
-    For tests that are not about the start.
+    Tests of a program's start use run() instead.
     """
     return warm_python.run(command, timeout_s, cwd=folder, env=clean_environ(environment))
 
@@ -49,7 +49,8 @@ def run_warm(
 def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this environment without our settings and OpenTelemetry's, plus `added`.
 
-    It sets one OpenMP thread, raises our internal errors, and disables the page by default.
+    The result sets one OpenMP thread, makes our internal errors raise, and disables the page by
+    default.
     """
     inherited = {
         name: value
@@ -61,8 +62,9 @@ def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def slowdown() -> float:
-    """Return how many times longer an interpreter's start now takes than on an idle machine, at
-    least 1.
+    """Return how many times longer an interpreter's start takes now than on an idle machine.
+
+    The result is at least 1.
     """
     began_s = time.monotonic()
     for _ in range(5):
@@ -76,7 +78,7 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 
 def runs(folder: Path) -> list[RunDirectory]:
-    """Wait for the sidecars in `folder`. Return its run directories, oldest first."""
+    """Wait for the sidecars in `folder`. Return the run directories, oldest first."""
     found = [
         RunDirectory(path.parent)
         for path in sorted((folder / "torchlens-perf").glob("*/nodes"))
@@ -102,8 +104,9 @@ def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None
 def read_by_hand(run_directory: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `torchlens-perf sidecar RUN_DIRECTORY` on a run whose processes were killed.
 
-    Each start of a watch on this node, also in another test, reads the rings of such runs. The
-    command is repeated until no other process reads them.
+    Each start of a watch on this node, also in another test, reads the rings of such runs.
+
+    The command is repeated until no other process reads the rings.
     """
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run_directory)]
     deadline = time.monotonic() + 120

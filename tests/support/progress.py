@@ -1,4 +1,4 @@
-"""Synthetic progress of the ranks of a job that may hang, and the findings about them."""
+"""Synthetic progress of the ranks of a job that may hang, and the resulting findings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ FORWARD = ("forward GPT", "blocks.3")
 
 
 def rank(number: int, **changed: Any) -> Progress:
-    """Return a rank that has waited in allreduce 57 in its backward pass since its last step 12 s
-    ago.
+    """Return a rank that has waited in allreduce 57 of its backward pass.
+
+    Its last step ended 12 s ago.
     """
     values: dict[str, Any] = {
         "rank": number, "host": f"node-{'abcdefgh'[number // 2]}", "step": 100, "since_step_s": SINCE_S,
@@ -39,9 +40,7 @@ def behind(number: int, **changed: Any) -> Progress:
 def job(
     *ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
 ) -> Hang | None:
-    """Return the finding on a job of `count` waiting ranks, some of which are replaced by the given
-    ones.
-    """
+    """Return the finding on a job of `count` waiting ranks, some of which `ranks` replaces."""
     progress = {number: rank(number) for number in range(count)} | {
         each.rank: each for each in ranks
     }

@@ -1,6 +1,6 @@
 """A real Prometheus on loopback with our shipped rules.
 
-Its data is in a folder, and it ends with its context.
+The data is in a folder, and the server ends with its context.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ IS_THERE = shutil.which("prometheus") is not None and shutil.which("promtool") i
 
 
 class Prometheus:
-    """Runs inside the context and scrapes every second."""
+    """A Prometheus that runs inside the context and scrapes every second."""
 
     def __init__(self, folder: Path, *targets: str, scrape_configs: str = "") -> None:
         """Set up the server. `targets` are addresses such as "127.0.0.1:9464".
 
-        `scrape_configs` in the form of prometheus.yml replaces them.
+        `scrape_configs` in the form of prometheus.yml replaces `targets`.
         """
         self._folder, self._port = folder, free_port()
         given = ", ".join(f'"{target}"' for target in targets)
@@ -72,7 +72,7 @@ class Prometheus:
     def api(self, path: str, **query: str) -> Any:
         """Return the data of /api/v1/PATH.
 
-        Raises AssertionError with the message if a query is wrong.
+        Raises AssertionError with the message if a query is invalid.
         """
         address = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
@@ -82,7 +82,7 @@ class Prometheus:
             raise AssertionError(f"{query}: {error.read().decode()}") from None
 
     def query(self, expression: str) -> list[tuple[Mapping[str, str], float]]:
-        """Return the labels and values of an expression now."""
+        """Return the current labels and values of an expression."""
         found = self.api("query", query=expression)
         if found["resultType"] == "scalar":
             return [({}, float(found["result"][1]))]
@@ -94,7 +94,7 @@ class Prometheus:
         return {each["labels"]["alertname"]: each for each in alerts if each["state"] == "firing"}
 
     def wait_for(self, found: Callable[[], Any], timeout_s: float) -> Any:
-        """Return the first true answer."""
+        """Poll until the result is true, and return the result."""
         answer = wait_for(found, timeout_s)
         assert answer, f"alerts: {self.api('alerts')}; targets: {self.api('targets')}"
         return answer

@@ -1,4 +1,4 @@
-"""A rank without a training job: a real session and ring file, with marks at times that the test
+"""A rank without a training job: a real session and ring file, with spans at times that the test
 chooses.
 """
 
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: Any) -> Identity:
-    """Return the identity of a live rank on HOST. Its process is this one."""
+    """Return the identity of a live rank on HOST, whose process is the test's process."""
     values: dict[str, Any] = {
         "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
         "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
@@ -42,12 +42,13 @@ def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: An
 
 
 class Rank:
-    """One rank of a run, driven by hand."""
+    """One rank of a run that the test drives by hand."""
 
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
         """Create the rank.
 
-        `registered`: this node's sidecar reads it. `identity` overrides fields of identity_of().
+        `registered`: this node's sidecar reads the rank's ring. `identity` overrides fields of
+        identity_of().
 
         `first_step` is the step in which recording begins.
         """
@@ -68,7 +69,10 @@ class Rank:
         return self.ring.path
 
     def steps(self, count: int, **parts_ms: float) -> None:
-        """Make this many steps with these phases (ms) and `host` ms outside them."""
+        """Make `count` steps with the given phases in ms.
+
+        `host` is the time in ms outside the phases.
+        """
         recorder = self.session.recorder
         for _ in range(count):
             for part, milliseconds in parts_ms.items():
@@ -92,7 +96,7 @@ class Rank:
 
 @contextlib.contextmanager
 def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
-    """Yield an empty run directory. The folders of its rings are removed afterwards."""
+    """Yield an empty run directory. Remove the folders of its rings at the end."""
     made = make_run(folder)
     yield made
     for local in local_folders(made.run_id):
@@ -111,7 +115,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 def make_run(folder: Path, name: str = "") -> RunDirectory:
     """Create an empty run directory.
 
-    Its unique name also names its rings' folder in shared memory.
+    The unique name also names the folder of its rings in shared memory.
     """
     run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
     run.create()

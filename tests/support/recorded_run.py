@@ -1,4 +1,4 @@
-"""A receiver, and a recorded run of two ranks whose ring files have not been read by a sidecar."""
+"""A receiver, and a recorded run of two ranks whose ring files no sidecar has read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of test processes. Runs go into `folder`."""
+    """Return the environment of test processes, which write their runs into `folder`."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -51,7 +51,7 @@ def train(
     steps: int = STEPS,
     script: Path = SCRIPTS / "train_two_ranks.py",
 ) -> RunDirectory:
-    """Train two ranks under torchrun's flag. Return the only run directory."""
+    """Train two ranks under torchrun. Return the only run directory."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "--logs-specs", "torchlens_perf", str(script), str(steps),
@@ -65,8 +65,8 @@ def train(
 def spans_of(run: RunDirectory, every: int) -> int:
     """Return the number of a run's spans.
 
-    They are the sampled steps' records, a root for each step of rank 0, and one for the run with a
-    trace context.
+    The sum contains records of sampled steps, a root for each step of rank 0, and one span for the
+    run if it has a trace context.
     """
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
     # Counters are not spans.
@@ -104,7 +104,7 @@ def _sidecars(run: RunDirectory) -> list[str]:
 
 
 class Sidecar:
-    """A sidecar process that the test has started by hand, and that has ended."""
+    """A sidecar process that the test has started by hand and that has ended."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Sidecar:
 
     @property
     def report(self) -> str:
-        """Return the report that the sidecar left."""
+        """Return the report that the sidecar wrote."""
         return self.run.report.read_text()
 
 
@@ -180,7 +180,10 @@ def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
-    """Run a sidecar over the recorded run with these variables. A second call is a replay."""
+    """Return a function that runs a sidecar over the recorded run with the given variables.
+
+    A second call is a replay.
+    """
 
     def run(timeout_s: float = 60, then: str = "", **told: str) -> Sidecar:
         return Sidecar(

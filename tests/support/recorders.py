@@ -1,4 +1,4 @@
-"""The two recorder implementations, and a ring for them: parameters of the recorder's tests."""
+"""The two recorder implementations and a ring for them, as parameters of the recorder's tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FakeClock:
 
 
 class Rig:
-    """A recorder of one implementation with a separate ring file, and a reader of this file."""
+    """A recorder of one implementation with its own ring file, and a reader of the file."""
 
     def __init__(
         self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake"
@@ -56,7 +56,7 @@ class Rig:
         return rows
 
     def span(self, kind: Kind, name: str, nanoseconds: int) -> None:
-        """Write a closed span of this length."""
+        """Write a closed span of the given length."""
         name_id = self.ring.intern(name)
         self.recorder.begin(kind, name_id)
         self.clock.advance(nanoseconds)

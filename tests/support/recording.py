@@ -1,4 +1,4 @@
-"""Watch a model with all hooks enabled, and read the recording back from the ring file."""
+"""Watch a model with all hooks enabled, and read the recording from the ring file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
 
 class Recording:
-    """Recording of one rank."""
+    """Everything that one rank has recorded."""
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
@@ -81,7 +81,7 @@ class Recording:
         reader.close()
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """Return the records of a kind, and of a name if given, ordered by their ends."""
+        """Return the records of a kind, optionally only those of one name, ordered by their ends."""
         return [each for each in self.records if each.kind == kind and name in (None, each.name)]
 
     def names(self, kind: Kind) -> list[str]:
@@ -99,7 +99,7 @@ class Recording:
 
 
 def ring_of_this_process(run_dir: Path) -> Path:
-    """Return this process's ring file. All ranks share one run directory."""
+    """Return this process's ring file in the run directory that all ranks share."""
     (ring,) = (run_dir / "rings").glob(f"*-{os.getpid()}-*.ring")
     return ring
 
@@ -112,7 +112,7 @@ def recorded(
     recording = Recording()
     settings = {"sidecar": False, "report": "off", "dir": str(folder), **settings}
     with watch(model, optimizer, **settings) as recording.watch:
-        # The test may check that both are freed.
+        # The test may check that model and optimizer are freed.
         del model, optimizer
         assert recording.watch.run_dir is not None
         ring = ring_of_this_process(recording.watch.run_dir)

@@ -34,8 +34,9 @@ def checked(report: Any) -> Any:
 
 
 def problem(value: Any) -> str:
-    """Return the first place that violates the schema (missing or unknown field, wrong type), or
-    "".
+    """Return the first place that violates the schema, or "".
+
+    Violations are missing fields, unknown fields and wrong types.
     """
     return _problem(value, {"$ref": _schema()["$ref"]}, "report")
 
@@ -46,7 +47,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: dict[str, Any], at: str, *, closed: bool = False) -> str:
-    """Return the first violation below `at`.
+    """Return the first violation in `value` at path `at`.
 
     `closed` rejects unknown properties, which JSON schemas allow.
     """

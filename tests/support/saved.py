@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def saved(value: _T) -> _T:
-    """Return the value after a round trip. Writing it again must give the same bytes."""
+    """Return the value after a round trip. Writing the result again must give the same bytes."""
     text = encode(value)
     back = decode(text, type(value))
     assert encode(back) == text

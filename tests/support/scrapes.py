@@ -21,13 +21,13 @@ OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.
 
 @dataclasses.dataclass(frozen=True)
 class Scrape:
-    """One answer."""
+    """One response of /metrics."""
 
     text: str
     families: dict[str, Metric]
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Return the samples of this name with these labels."""
+        """Return the samples with the given name and labels."""
         return [
             each
             for each in self.all()
@@ -35,7 +35,7 @@ class Scrape:
         ]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of the only sample."""
+        """Return the value of the only sample with the given name and labels."""
         (sample,) = self.samples(name, **labels)
         return sample.value
 
@@ -44,7 +44,7 @@ class Scrape:
 
 
 def scrape(address: object, accept: str = OPEN_METRICS) -> Scrape:
-    """Send one request. Raises the parser's errors."""
+    """Send one request and parse the response. Raises the parser's errors."""
     asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
     with urllib.request.urlopen(asked, timeout=20) as answer:
         text = answer.read().decode()
@@ -61,7 +61,7 @@ class ScrapedSimulation:
         self.port = MetricsPort()
 
     def goes_on(self, blocks: int = 1) -> None:
-        """Add this many blocks of 32 steps and export them."""
+        """Add blocks of 32 steps and export them."""
         for _ in range(blocks):
             self.simulation.goes_on()
             self.opened()

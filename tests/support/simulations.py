@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def simulation(*faults: str, topology: Topology | None = None, **settings: Any) -> Simulation:
-    """Return a job with these faults."""
+    """Return a job with the given faults."""
     return Simulation(
         topology or Topology(4, 2, node_size=4),
         faults=[parse_fault(text) for text in faults],
@@ -34,9 +34,7 @@ def judged(run: Simulation, steps: int) -> Findings:
 
 
 def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
-    """Return the rest of each step, which is blocked in communication, in the
-    shape [ranks, steps].
-    """
+    """Return the time of each step that is blocked in communication, with shape [ranks, steps]."""
     found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(
         axis=2, dtype=np.float64
     )
@@ -46,7 +44,7 @@ def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
 def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
     """Return the steps of one rank in the form that the sidecar reads.
 
-    The first one begins at start_ns.
+    The first step begins at start_ns.
     """
     duration_ns = np.round(steps.duration_ns).astype(np.int64)
     count = len(steps)

@@ -21,7 +21,7 @@ def cluster(folder: Path, settings: str = "") -> Iterator[dict[str, str]]:
 
     Yield the variables that srun needs. `settings` are additional lines of slurm.conf.
 
-    Skips the test if Slurm does not start.
+    The test is skipped if Slurm does not start.
     """
     folder.mkdir(mode=0o755)
     control, host = free_port(), socket.gethostname()

@@ -18,7 +18,7 @@ MS = 1_000_000
 def step_table(
     parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags: int = 0, memory: int = 0
 ) -> StepTable:
-    """Return steps with these parts in ms. A step lasts as long as the sum of its parts."""
+    """Return steps with the given parts in ms. A step lasts as long as the sum of its parts."""
     parts_ns = np.array(
         [[round(step.get(part, 0) * MS) for part in PARTS] for step in parts_ms], np.int64
     )
@@ -43,10 +43,11 @@ def step_table(
 def mixed_table(
     steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0
 ) -> StepTable:
-    """Return steps that vary: parts in ms, "flags", and "cpu" for CPU contention.
+    """Return steps with different parts in ms, "flags", and "cpu" for CPU contention.
 
-    CPU contention lies in the forward part, or in the part named by "cpu_in". `noise` is the
-    standard deviation of the logarithm of a step's duration.
+    CPU contention lies in the forward part, or in the part named by "cpu_in".
+
+    `noise` is the standard deviation of the logarithm of a step's duration.
     """
     scales = np.exp(noise * np.random.default_rng(0).standard_normal(len(steps)))
     made = step_table(
@@ -66,7 +67,7 @@ def mixed_table(
 
 
 def records(rows: Sequence[tuple[Kind, int, int, int]]) -> np.ndarray:
-    """Return records from (kind, name_id, step, duration_ns)."""
+    """Return ring records made from tuples (kind, name_id, step, duration_ns)."""
     made = np.zeros(len(rows), record_dtype())
     for record, (kind, name_id, step, duration_ns) in zip(made, rows, strict=True):
         record["kind"], record["name_id"], record["step"], record["duration_ns"] = (

@@ -52,9 +52,9 @@ def compiled_with_cxx11_abi():
 
 
 def tiny_tap(folder: Path) -> Path:
-    """Compile an extension with the tap's name.
+    """Compile a tiny extension with the tap's name.
 
-    It only writes the file TINY_TAP_TRACE when it is loaded.
+    When loaded, the extension writes the file TINY_TAP_TRACE.
     """
     source, built = folder / "tiny.c", folder / "tiny.so"
     source.write_text(_TINY)
@@ -64,7 +64,7 @@ def tiny_tap(folder: Path) -> Path:
 
 
 def tiny_torch(folder: Path) -> Path:
-    """Create a stub of torch that imports instantly and is enough to build a tap.
+    """Create a stub of torch that imports at once and is sufficient to build a tap.
 
     Return the PYTHONPATH entry.
     """
@@ -77,7 +77,7 @@ def tiny_torch(folder: Path) -> Path:
 
 
 def compiler(path: Path, script: str) -> Path:
-    """Create a compiler from a shell script. "$out" is its output file."""
+    """Create a compiler from a shell script, in which "$out" is the output file."""
     path.write_text(
         f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n'
     )
@@ -86,9 +86,9 @@ def compiler(path: Path, script: str) -> Path:
 
 
 def copying(path: Path, tap: Path, before: str = "") -> Path:
-    """Create a compiler that copies this tap after running `before`.
+    """Create a compiler that copies the tap after running `before`.
 
-    It adds a line per run to PATH.runs.
+    Each run of the compiler adds a line to PATH.runs.
     """
     return compiler(path, f'echo "$all" >> {path}.runs\n{before}\nrm -f "$out"; cat {tap} > "$out"')
 
@@ -137,17 +137,17 @@ def tap_name(site: Path) -> str:
 
 
 def with_torch(site: Path, **changed: str) -> dict[str, str]:
-    """Return the environment that finds this torch and this package."""
+    """Return an environment in which Python finds the torch in `site` and this package."""
     return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{_ROOT}", **changed}
 
 
 @contextlib.contextmanager
 def hurried(home: Path) -> Iterator[None]:
-    """Raise the priority of this home's builds to normal if permitted.
+    """Raise the priority of the builds in `home` to normal if permitted.
 
-    On a busy machine they would take minutes.
+    On a busy machine, builds with low priority would take minutes.
 
-    Builds still lower their priority. Tests check this from the compiler's view at its start.
+    Builds still lower their priority at the start, which tests check from inside the compiler.
     """
     ended = threading.Event()
     thread = threading.Thread(target=_hurry, args=(f"HOME={home}".encode(), ended))
@@ -172,7 +172,7 @@ def _hurry(wanted: bytes, ended: threading.Event) -> None:
 
 
 def has_ended(pid: int, within_s: float = 60) -> bool:
-    """Return True if the process ends within this time."""
+    """Return True if the process ends within the time limit."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         if process_started(pid) is None:
@@ -186,13 +186,13 @@ def has_ended(pid: int, within_s: float = 60) -> bool:
 
 @pytest.fixture(scope="module")
 def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile a tiny tap, outside the places that are searched."""
+    """Compile a tiny tap outside the folders that load() searches."""
     return tiny_tap(tmp_path_factory.mktemp("tap"))
 
 
 @pytest.fixture(autouse=True)
 def load_anew() -> Iterator[None]:
-    """Reset load()'s cache. A remembered Python tap would hide the native one from later tests."""
+    """Reset load()'s cache. A cached Python tap would hide the native one from later tests."""
     native_tap.load.cache_clear()
     yield
     native_tap.load.cache_clear()
@@ -202,5 +202,5 @@ def load_anew() -> Iterator[None]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the user's empty cache. The package's tap folder is also empty."""
+    """Return the user's cache folder, which is empty. The package's tap folder is empty too."""
     return empty_places(tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""Read the samples in telemetry files."""
+"""Readers of the samples in telemetry files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchlens_perf.store.samples import GPUS, LINKS
 
 
 def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
-    """Return a node's samples by GPU, in order."""
+    """Return a node's samples by GPU, in order of time."""
     samples: dict[str, list[GpuSample]] = {}
     for row in _rows(run, GPUS, host):
         own = samples.setdefault(row["uuid"], [])
@@ -31,7 +31,7 @@ def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
 
 
 def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
-    """Return a node's samples by port, in order."""
+    """Return a node's samples by port, in order of time."""
     samples: dict[str, list[LinkSample]] = {}
     for row in _rows(run, LINKS, host):
         own = samples.setdefault(f"{row['device']}/{row['port']}", [])

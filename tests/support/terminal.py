@@ -18,7 +18,7 @@ from tests.support.processes import ROOT, clean_environ
 
 
 class OnTerminal:
-    """The program runs on a terminal of this size inside the context and has ended after it."""
+    """A program that runs inside the context on a terminal of the given size."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class OnTerminal:
         self.written = b""
 
     def wait_for(self, what: str | Callable[[str], bool], timeout_s: float = 60) -> str:
-        """Wait until this text is written.
+        """Wait until a text is written, and return all output.
 
-        Return all output. Raises AssertionError with the output.
+        Raises AssertionError with the output after a timeout.
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -67,7 +67,7 @@ class OnTerminal:
         os.write(self._master, keys.encode())
 
     def end(self, timeout_s: float = 60) -> int:
-        """Wait for the program's end, reading its output. Return the exit code."""
+        """Read output until the program ends. Return the exit code."""
         deadline_s = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline_s:
             self._read(0.1)
@@ -76,7 +76,10 @@ class OnTerminal:
         return self.process.wait(0.1)
 
     def modes_now(self) -> list[object]:
-        """Return the terminal's key modes. They equal `modes` once a program has restored them."""
+        """Return the terminal's key modes.
+
+        Programs that restore the modes leave them equal to `modes`.
+        """
         return list(termios.tcgetattr(self._slave))
 
     def _read(self, timeout_s: float) -> bool:

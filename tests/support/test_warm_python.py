@@ -1,4 +1,4 @@
-"""A forked program inherits only what it was given, and nothing else from its parent."""
+"""Test that a forked program inherits nothing from its parent except what it was given."""
 
 import sys
 
@@ -14,9 +14,7 @@ print([number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
 """
 
 
-def test_no_socket_object_outlives_its_descriptor() -> None:
-    """A socket object that outlived its descriptor closed one of gloo's descriptors at the
-    program's end.
-    """
+def test_socket_objects_close_no_descriptor_of_the_program() -> None:
+    """A leftover socket object closed one of gloo's descriptors when the program ended."""
     finished = run([sys.executable, "-c", _HELD])
     assert finished.stdout.splitlines() == ["[]", "[]"], finished

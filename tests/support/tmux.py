@@ -19,9 +19,9 @@ PROMPT = "prompt> "
 
 
 class Tmux:
-    """Inside the context a shell waits for commands.
+    """A shell that waits for commands inside the context.
 
-    After it, the shell and its programs are gone. Uses a separate server.
+    The shell and its programs end with the context. Each object has its own tmux server.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Tmux:
         )
 
     def sees(self, what: str | Callable[[list[str]], object], timeout_s: float = 60) -> list[str]:
-        """Wait until this text is on the screen, ignoring repeated spaces.
+        """Wait until a text is on the screen, ignoring repeated spaces.
 
-        Raises AssertionError with the screen.
+        Raises AssertionError with the screen after a timeout.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -1,11 +1,14 @@
 """Run Python programs by forking a process that has already imported torch, with Popen's interface.
 
 Importing torch and the parts that an optimizer needs takes four seconds of processor time, more
-than the rest of most of these programs. Otherwise the programs behave as usual: each is a child
-process of the test with the given arguments, environment, folder and streams. They ignore settings
-that only a starting interpreter reads: PYTHON* variables other than PYTHONPATH and
-PYTHONUNBUFFERED, and variables that torch reads when it is loaded. They cannot use workers by
-`spawn`. Tests of a program's start use `subprocess`.
+than the rest of most programs.
+
+Each program is a child of the test with the given arguments, environment, folder and streams.
+
+The programs ignore settings that only a starting interpreter reads: PYTHON* variables other than
+PYTHONPATH and PYTHONUNBUFFERED, and variables that torch reads when it is loaded.
+
+The programs cannot use workers by `spawn`. Tests of a program's start use `subprocess`.
 """
 
 from __future__ import annotations
@@ -72,9 +75,9 @@ class WarmPython(subprocess.Popen[Any]):
 def run(
     command: list[str], timeout_s: float = 90, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run such a program as subprocess.run() does.
+    """Run a Python program as subprocess.run() does, and capture its output as text.
 
-    Capture its output as text. Raises subprocess.TimeoutExpired.
+    Raises subprocess.TimeoutExpired.
     """
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with WarmPython(command, **{**streams, **options}) as process:
@@ -87,7 +90,7 @@ def run(
 
 
 def _fork(python: str, request: dict[str, Any], descriptors: list[int]) -> int:
-    """Start the program and return its process id. It is a child of this process."""
+    """Start the program as a child of this process, and return its process id."""
     kind = python, request["environ"].get("LD_PRELOAD", "")
     server = _servers.get(kind) or _servers.setdefault(kind, _start_server(*kind))
     libc = ctypes.CDLL(None)
@@ -107,7 +110,7 @@ def _start_server(python: str, preloaded: str) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     dropped = ("TORCHLENS", "OTEL_", "PYTHON")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    # The programs load entry points themselves, with the variables that they are given.
+    # The programs load entry points themselves, with their own variables.
     environ |= {_THREADS: "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_PRELOAD": preloaded}
     subprocess.Popen(
         [python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ, cwd="/"
@@ -131,11 +134,11 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             parent = os.getpid()
             program = os.fork()
             if program == 0:
-                # Wait for the adoption, because programs may ask for their parent's pid.
+                # Programs may ask for their parent's pid, so wait for the adoption.
                 while os.getppid() == parent:
                     time.sleep(0.001)
-                # Another object, for example gloo's, may soon have this number, and the end of this
-                # object must not close it.
+                # Another object, for example gloo's, may soon reuse this descriptor number. The end
+                # of the socket object must not close it.
                 os.close(connection.detach())
                 return json.loads(message), list(descriptors)
             connection.send(str(program).encode())
@@ -147,7 +150,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take over the program's environment, folder and streams."""
+    """Apply the program's environment, folder and streams to this process."""
     if request["session"]:
         os.setsid()
     for number, descriptor in enumerate(descriptors):
@@ -167,14 +170,14 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         import torch
 
-        # The end of `import torch` does this.
+        # The end of `import torch` does the same.
         torch._import_device_backends()
 
 
 def _execute(arguments: list[str]) -> None:
     """Run a command line as the interpreter does."""
     kind, *rest = arguments
-    # torchrun passes -u, which stands for PYTHONUNBUFFERED here.
+    # torchrun passes -u, which has the effect of PYTHONUNBUFFERED here.
     if kind == "-u":
         sys.stdout.reconfigure(line_buffering=True)
         kind, *rest = rest
@@ -197,7 +200,7 @@ def _execute(arguments: list[str]) -> None:
 
 
 def _serve_torchrun() -> None:
-    """Make torchrun start its ranks in the same way, from a server of this program."""
+    """Make torchrun fork its ranks from a server of this program."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -220,12 +223,12 @@ def _run_programs(connection: socket.socket) -> None:
 
 
 def _main() -> None:
-    # An optimizer's creation imports this.
+    # Creating an optimizer imports this module.
     import torch._dynamo
     import torch.distributed.run  # noqa: F401
 
-    # Exclude the common objects from garbage collection. Each program would otherwise visit and
-    # copy them at its end.
+    # Exclude the common objects from garbage collection, because each program would visit and copy
+    # them at its end.
     gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.send(b"ready")

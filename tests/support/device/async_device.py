@@ -1,8 +1,8 @@
-"""The asynchronous device as needed for merging: its driver runs the kernels' NumPy twins in stream
-order.
+"""An asynchronous device whose driver runs the kernels' NumPy twins in stream order.
 
-It implements the methods of hooks/on_device/cuda_device.py. Rings, buffers and merges are the real
-ones.
+The device has the methods of hooks/on_device/cuda_device.py that merging needs.
+
+Rings, buffers and merges are the real ones.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW
 from torchlens_perf.cuda.stamps import DeviceRing
 
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
-# Lives as long as the process.
+# The driver lives as long as the process.
 _ring: list[DeviceRing] = []
 _aside: list[torch.Stream] = []
 
 
 def array(address: Any, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
-    """Return the memory at an address of this device, which is memory of the host."""
+    """Return the device memory at an address, which is host memory here, as an array."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     buffer: Any = (ctypes.c_uint8 * size).from_address(int(address))
     return np.frombuffer(buffer, kind).reshape(shape)
 
 
 class TwinDriver:
-    """The methods of cuda/driver.py.
+    """Implements the methods of cuda/driver.py on the CPU.
 
-    Streams are torch's, by their ids, and their threads run the enqueued work.
+    Streams are torch's, identified by number. Their threads run the enqueued work.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class TwinDriver:
         return int(self.streams.setdefault(stream.stream_id, stream).stream_id)
 
     def tensor(self, address: int, words: int) -> torch.Tensor:
-        """Return the memory that allocate() has returned."""
+        """Return the memory at an address that allocate() has returned."""
         return self._memory[address][:words]
 
     def allocate(self, size: int) -> int:
@@ -91,7 +91,7 @@ class TwinDriver:
             each <= values.ctypes.data < each + made.nbytes
             for each, made in list(self._memory.items())
         )
-        # Unpinned memory may change as soon as this call has returned.
+        # The caller may change unpinned memory as soon as this call has returned.
         kept = values if pinned else values.copy()
         device.call(stream, lambda _: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
 
@@ -172,7 +172,7 @@ def _merged_quantiles(now_ns: int, grid: int, *values: Any) -> None:
 
 
 def _rank_scores(now_ns: int, grid: int, *values: Any) -> None:
-    """Compute the scores. `grid` is the number of slots, starting with the first one."""
+    """Compute the scores of `grid` slots, starting with the first one."""
     times, ranks, slots, min_spread, middle, worst = values
     flat = array(times, np.int64, (ranks - 1) * slots + grid)
     table = np.stack([flat[rank * slots : rank * slots + grid] for rank in range(ranks)])
@@ -190,14 +190,14 @@ _driver: list[TwinDriver] = []
 
 
 def driver() -> TwinDriver:
-    """Return the process's driver."""
+    """Return the only driver of this process."""
     if not _driver:
         _driver.append(TwinDriver())
     return _driver[0]
 
 
 class AsyncDevice:
-    """Stands in for cuda_device.Device."""
+    """Replaces cuda_device.Device."""
 
     def stream(self) -> int:
         return driver().current()

@@ -1,10 +1,12 @@
 """A replacement for torch's CUDA allocator on a machine without CUDA, with the structures of torch
 2.13.
 
-The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot
-(torch/csrc/cuda/Module.cpp), documented in torch/cuda/memory.py by memory_stats() (line 231) and
-_snapshot() (line 1027). Frames are real: torch gathers and symbolizes them here as it does for a
-snapshot.
+The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot in
+torch/csrc/cuda/Module.cpp.
+
+memory_stats() and _snapshot() in torch/cuda/memory.py document the keys.
+
+Frames are real: torch gathers and symbolizes them here as it does for a snapshot.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def frames() -> list[dict[str, Any]]:
 def block(
     size: int, state: str = "active_allocated", stack: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return a block. segment() sets its address."""
+    """Return a block without an address. segment() sets the address."""
     return {
         "address": 0,
         "size": size,
@@ -53,7 +55,7 @@ def block(
 def segment(
     blocks: list[dict[str, Any]], device: int = 0, address: int = 0x7F0000000000, **changed: Any
 ) -> dict[str, Any]:
-    """Return a segment that consists of these blocks."""
+    """Return a segment that consists of the given blocks."""
     at = address
     for each in blocks:
         each["address"], at = at, at + each["size"]
@@ -79,7 +81,7 @@ def snapshot(
 
 
 class FakeAllocator:
-    """The functions of torch.cuda and torch._C that report the allocator of one device."""
+    """Replaces the functions of torch.cuda and torch._C that report the allocator of one device."""
 
     def __init__(self) -> None:
         self.initialized = True
@@ -100,7 +102,7 @@ class FakeAllocator:
         self.held = snapshot([])
 
     def uses(self, allocated: int, reserved: int, inactive: int = 0) -> None:
-        """Set the bytes that are reported from now on."""
+        """Set the numbers of bytes that are reported from now on."""
         for name, value in (
             ("allocated", allocated),
             ("reserved", reserved),
@@ -134,7 +136,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     """Replace torch's allocator, which a CPU build does not have."""
     fake = FakeAllocator()
     monkeypatch.setattr(hooks_memory, "has_devices", lambda: True)
-    # Keep other hooks from looking for a device, whatever the build.
+    # Keep other hooks from looking for a device, whatever the build of torch.
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(out_of_memory, "relay", out_of_memory._Relay())
     for name, function in {

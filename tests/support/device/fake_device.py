@@ -1,4 +1,4 @@
-"""A device without a GPU: the fake driver, with methods that tests use to control it."""
+"""A device without a GPU: the fake driver and methods with which tests control it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def compile_driver(target: Path) -> Path:
 
 
 class FakeDevice:
-    """A separate device. Each loaded library has its own clock, streams and counters."""
+    """A fake device. Each loaded library has its own clock, streams and counters."""
 
     def __init__(self, library: Path, kernels: Path) -> None:
         """Load the fake driver.
 
-        `library` is a copy of compile_driver()'s file, and `kernels` is compile_kernels()'s file.
+        `library` is a copy of the file from compile_driver(). `kernels` is the file from
+        compile_kernels().
         """
         os.environ["FAKE_DRIVER_KERNELS"] = str(kernels)
         self.driver = Driver(str(library))
@@ -63,13 +64,13 @@ class FakeDevice:
         self._module = self.call_for_handle("cuModuleLoadData", None)
 
     def call_for_handle(self, name: str, *arguments: Any) -> int:
-        """Call a function that writes a handle to its first parameter. Return the handle."""
+        """Call a function that writes a handle to its first parameter, and return the handle."""
         handle = ctypes.c_void_p()
         assert getattr(self._library, name)(ctypes.byref(handle), *arguments) == 0, name
         return handle.value or 0
 
     def functions(self, *names: str) -> dict[str, int]:
-        """Return the kernels' handles by name."""
+        """Return the handles of the kernels by name."""
         return {
             name: self.call_for_handle(
                 "cuModuleGetFunction", ctypes.c_void_p(self._module), name.encode()
@@ -86,7 +87,7 @@ class FakeDevice:
         self._library.fake_advance(duration_ns)
 
     def now_ns(self) -> int:
-        """Return the time of the host's and the device's clock, which are equal."""
+        """Return the current time, which is equal on the host and the device."""
         return int(self._library.fake_now_ns())
 
     @property
@@ -108,7 +109,7 @@ class FakeDevice:
         self._library.cuCtxSynchronize()
 
     def spin(self, duration_ns: int, stream: int = 0) -> None:
-        """Enqueue work of this duration."""
+        """Enqueue work of the given duration."""
         function = self.functions("spin")["spin"]
         self.driver.launch(function, 1, 32, 0, stream, Arguments([np.uint64(duration_ns)]))
 
@@ -117,7 +118,7 @@ class FakeDevice:
         assert self._library.cuStreamBeginCapture_v2(stream, 0) == 0
 
     def end_capture(self, stream: int) -> int:
-        """Return the graph."""
+        """End the recording of the stream's work, and return the graph."""
         graph = ctypes.c_void_p()
         assert self._library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
         return graph.value or 0
@@ -128,7 +129,7 @@ class FakeDevice:
 
 
 class FakeEvent:
-    """torch.cuda.Event(enable_timing=True) on the fake driver."""
+    """Replaces torch.cuda.Event(enable_timing=True) on the fake driver."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._library = device._library
@@ -151,7 +152,7 @@ class FakeEvent:
     def elapsed_time(self, later: FakeEvent) -> float:
         """Return the milliseconds until a later event.
 
-        Raises RuntimeError if one has not been reached.
+        Raises RuntimeError if the device has not reached both events.
         """
         milliseconds = ctypes.c_float()
         status = self._library.cuEventElapsedTime_v2(
@@ -163,9 +164,7 @@ class FakeEvent:
 
 
 class FakeEvents:
-    """Stands in for events.CudaEvents, with a current stream that tests change and a separate
-    stream.
-    """
+    """Replaces events.CudaEvents, with a current stream that tests change and a separate stream."""
 
     name = "CUDA events"
 
@@ -174,7 +173,7 @@ class FakeEvents:
         self.stream = 0
         self.aside = device.new_stream()
         self.made = 0
-        # Fraction of a second that the device's clock gains on the host's each second.
+        # Seconds that the device's clock gains on the host's clock each second.
         self.fast = 0.0
 
     def new(self) -> FakeEvent:
@@ -203,19 +202,19 @@ class FakeEvents:
         return self.device.driver.relaxed_captures()
 
     def now_ns(self) -> int:
-        """Return the host's clock, which advances by 200 ns with each reading."""
+        """Return the time of the host's clock, which advances by 200 ns with each reading."""
         self.device.advance(200)
         return self.device.now_ns()
 
 
 class FakeTorchDevice:
-    """Stands in for hooks.stamps.Device."""
+    """Replaces hooks.stamps.Device."""
 
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
         self.index = 0
         self.aside_stream = 0
-        # True: torch has memory on the device.
+        # True if torch has memory on the device.
         self.used = True
         self.made: DeviceRing | None = None
         self.missing = ""
@@ -244,12 +243,12 @@ class FakeTorchDevice:
         return self.made
 
     def now_ns(self) -> int:
-        """Return the host's clock, which advances with each reading."""
+        """Return the time of the host's clock, which advances with each reading."""
         self.device.advance(1000)
         return self.device.now_ns()
 
     def group(self) -> Any:
-        """Create a gloo group, which can reduce this device's memory because it is host memory."""
+        """Create a gloo group, which can reduce the device's memory because that is host memory."""
         return dist.new_group()
 
     def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
@@ -278,7 +277,7 @@ class FakeTorchDevice:
     def aside(self) -> Iterator[int]:
         """Finish enqueued work first, because gloo does not wait for streams.
 
-        In a capture, wait_stream() would make the other stream a part of it.
+        During a capture, wait_stream() would make the other stream a part of the capture.
         """
         assert not self.capturing(), "forked from a capture, and never joined"
         self.device.advance(10_000_000_000)

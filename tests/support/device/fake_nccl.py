@@ -1,4 +1,4 @@
-"""NCCL without a GPU, controlled from Python: fake_nccl.c with a separate plugin and a real
+"""NCCL without a GPU, controlled from Python: fake_nccl.c, a copy of the plugin, and a real
 recorder.
 """
 
@@ -20,12 +20,12 @@ from torchlens_perf.run.ring import Flag
 
 HERE = Path(__file__).parent
 INTERFACES = {4: (2, 27, 7), 5: (2, 28, 9), 6: (2, 29, 7)}
-# P2p, CollApi, P2pApi
+# Event mask of P2p, CollApi and P2pApi.
 SEEN, SEEN_V4 = 4 | 512 | 1024, 4
-# Coll, KernelCh
+# Event mask of Coll and KernelCh.
 TIMED = 2 | 64
 ON = SEEN | TIMED
-# Offset of a device's clock from the host's.
+# Offset of a device's clock from the host's clock.
 NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000
 
 
@@ -49,12 +49,12 @@ def compile_nccl(target: Path, *flags: str) -> Path:
 
 
 class FakeNccl:
-    """One NCCL with a copy of the plugin. Each copy has a separate state."""
+    """One NCCL with its own copy of the plugin, so each object has separate state."""
 
     def __init__(self, library: Path, folder: Path, interface: int) -> None:
-        """Load NCCL. `library` is the file of compile_nccl(..., "-shared", "-fPIC").
+        """Load NCCL. `library` is the file from compile_nccl(..., "-shared", "-fPIC").
 
-        `interface` is the newest plugin interface that this NCCL knows.
+        `interface` is the newest plugin interface that this NCCL supports.
         """
         built = nccl_plugin.path()
         assert built is not None
@@ -102,7 +102,7 @@ class FakeNccl:
         return int(self.library.fake_load(self.interface))
 
     def communicator(self, ranks: int = 2, rank: int = 0) -> int:
-        """Create a communicator. Return the plugin's context of it."""
+        """Create a communicator, and return the plugin's context for it."""
         context = self.library.fake_communicator(ranks, rank)
         assert context
         return int(context)
@@ -113,16 +113,16 @@ class FakeNccl:
 
     @property
     def mask(self) -> int:
-        """Return the mask of the events that NCCL reports."""
+        """Return the mask of events that NCCL reports."""
         return int(self.library.fake_mask())
 
     def __getattr__(self, name: str) -> Any:
-        """Map collective() to fake_collective(), and so on."""
+        """Return the library's function fake_NAME for an attribute NAME."""
         return getattr(self.library, f"fake_{name}")
 
 
 class NcclRig(CollectiveRig):
-    """A recorder on the host's real clock, and an NCCL whose plugin writes to it."""
+    """A recorder on the host's real clock, and an NCCL whose plugin writes to the recorder."""
 
     def __init__(
         self, implementation: ModuleType, folder: Path, library: Path, interface: int
@@ -142,18 +142,18 @@ class NcclRig(CollectiveRig):
         self.ring.add_group("0")
 
     def device_ns(self, since_now_ns: int = 0) -> int:
-        """Return the time of the device's clock."""
+        """Return the current time of the device's clock."""
         return self.recorder.now_ns() + NCCL_S_CLOCK_NS + since_now_ns
 
     def collective(self, number: int, channels: int = 2, *, flags: int = int(Flag.ASYNC)) -> int:
-        """Issue a collective in torch and NCCL. Return NCCL's running task."""
+        """Issue a collective in torch and NCCL, and return NCCL's running task."""
         issued = self.issue(number, flags=flags)
         task = self.nccl.collective(self.context, 0, channels)
         self.recorder.returned(issued, int(End.UNKNOWN))
         return int(task)
 
     def kernel(self, task: int, duration_ns: int = 1000) -> None:
-        """Run the kernel so that it ends now."""
+        """Run a kernel of the given duration that ends now."""
         now_ns = self.device_ns()
         self.nccl.kernel(self.context, task, now_ns - duration_ns, now_ns)
 

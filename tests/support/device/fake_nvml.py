@@ -1,4 +1,4 @@
-"""NVML without a GPU: a fake library under the real pynvml, with answers set by tests."""
+"""NVML without a GPU: a fake library under the real pynvml, with readings set by tests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HOPPER = {
     **{f"field {number}.{link}": 0 for number in (161, 162, 163) for link in range(18)},
     "gpm 1": 98, "gpm 2": 80, "gpm 3": 40, "gpm 5": 55, "gpm 10": 30,
 }  # fmt: skip
-# Ampere has no GPM and lacks newer throttling counters. NVLink errors are sums.
+# Ampere has no GPM and lacks newer throttling counters. NVLink errors are sums over all links.
 AMPERE = {
     name: value
     for name, value in HOPPER.items()
     if not name.startswith(("gpm", "field 161", "field 162", "field 163", "field 269", "field 27"))
 } | {"field 52": 3, "field 59": 1, "field 38": 0, "field 45": 2}
-# A workstation's GPU has no ECC, no NVLink and no memory temperature. Power has a separate
-# function.
+# A workstation's GPU has no ECC, no NVLink and no memory temperature. Its power is read by a
+# separate function.
 WORKSTATION = {
     "temperature": 70, "sm_mhz": 2500, "sm_max_mhz": 3000, "memory_mhz": 10_000, "reasons": 0x20, "busy": 50,
     "memory_used": 8 << 30, "memory_total": 24 << 30, "power_mw": 310_500,
@@ -64,12 +64,10 @@ def compile_nvml(target: Path) -> Path:
 
 
 class FakeNvml:
-    """A script with the library's answers, and the library itself once it is loaded into this
-    process.
-    """
+    """A file with the library's readings, and the library itself once this process has loaded it."""
 
     def __init__(self, script: Path) -> None:
-        """Set the file with the library's answers. The caller puts its path into FAKE_NVML."""
+        """Set the path of the file with the readings. The caller puts this path into FAKE_NVML."""
         self.script = script
         self.gpus: list[dict[str, Any]] = []
         self.lines: list[str] = []
@@ -77,9 +75,7 @@ class FakeNvml:
         self._library: Any = None
 
     def load(self, library: Path) -> None:
-        """Load a separate copy of the library under pynvml in this process, because the library has
-        a state.
-        """
+        """Load a separate copy of the library under pynvml, because the library has state."""
         self._library = ctypes.CDLL(str(library))
         self._library.fake_calls.argtypes = [ctypes.c_char_p]
         self._library.fake_calls.restype = self._library.fake_allocated.restype = ctypes.c_long
@@ -87,27 +83,27 @@ class FakeNvml:
         pynvml._nvmlGetFunctionPointer_cache.clear()
 
     def unload(self) -> None:
-        """Restore pynvml to its state before the first use."""
+        """Restore pynvml to its state before load()."""
         pynvml.nvmlLib = None
         pynvml._nvmlGetFunctionPointer_cache.clear()
 
     def write(self, *lines: str) -> None:
-        """Make the library return the values in self.gpus, and these additional lines."""
+        """Make the library return the values in self.gpus and the additional lines."""
         text = [f"gpus {len(self.gpus)}"]
         for index, gpu in enumerate(self.gpus):
             text += [f"gpu {index} {name} {value}" for name, value in gpu.items()]
         partial = self.script.with_suffix(".partial")
         partial.write_text("\n".join([*text, *lines, ""]))
         self._written += 1
-        # Set a new modification time, so that the library reads the file again.
+        # A new modification time makes the library read the file again.
         os.utime(partial, ns=(self._written, self._written))
         os.replace(partial, self.script)
 
     def calls(self, function: str) -> int:
-        """Return the number of calls of a function."""
+        """Return the number of calls of a library function."""
         return int(self._library.fake_calls(function.encode()))
 
     @property
     def allocated(self) -> int:
-        """Return the GPM samples and event sets that were not freed."""
+        """Return the number of GPM samples and event sets that were not freed."""
         return int(self._library.fake_allocated())

@@ -1,4 +1,4 @@
-"""Fixtures with a device for each test, without a GPU."""
+"""Fixtures that give each test a device without a GPU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(shim_library: Path, driver_library: Path, tmp_path: Path) -> FakeDevice:
-    """Yield a device whose clock only advances when the test advances it."""
-    # A path is loaded only once per process, so a copy gets a separate state.
+    """Yield a device whose clock advances only when the test advances it."""
+    # A path is loaded only once per process, so a copy gets separate state.
     own = tmp_path / "libcuda.so"
     shutil.copy(driver_library, own)
     return FakeDevice(own, shim_library)

@@ -41,7 +41,7 @@ WINDOWS = 3
 def device_step(forward_ns: int) -> list[int]:
     """Run a step that takes 5 ms more than its forward pass.
 
-    It waits for 2 ms of this and is idle for 1 ms.
+    The step waits for 2 ms and is idle for 1 ms of the additional time.
     """
     phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
     stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
@@ -78,7 +78,7 @@ def main() -> None:
             )
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
-                # A model's forward passes before training end steps of this kind.
+                # Forward passes of a model before training end such steps.
                 session.step.end(int(Flag.INFERENCE))
         synchronizations = device.synchronizations
         for step in range(WINDOWS * MERGE_STEPS):

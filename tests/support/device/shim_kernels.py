@@ -1,4 +1,4 @@
-"""The kernels compiled for this CPU, with NumPy arrays as arguments."""
+"""The kernels compiled for this CPU, called with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-# scripts/mutate_kernels.py replaces the kernels by changed ones.
+# scripts/mutate_kernels.py replaces these kernels with changed ones.
 KERNELS = Path(
     os.environ.get("MUTATED_KERNELS", HERE.parents[2] / "torchlens_perf" / "cuda" / "kernels.cu")
 )
@@ -29,15 +29,15 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-# The fortified longjmp takes jumps between fibers for a smashed stack.
+# The fortified longjmp reports jumps between fibers as a smashed stack.
 _FIBERS = ("-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
-# Several such libraries are loaded in one process, and each must have its own kernels.
+# One process loads several such libraries, and each must keep its own kernels.
 _APART = ("-fno-gnu-unique",)
 UNDEFINED_BEHAVIOUR = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 
 
 def compile_kernels(target: Path, *flags: str, kernels: Path = KERNELS) -> Path:
-    """Compile kernels.cu, or a changed copy of it, through the shim. Raises CalledProcessError."""
+    """Compile kernels.cu or a changed copy of it through the shim. Raises CalledProcessError."""
     source = (
         (HERE / "shim_kernels.cpp")
         .read_text()
@@ -67,14 +67,14 @@ def compile_kernels(target: Path, *flags: str, kernels: Path = KERNELS) -> Path:
 
 
 class ShimKernels:
-    """Launches kernels of a library made by compile_kernels(), under one schedule of threads."""
+    """Launches kernels of a library made by compile_kernels(), with one schedule of threads."""
 
     def __init__(self, path: Path, schedule: int = 0) -> None:
         """Load the library.
 
         Schedule 0 runs blocks, warps and lanes in ascending order, and 1 in descending order.
 
-        Other values are seeds of a shuffle.
+        Other values are seeds of a random order.
         """
         self._library = ctypes.CDLL(str(path))
         self._library.shim_launch.argtypes = [
@@ -84,7 +84,7 @@ class ShimKernels:
         self._clock: Any = None
 
     def set_clock(self, now_ns: Callable[[], int] | None) -> None:
-        """Set the device's clock. None: it advances with each reading."""
+        """Set the device's clock. None selects a clock that advances with each reading."""
         kind = ctypes.CFUNCTYPE(ctypes.c_uint64)
         self._clock = kind() if now_ns is None else kind(now_ns)
         self._library.shim_set_clock(self._clock)

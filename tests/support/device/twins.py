@@ -1,4 +1,4 @@
-"""NumPy versions of the kernels in cuda/kernels.cu. Tests compare both bit for bit."""
+"""NumPy versions of the kernels in cuda/kernels.cu. Tests compare results bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchlens_perf.run.sketch import bucket_bounds
 NO_SMALLEST = -(2**63 - 1)
 # Factor from the MAD to the standard deviation of normal values.
 ROBUST_DEVIATION = np.float32(1.4826)
-# Minimum number of ranks with a time for a score.
+# Minimum number of ranks with a time in a slot for a score.
 FEWEST_RANKS = 2
 
 
@@ -43,7 +43,7 @@ def reduce_window(
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
-        # Skip the oldest place, because another stream may be writing to it.
+        # Another stream may be writing to the oldest place, so it is skipped.
         count = min(written, places - 1)
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
@@ -60,7 +60,7 @@ def _reduce(
     largest: npt.NDArray[np.int64],
     exact: npt.NDArray[np.int64],
 ) -> None:
-    """Fill the rows of one slot."""
+    """Fill the result rows of one slot."""
     count = len(values)
     largest[Largest.MINUS_SMALLEST] = NO_SMALLEST
     if not count:
@@ -80,12 +80,12 @@ def _reduce(
 
 
 def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return the sums of the squares' bits 0 to 31, 32 to 63, and from 64 on."""
+    """Return the sums of bits 0 to 31, 32 to 63, and from 64 on of the squared values."""
     half = np.uint64(32)
     low_bits = np.uint64(0xFFFFFFFF)
     high, low = values >> half, values & low_bits
-    # The square is high**2 * 2**64 + 2 * high * low * 2**32 + low**2. 64-bit sums wrap, so carries
-    # are added by hand.
+    # The square is high**2 * 2**64 + 2 * high * low * 2**32 + low**2. Sums of 64 bits wrap, so
+    # carries are added by hand.
     middle = high * low
     lowest = low * low
     carry = (lowest >> half) + ((middle << np.uint64(1)) & low_bits)
@@ -97,8 +97,8 @@ def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 def merged_quantiles(
     sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.int32]:
-    """Return the buckets of the quantiles of merged sums, [slots, quantiles]. -1 stands for an
-    empty row.
+    """Return the buckets of the quantiles of merged sums, [slots, quantiles]. -1 marks an empty
+    row.
 
     `parts` are the quantiles in units of 2**-16.
     """
@@ -112,12 +112,13 @@ def merged_quantiles(
 
 
 def rank_scores(times_ns: npt.NDArray[np.int64], min_spread: float) -> Scores:
-    """Score ranks' times [ranks, slots] against their median in each slot.
+    """Score ranks' times [ranks, slots] against the median in each slot.
 
     A time of 0 means no time.
 
-    A score is (time - median) / max(1.4826 MAD, min_spread * median). Only positive scores count,
-    and only in slots with at least FEWEST_RANKS times.
+    A score is (time - median) / max(1.4826 MAD, min_spread * median).
+
+    Only positive scores in slots with at least FEWEST_RANKS times count.
     """
     ranks, slots = times_ns.shape
     scores = Scores(np.zeros((slots, 2), np.float32), np.zeros(ranks, np.uint64))
