@@ -1,4 +1,4 @@
-"""The backward pass: in total, its tail, and per module in sampled steps."""
+"""Spans of the backward pass, and backward times of modules in sampled steps."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def inside(inner: Record, outer: Record) -> bool:
 # -- the pass as a whole
 
 
-def test_each_backward_pass_is_a_span(tmp_path: Path) -> None:
-    """Tensor.backward, autograd.backward and autograd.grad for a weight are outermost spans."""
+def test_each_way_to_run_a_backward_pass_makes_one_outermost_span(tmp_path: Path) -> None:
+    """The ways are Tensor.backward, autograd.backward, and autograd.grad for a weight."""
     model = Model()
     with recorded(tmp_path, model) as recording:
         model(torch.randn(2, 4)).sum().backward()
@@ -71,8 +71,10 @@ def test_each_backward_pass_is_a_span(tmp_path: Path) -> None:
     assert {(each.depth, each.flags) for each in recording.of(Kind.BACKWARD)} == {(1, Flag(0))}
 
 
-def test_exception_in_the_backward_pass_is_passed_on_and_flagged(tmp_path: Path) -> None:
-    """The same exception object leaves the pass, and the next pass is recorded as usual."""
+def test_exception_in_the_backward_pass_is_passed_on_and_its_span_is_flagged(
+    tmp_path: Path,
+) -> None:
+    """The user gets the same exception object, and the next pass is recorded as usual."""
     error = ValueError("no gradient today")
 
     def refuse(gradient: Tensor) -> None:
@@ -92,8 +94,10 @@ def test_exception_in_the_backward_pass_is_passed_on_and_flagged(tmp_path: Path)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path) -> None:
-    """Reentrant checkpointing calls the engine inside a pass; the step still has one micro-step."""
+def test_reentrant_checkpointing_is_one_backward_pass_and_one_micro_step(
+    use_reentrant: bool, tmp_path: Path
+) -> None:
+    """Reentrant checkpointing calls the engine inside a backward pass."""
     recording = train(Model(use_reentrant), tmp_path, steps=2)
     outer = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
 
@@ -104,8 +108,10 @@ def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_recomputed_model_counts_as_one_forward_pass(early_stop: bool, tmp_path: Path) -> None:
-    """The second forward pass, inside the backward pass, ends no step and is not counted."""
+def test_recomputation_of_the_whole_model_counts_as_no_forward_pass(
+    early_stop: bool, tmp_path: Path
+) -> None:
+    """The second forward pass runs inside the backward pass and ends no step."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -123,8 +129,8 @@ def test_recomputed_model_counts_as_one_forward_pass(early_stop: bool, tmp_path:
     assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * 2
 
 
-def test_backward_pass_of_the_compiler_is_not_recorded(tmp_path: Path) -> None:
-    """AOTAutograd runs the engine while it traces."""
+def test_backward_pass_that_the_compiler_traces_is_not_recorded(tmp_path: Path) -> None:
+    """AOTAutograd runs the engine while it traces a model."""
     torch._dynamo.reset()
     model = torch.compile(Model(), backend="aot_eager")
     with recorded(tmp_path, model) as recording:
@@ -133,8 +139,8 @@ def test_backward_pass_of_the_compiler_is_not_recorded(tmp_path: Path) -> None:
     assert len(recording.of(Kind.BACKWARD)) == 1
 
 
-def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
-    """A tool that wraps the engine inside the watch keeps a working wrapper after the watch."""
+def test_function_that_another_tool_wraps_during_the_watch_stays_wrapped(tmp_path: Path) -> None:
+    """The wrapper of the other tool still works after the watch."""
     original = torch.autograd._engine_run_backward
     calls = []
     try:
@@ -169,8 +175,8 @@ def test_accumulated_backward_passes_are_counted_as_micro_steps(
     assert len(recording.of(Kind.FORWARD)) == len(recording.of(Kind.BACKWARD)) == 2 * micro_steps
 
 
-def test_two_forward_or_backward_passes_of_one_loss_are_one_micro_step(tmp_path: Path) -> None:
-    """A loss of two calls of the model, and a gradient penalty, which runs the engine twice."""
+def test_model_called_twice_or_differentiated_twice_is_one_micro_step(tmp_path: Path) -> None:
+    """One loss of two model calls, and a gradient penalty, which runs the engine twice."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
@@ -202,8 +208,8 @@ def test_step_with_an_evaluation_is_flagged(tmp_path: Path) -> None:
 # -- modules
 
 
-def test_modules_run_backward_in_reverse(tmp_path: Path) -> None:
-    """Modules of a chain have intervals in reverse order, without overlap, inside the pass."""
+def test_backward_times_of_chained_modules_are_in_reverse_order(tmp_path: Path) -> None:
+    """The intervals do not overlap and lie inside the backward pass."""
     recording = train(Model(), tmp_path, steps=1)
     (whole,) = recording.of(Kind.BACKWARD)
     spans = {each.name: each for each in recording.of(Kind.MODULE_BACKWARD)}
@@ -215,8 +221,8 @@ def test_modules_run_backward_in_reverse(tmp_path: Path) -> None:
     assert all(each.step == 0 for each in spans.values())
 
 
-def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
-    """The first module's input needs no gradient, so its interval ends with the computation."""
+def test_backward_time_of_the_first_module_ends_with_the_computation(tmp_path: Path) -> None:
+    """The first module's input needs no gradient, so no hook marks the end of its backward pass."""
     recording = train(Model(), tmp_path, steps=1)
     (whole,) = recording.of(Kind.BACKWARD)
     (first,) = [each for each in recording.of(Kind.MODULE_BACKWARD) if each.name == "first"]
@@ -227,8 +233,10 @@ def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("detached", [False, True])
-def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_path: Path) -> None:
-    """The loss of the generator comes after the discriminator's optimizer has ended the step."""
+def test_modules_of_a_gans_generator_have_backward_times(
+    detached: bool, every: int, tmp_path: Path
+) -> None:
+    """The generator's loss is computed after the discriminator's optimizer has ended the step."""
     first, second = (
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 1)),
@@ -258,7 +266,7 @@ def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_p
 @pytest.mark.parametrize(
     ("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])]
 )
-def test_backward_every_samples_and_flags_one_step_per_period(
+def test_one_step_per_period_of_backward_every_is_sampled_and_flagged(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns: None)
@@ -268,10 +276,13 @@ def test_backward_every_samples_and_flags_one_step_per_period(
     assert [each.step for each in recording.steps if each.flags & Flag.SAMPLED] == sampled
 
 
-def test_sampling_becomes_rare_where_it_is_expensive(tmp_path: Path) -> None:
-    """In steps this short, sampling every fourth would take more than 0.1 % of the time."""
+def test_sampling_becomes_rare_if_it_takes_over_a_thousandth_of_the_time(tmp_path: Path) -> None:
+    """Steps of this test are so short that sampling every fourth step would cost more than 0.1
+    %.
+    """
     sampled = []
-    # Other programs may delay a step, which makes its sampling relatively cheap. So try four times.
+    # Other programs may delay a step, which makes its sampling relatively cheap. Therefore the test
+    # makes four attempts.
     for number in range(4):
         recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4)
         sampled.append([each.step for each in recording.steps if each.flags & Flag.SAMPLED])
@@ -280,10 +291,12 @@ def test_sampling_becomes_rare_where_it_is_expensive(tmp_path: Path) -> None:
     assert min(map(len, sampled)) <= 4  # The interval grows by a factor of eight at most.
 
 
-def test_cost_of_a_sampled_step_excludes_work_of_other_steps(
+def test_cost_of_sampling_is_compared_with_steps_that_do_the_same_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the model is timed, there is nothing to sample, and sampled steps cost no more."""
+    """If only the model is timed, no module is sampled, and sampled steps cost no more than
+    others.
+    """
     costs_ns: dict[str, list[float]] = {"none": [], "all": []}
     for modules, seen in costs_ns.items():
         monkeypatch.setattr(
@@ -298,7 +311,7 @@ def test_cost_of_a_sampled_step_excludes_work_of_other_steps(
     assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2
 
 
-def test_module_hooks_are_off_after_a_failure(
+def test_module_backward_hooks_are_removed_after_they_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RAISE, "0")
@@ -317,7 +330,7 @@ def test_module_hooks_are_off_after_a_failure(
     assert recording.internal_errors == 1
 
 
-def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
+def test_module_called_twice_has_two_backward_intervals(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -329,14 +342,14 @@ def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
     recording = train(Twice(), tmp_path, steps=1)
     early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
 
-    # The last gradient of one call is the first one of the other call, and has the hooks of both.
+    # One call's last gradient is the other call's first one and has the hooks of both calls.
     assert (
         early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
     )
 
 
-def test_module_without_a_backward_pass_has_no_interval(tmp_path: Path) -> None:
-    """Two cases: a module whose result is unused, and a module called under no_grad."""
+def test_module_without_a_backward_pass_has_no_backward_interval(tmp_path: Path) -> None:
+    """The result of one module is unused; the other module is called under no_grad."""
 
     class Partly(nn.Module):
         def __init__(self) -> None:
@@ -354,7 +367,7 @@ def test_module_without_a_backward_pass_has_no_interval(tmp_path: Path) -> None:
     assert recording.names(Kind.MODULE_BACKWARD) == ["used"] * 2
 
 
-def test_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
+def test_module_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
     """The unfinished interval of the failed call must not be used for a later call."""
 
     class Picky(nn.Module):
@@ -387,8 +400,8 @@ def test_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
 # -- hooks and graphs are removed
 
 
-def test_parameters_and_inputs_get_no_hooks(tmp_path: Path) -> None:
-    """Parameters, and an input that the loop uses repeatedly, get no hooks."""
+def test_parameters_and_inputs_get_no_backward_hooks(tmp_path: Path) -> None:
+    """The loop uses the same input repeatedly, so hooks on it would accumulate."""
     model = Model()
     batch = torch.randn(2, 4, requires_grad=True)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -399,7 +412,7 @@ def test_parameters_and_inputs_get_no_hooks(tmp_path: Path) -> None:
             assert not leaf._post_accumulate_grad_hooks
 
 
-def test_hooks_keep_no_graph_or_activation_alive(tmp_path: Path) -> None:
+def test_backward_hooks_keep_no_graph_or_activation_alive(tmp_path: Path) -> None:
     model = Model()
     gc.collect()
     gc.disable()
@@ -411,13 +424,13 @@ def test_hooks_keep_no_graph_or_activation_alive(tmp_path: Path) -> None:
             kept = [weakref.ref(result), weakref.ref(loss)]
             del result, loss
             assert [reference() for reference in kept] == [None, None]
-            unused = weakref.ref(model(torch.randn(2, 4)))  # The same without a backward pass.
+            unused = weakref.ref(model(torch.randn(2, 4)))  # A model call without a backward pass.
             assert unused() is None
     finally:
         gc.enable()
 
 
-def test_number_of_objects_does_not_grow_with_steps(tmp_path: Path) -> None:
+def test_number_of_python_objects_does_not_grow_with_steps(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -438,8 +451,10 @@ def test_number_of_objects_does_not_grow_with_steps(tmp_path: Path) -> None:
 # -- search for tensors
 
 
-def test_tensors_are_found_in_nested_results() -> None:
-    """Tuples, lists, dicts and dataclasses are searched four levels deep, other objects are not."""
+def test_tensors_are_found_in_nested_results_of_modules() -> None:
+    """Tuples, lists, dicts and dataclasses are searched four levels deep; other objects are not
+    searched.
+    """
 
     @dataclasses.dataclass
     class Output:

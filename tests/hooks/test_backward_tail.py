@@ -1,4 +1,4 @@
-"""The tail of the backward pass: the engine's waits after the last gradient."""
+"""The tail of the backward pass: waits for communication after the last gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchlens_perf.run.ring import Flag, Kind
 
 
 class Stalls:
-    """Replaces a device's Stalls, uses the host's clock, and stores reports of backward passes."""
+    """A replacement for a device's Stalls that uses the host's clock and stores ends of passes."""
 
     def __init__(self, session: Session) -> None:
         self.known: list[bool] = []
@@ -39,7 +39,7 @@ class Stalls:
 
 @pytest.fixture
 def session_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recording], Session]:
-    """Return a function that gives the session of a recording with several ranks."""
+    """Return a function that returns the session of a recording, as in a job with several ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def of(recording: Recording) -> Session:
@@ -57,10 +57,10 @@ def busy(nanoseconds: int) -> tuple[int, int]:
     return begin_ns, now_ns
 
 
-def test_wait_after_the_last_gradient_is_the_tail(
+def test_wait_after_the_last_gradient_is_comm_wait_and_not_backward_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback queued at the last gradient waits, as in DDP. The time is wait, not backward."""
+    """A callback queued at the last gradient waits, as in DDP."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Model()
     waited = []
@@ -89,19 +89,19 @@ def test_wait_after_the_last_gradient_is_the_tail(
         assert whole.phase_ns >= tail.duration_ns
 
 
-def test_a_single_process_has_no_tail(tmp_path: Path) -> None:
+def test_backward_pass_of_a_single_process_has_no_tail(tmp_path: Path) -> None:
     assert train(Model(), tmp_path).of(Kind.WAIT) == []
 
 
 class Output:
-    """A result whose tensors are not found by a search of its attributes."""
+    """A model output whose tensors are not found by a search of its attributes."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
 
 
 class Returning(nn.Module):
-    """A model whose last gradient is that of `first`, after which no other is computed."""
+    """A model whose last gradient is that of `first`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class Returning(nn.Module):
         return x.square(), Output(self.second(x.relu()))
 
 
-# The roots passed to the engine: `hidden` and `logits` are results of the model. `leaf` and `early`
-# were made by the loop before them, so the engine reaches them last.
+# The roots are passed to the engine. `hidden` and `logits` are results of the model. The loop made
+# `leaf` and `early` before them, so the engine computes those two last.
 ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
     "the first tensor": lambda hidden, logits, leaf, early: [hidden],
     "a plain class's": lambda hidden, logits, leaf, early: [logits * 2],
@@ -127,12 +127,12 @@ ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
 
 
 @pytest.mark.parametrize("roots", ROOTS.values(), ids=ROOTS)
-def test_tail_begins_before_callbacks_of_ddp(
+def test_tail_of_the_backward_pass_includes_callbacks_of_ddp(
     roots: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP queues its callback at its last bucket.
 
-    The form of the model's result does not matter.
+    The result is the same for all forms of model output.
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, waited = Returning(), []
@@ -157,10 +157,10 @@ def test_tail_begins_before_callbacks_of_ddp(
         assert end_ns <= each.end_ns
 
 
-def test_tail_with_the_last_gradient_inside_of_a_checkpoint(
+def test_tail_begins_correctly_if_the_last_gradient_is_in_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callbacks queued in the checkpoint's own engine call run at the end of that call."""
+    """Callbacks queued during the checkpoint's inner engine call run at the end of that call."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     waited = []
@@ -183,10 +183,10 @@ def test_tail_with_the_last_gradient_inside_of_a_checkpoint(
     assert outer.phase_ns >= nested.duration_ns, "waiting is not the backward pass's"
 
 
-def test_modules_end_with_the_outermost_pass(
+def test_inner_pass_of_a_checkpoint_does_not_end_unfinished_modules(
     tmp_path: Path, session_of: Callable[[Recording], Session]
 ) -> None:
-    """A checkpoint's inner pass does not end modules whose pass is still in progress."""
+    """Modules end with the outermost backward pass."""
     model = nn.Sequential(Model(use_reentrant=True), nn.Linear(4, 4))
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         session = session_of(recording)
@@ -200,7 +200,7 @@ def test_modules_end_with_the_outermost_pass(
 
 
 def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Recording]:
-    """Return gradients of each kind of pass and the ordered calls of user hooks."""
+    """Return the gradients of each kind of backward pass and the order in which user hooks ran."""
     torch.manual_seed(3)
     model, calls, found = Returning(), [], []
     recording = Recording()
@@ -233,10 +233,12 @@ def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Re
     return found, calls, recording
 
 
-def test_gradients_and_hooks_of_the_users_are_unchanged(
+def test_gradients_and_user_hooks_are_the_same_with_a_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes with several roots, double backward, batched gradients, and a retained graph."""
+    """The kinds are passes with several roots, double backward, batched gradients, and a retained
+    graph.
+    """
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone, alone_calls, _ = compute(tmp_path, watched=False)
     seen, seen_calls, recording = compute(tmp_path, watched=True)
@@ -247,8 +249,10 @@ def test_gradients_and_hooks_of_the_users_are_unchanged(
     assert recording.internal_errors == 0
 
 
-def test_no_hook_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes passes that raised and graphs that the user keeps."""
+def test_no_tail_hook_stays_on_a_graph_after_its_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that raised and graphs that the user keeps are included."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def refuse(_: Tensor) -> None:
@@ -258,7 +262,7 @@ def test_no_hook_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         gc.collect()
         return sum(type(each) is hooks_backward._Tail for each in gc.get_objects())
 
-    before = tails()  # A traceback of an earlier test may refer to one.
+    before = tails()  # A traceback of an earlier test may refer to a tail object.
     with recorded(tmp_path, model := Model()):
         kept = model(torch.randn(2, 4)).sum()
         kept.backward(retain_graph=True)
@@ -269,10 +273,12 @@ def test_no_hook_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert tails() == before
 
 
-def test_end_of_computation_is_unknown_with_compiled_autograd(
+def test_tail_is_not_measured_with_compiled_autograd(
     tmp_path: Path, session_of: Callable[[Recording], Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end is known for a single leaf and for torch.autograd.grad, where no other rank waits."""
+    """The end of computation is known for a single leaf and for torch.autograd.grad, where no other
+    rank waits.
+    """
     with recorded(tmp_path, model := Model()) as recording:
         session = session_of(recording)
         stalls = Stalls(session)

@@ -1,4 +1,4 @@
-"""Captures in a rank: steps, files, other profilers, and failures."""
+"""Captures of steps by torch.profiler in a rank: steps, files, other profilers, and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STARTS = (profiler._prepare_profiler, profiler._enable_profiler)
 
 @pytest.fixture(autouse=True)
 def _nothing_profiles():
-    """Check after each test that no profiler is on and torch's functions are unchanged."""
+    """Check after each test that no profiler is on and that torch's functions are unchanged."""
     yield
     assert (profiler._prepare_profiler, profiler._enable_profiler) == STARTS
     assert not profiler._is_profiler_enabled
@@ -52,7 +52,7 @@ def _nothing_profiles():
 
 
 class RequestedCapture:
-    """A watch in this process with a request for a capture before its first step."""
+    """A watch in this process, which receives a capture request before its first step."""
 
     def __init__(self, folder: Path, **request: Any) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class RequestedCapture:
         self._watching.__exit__(*error)
 
     def ask(self) -> None:
-        """Request another capture."""
+        """Write another capture request."""
         captures.answer_path(self.ring).unlink(missing_ok=True)
         captures.write(captures.ask_path(self.ring), self.request)
         self.recording.watch._session.step_callbacks._throttled_ns = 0
@@ -94,19 +94,19 @@ class RequestedCapture:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the answer, which must exist."""
+        """Return the rank's response to the request, which must exist."""
         return captures.read(captures.answer_path(self.ring), Outcome)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Return the events of the trace."""
+        """Return the events in the trace file."""
         events: list[dict[str, Any]] = json.loads((self.folder / "files" / RAW_TRACE).read_text())[
             "traceEvents"
         ]
         return events
 
     def traced_steps(self) -> list[str]:
-        """Return the numbers of the traced steps in order of time."""
+        """Return the numbers of the traced steps, ordered by time."""
         steps = [
             each
             for each in self.events
@@ -115,10 +115,10 @@ class RequestedCapture:
         return [each["name"] for each in sorted(steps, key=lambda each: each["ts"])]
 
 
-def test_exactly_the_requested_steps_are_captured(tmp_path: Path) -> None:
-    """Captured steps, and the step at whose end the capture began, are flagged.
+def test_exactly_the_requested_steps_are_captured_and_flagged(tmp_path: Path) -> None:
+    """The step at whose end the capture began is flagged too.
 
-    Missing files are explained.
+    The response explains missing files.
     """
     with RequestedCapture(tmp_path, from_step=2, steps=3) as asked:
         asked.step(8)
@@ -139,7 +139,7 @@ def test_exactly_the_requested_steps_are_captured(tmp_path: Path) -> None:
     assert not captures.ask_path(asked.ring).exists()
 
 
-def test_trace_contains_the_rank(tmp_path: Path) -> None:
+def test_trace_file_contains_the_number_of_the_rank(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path) as asked:
         asked.step(4)
     trace = json.loads((tmp_path / "files" / RAW_TRACE).read_text())
@@ -147,8 +147,8 @@ def test_trace_contains_the_rank(tmp_path: Path) -> None:
     assert trace["distributedInfo"] == {"rank": 0, "world_size": 1}
 
 
-def test_time_of_a_capture_is_overhead_of_the_step_that_waits(tmp_path: Path) -> None:
-    """Writing delays one step and not the next one."""
+def test_time_to_write_a_capture_is_overhead_of_one_step(tmp_path: Path) -> None:
+    """Writing the files delays one step and not the next one."""
     with RequestedCapture(tmp_path) as asked:
         asked.step(6)
     sections = asked.recording.of(Kind.SECTION, CAPTURING)
@@ -162,7 +162,7 @@ def test_time_of_a_capture_is_overhead_of_the_step_that_waits(tmp_path: Path) ->
     assert tool_ns[3] < 0.5 * sections[1].duration_ns
 
 
-def test_capture_does_not_change_training(tmp_path: Path) -> None:
+def test_capture_changes_neither_parameters_nor_random_state(tmp_path: Path) -> None:
     """Parameters, gradients and random state equal those of a run without a capture."""
 
     def run(folder: Path, from_step: int) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_capture_does_not_change_training(tmp_path: Path) -> None:
     assert not (tmp_path / "2" / "files").exists()
 
 
-def test_python_frames_are_traced_on_request(tmp_path: Path) -> None:
+def test_python_frames_are_in_the_trace_if_requested(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path, python=True) as asked:
         asked.step(4)
 
@@ -193,7 +193,7 @@ def test_python_frames_are_traced_on_request(tmp_path: Path) -> None:
 
 
 def test_python_frames_are_missing_if_another_tool_traces_python(tmp_path: Path) -> None:
-    """A debugger, coverage tool or cProfile keeps Python's profiling hook."""
+    """A debugger, coverage tool or cProfile uses Python's only profiling hook."""
 
     def hook(*event: Any) -> None: ...
 
@@ -222,8 +222,8 @@ def test_several_capture_requests_in_a_row_are_answered(tmp_path: Path) -> None:
 # -- other profilers
 
 
-def test_capture_is_refused_while_a_profiler_is_on(tmp_path: Path) -> None:
-    """The user's profiler continues, and the answer gives the reason."""
+def test_capture_is_refused_while_the_users_profiler_is_on(tmp_path: Path) -> None:
+    """The user's profiler continues, and the response gives the reason."""
     with (
         RequestedCapture(tmp_path) as asked,
         profile(activities=[ProfilerActivity.CPU]) as users_profile,
@@ -238,7 +238,7 @@ def test_capture_is_refused_while_a_profiler_is_on(tmp_path: Path) -> None:
     assert not (tmp_path / "files").exists()
 
 
-def test_capture_is_refused_while_a_profiler_warms_up(tmp_path: Path) -> None:
+def test_capture_is_refused_while_the_users_profiler_warms_up(tmp_path: Path) -> None:
     """A second profiler would crash the process when it writes its trace."""
     with (
         RequestedCapture(tmp_path) as asked,
@@ -255,8 +255,8 @@ def test_capture_is_refused_while_a_profiler_warms_up(tmp_path: Path) -> None:
     assert any(each.name == "aten::addmm" for each in users_profile.events())
 
 
-def test_capture_is_refused_while_ranges_are_emitted(tmp_path: Path) -> None:
-    """torch's other kind of profiler emits ranges for VTune or Nsight."""
+def test_capture_is_refused_while_torch_emits_ranges(tmp_path: Path) -> None:
+    """torch.autograd.profiler can emit ranges for VTune or Nsight."""
     with RequestedCapture(tmp_path) as asked, profiler.emit_itt():
         asked.step(4)
 
@@ -266,7 +266,7 @@ def test_capture_is_refused_while_ranges_are_emitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"]
 )
-def test_capture_is_refused_if_a_tool_is_attached(
+def test_capture_is_refused_if_an_external_profiler_is_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     """Nsight and dynolog are recognized by environment variables."""
@@ -285,13 +285,10 @@ def on_another_thread(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("where", [lambda work: work(), on_another_thread])
-def test_profiler_of_the_user_ends_the_capture(
+def test_profiler_of_the_user_works_if_it_starts_during_a_capture(
     tmp_path: Path, where: Callable[[Callable[[], None]], None]
 ) -> None:
-    """A user's profiler that starts in a captured step works as usual.
-
-    The capture keeps complete steps.
-    """
+    """The capture ends early and keeps its complete steps."""
     users_profile: list[profile] = []
 
     def profiles() -> None:
@@ -313,7 +310,7 @@ def test_profiler_of_the_user_ends_the_capture(
     assert not any(each["name"] == "aten::cumsum" for each in asked.events)
 
 
-def test_profiler_of_the_user_continues_while_the_capture_is_written(tmp_path: Path) -> None:
+def test_profiler_of_the_user_is_undisturbed_while_the_capture_is_written(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
         with profile(activities=[ProfilerActivity.CPU]) as users_profile:
@@ -328,7 +325,7 @@ def test_profiler_of_the_user_continues_while_the_capture_is_written(tmp_path: P
 
 @pytest.fixture
 def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count errors of this package instead of raising them, as in a job."""
+    """Count the errors in this package instead of raising them, as in a job."""
     with monkeypatch.context() as patches:
         patches.setenv(RAISE, "0")
         patches.setattr(swallowed, "by_place", Counter())
@@ -339,10 +336,10 @@ def out_of_host_memory(*, with_history: bool = False) -> str:
     raise MemoryError("no more")
 
 
-def test_error_while_a_file_is_written(
+def test_error_while_a_capture_file_is_written_is_reported(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is counted and answered, earlier files are kept, and the next request works."""
+    """The error is counted, files written before it are kept, and the next request works."""
     with RequestedCapture(tmp_path) as asked:
         with monkeypatch.context() as broken:
             broken.setattr(torch_instruments, "pickled_memory", out_of_host_memory)
@@ -359,7 +356,7 @@ def test_error_while_a_file_is_written(
 
 
 @pytest.mark.parametrize("name", ["next_step", "stop"])
-def test_profiler_is_off_after_an_error_in_the_trace(
+def test_profiler_is_off_after_an_error_while_the_trace_is_written(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """No file of the trace is kept."""
@@ -384,7 +381,7 @@ def test_profiler_is_off_after_an_error_in_the_trace(
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_profiler_is_off_if_the_answer_cannot_be_written(
+def test_profiler_is_off_if_the_response_to_a_request_cannot_be_written(
     tmp_path: Path, swallowing: Counter[str]
 ) -> None:
     with RequestedCapture(tmp_path) as asked:
@@ -397,7 +394,8 @@ def test_profiler_is_off_if_the_answer_cannot_be_written(
         asked.step(4)
 
     assert not on
-    assert swallowing == {"a capture": 2}  # The second one comes from reporting the first.
+    # The second error is raised while the first one is reported.
+    assert swallowing == {"a capture": 2}
     assert asked.outcome.steps == 2
 
 
@@ -411,7 +409,7 @@ def test_profiler_is_off_if_the_answer_cannot_be_written(
         )),
     ],
 )  # fmt: skip
-def test_unreadable_request_is_answered_and_removed(tmp_path: Path, text: str) -> None:
+def test_unreadable_capture_request_is_rejected_and_removed(tmp_path: Path, text: str) -> None:
     """The next request is accepted."""
     with RequestedCapture(tmp_path) as asked:
         captures.ask_path(asked.ring).write_text(text)
@@ -424,10 +422,10 @@ def test_unreadable_request_is_answered_and_removed(tmp_path: Path, text: str) -
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_profiler_of_the_user_begins_if_ending_the_capture_fails(
+def test_profiler_of_the_user_starts_even_if_ending_the_capture_fails(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error does not reach the user's profile()."""
+    """The error does not reach the user's call of profile()."""
     with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
         with monkeypatch.context() as breaking:
@@ -443,8 +441,9 @@ def test_profiler_of_the_user_begins_if_ending_the_capture_fails(
     assert asked.outcome.ended == "another profiler began"
 
 
-def test_capture_ends_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in progress is the last one."""
+def test_capture_ends_with_the_current_step_at_its_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RequestedCapture(tmp_path, steps=10) as asked:
         asked.step(2)
         monkeypatch.setattr(capture, "LONGEST_S", 0.0)
@@ -467,8 +466,8 @@ def test_trace_over_the_size_limit_is_removed_and_noted(
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_training_continues_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
-    """The answer lists the missing files."""
+def test_training_continues_if_the_capture_folder_is_not_writable(tmp_path: Path) -> None:
+    """The response lists the missing files."""
     (tmp_path / "files").write_text("in the way")
     with RequestedCapture(tmp_path) as asked:
         asked.step(4)
@@ -477,7 +476,7 @@ def test_training_continues_if_the_folder_cannot_be_written(tmp_path: Path) -> N
     assert len(asked.recording.steps) == 4
 
 
-def test_complete_steps_are_kept_if_the_watch_ends(tmp_path: Path) -> None:
+def test_complete_steps_of_a_capture_are_kept_if_the_watch_ends(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path, steps=10) as asked:
         asked.step(4)
 
@@ -490,14 +489,14 @@ def resident_bytes() -> int:
 
 
 def grown_bytes(operations: int) -> int:
-    """Return by how much this process grows in some operations.
+    """Return by how many bytes this process grows during some operations.
 
-    A profiler keeps about 1 KB per operation.
+    A running profiler stores about 1 KB per operation.
     """
     value = torch.ones(2)
     for _ in range(
         operations
-    ):  # a child of a large process grows as it comes to files' pages that its parent has
+    ):  # A child of a large process grows as it touches pages of files that its parent has mapped.
         value.add_(0.0)
     before = resident_bytes()
     for _ in range(operations):
@@ -505,7 +504,7 @@ def grown_bytes(operations: int) -> int:
     return resident_bytes() - before
 
 
-def test_forked_child_does_not_profile(tmp_path: Path) -> None:
+def test_capture_in_the_parent_does_not_profile_a_forked_child(tmp_path: Path) -> None:
     """A long-lived DataLoader worker restores torch's functions and neither writes nor records.
 
     The capture in the parent process continues.
@@ -534,7 +533,7 @@ def test_forked_child_does_not_profile(tmp_path: Path) -> None:
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:
+def test_capture_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:
     with recorded(tmp_path, capture="off") as recording:
         ring = ring_of_this_process(recording.watch.run_dir)
         captures.write(captures.ask_path(ring), Request("one", "user", 0.0, 0, (0,), 0, 1))
@@ -543,7 +542,7 @@ def test_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:
     assert captures.ask_path(ring).exists()
 
 
-def test_capture_does_not_recompile(tmp_path: Path) -> None:
+def test_capture_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")

@@ -25,8 +25,8 @@ def data_names(recording: Any) -> list[str]:
     return recording.names(Kind.DATA)
 
 
-def test_each_batch_is_a_span(tmp_path: Path) -> None:
-    """Each batch, the end of the epoch and the creation of the iterator are outermost spans."""
+def test_each_batch_of_a_dataloader_is_a_span(tmp_path: Path) -> None:
+    """The end of the epoch and the creation of the iterator are outermost spans too."""
     loader = DataLoader(TensorDataset(torch.randn(6, 4)), 2)
     with recorded(tmp_path) as recording:
         for _ in range(2):
@@ -40,7 +40,7 @@ def test_each_batch_is_a_span(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_start_of_workers_is_a_span(persistent: bool, tmp_path: Path) -> None:
+def test_start_of_dataloader_workers_is_a_span(persistent: bool, tmp_path: Path) -> None:
     """A persistent worker starts once."""
     loader = DataLoader(
         TensorDataset(torch.arange(8)), 2, num_workers=2, persistent_workers=persistent
@@ -54,7 +54,7 @@ def test_start_of_workers_is_a_span(persistent: bool, tmp_path: Path) -> None:
     assert first.flags == second.flags == Flag(0)
 
 
-def test_iterator_from_before_the_watch_is_timed(tmp_path: Path) -> None:
+def test_dataloader_iterator_created_before_the_watch_is_timed(tmp_path: Path) -> None:
     iterator = iter(DataLoader(TensorDataset(torch.randn(6, 4)), 2))
     next(iterator)
     with recorded(tmp_path) as recording:
@@ -70,8 +70,8 @@ class Stream(IterableDataset):
             yield from range(3)
 
 
-def test_iterable_dataset_may_have_sections(tmp_path: Path) -> None:
-    """Its code runs inside the wait for the batch."""
+def test_sections_in_an_iterable_dataset_are_inside_the_data_span(tmp_path: Path) -> None:
+    """The dataset's code runs while the loop waits for a batch."""
     with recorded(tmp_path) as recording:
         assert [int(batch) for batch in DataLoader(Stream(), None)] == [0, 1, 2]
 
@@ -90,8 +90,8 @@ class Broken(Dataset):
         return torch.tensor(index)
 
 
-def test_exception_of_the_data_set_is_passed_on_and_flagged(tmp_path: Path) -> None:
-    """The end of an epoch is not an exception."""
+def test_exception_of_the_dataset_is_passed_on_and_flagged(tmp_path: Path) -> None:
+    """The StopIteration at the end of an epoch is not an exception in this sense."""
     data = Broken()
     iterator = iter(DataLoader(data, None))
     with recorded(tmp_path) as recording:
@@ -111,7 +111,7 @@ def test_exception_of_the_data_set_is_passed_on_and_flagged(tmp_path: Path) -> N
 
 
 class Busy(Dataset):
-    """Does in a worker all that is recorded in a training process."""
+    """A dataset that does in a worker everything that is recorded in a training process."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -130,8 +130,8 @@ class Busy(Dataset):
         return torch.tensor(index), os.getpid(), running() is None
 
 
-def test_forked_workers_record_nothing(tmp_path: Path) -> None:
-    """Workers inherit all hooks and the ring's memory, but add no record and no name to it."""
+def test_forked_dataloader_workers_record_nothing(tmp_path: Path) -> None:
+    """Workers inherit all hooks and the ring's memory, but add no record or name to the ring."""
     data = Busy()
     torch.set_num_threads(1)  # Threads do not exist in a forked child.
     with recorded(tmp_path, data.model, **EVERYTHING) as recording:
@@ -174,7 +174,7 @@ def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> No
     assert len(recording.steps) == 1
 
 
-def test_patched_methods_are_restored(tmp_path: Path) -> None:
+def test_patched_dataloader_methods_are_restored_after_the_watch(tmp_path: Path) -> None:
     before = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     with recorded(tmp_path):
         assert DataLoader.__iter__ is not before[0]

@@ -1,4 +1,4 @@
-"""Memory at the end of each step."""
+"""Resident memory of the process at the end of each step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
-def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, a tensor made in a step increases the step's number."""
+def test_each_step_has_the_resident_memory_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor on the CPU that a step creates increases the step's number."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
@@ -42,9 +44,9 @@ def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.Mon
 def test_resident_memory_of_short_steps_is_read_once_in_50_ms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading costs as much as all other work at a step's end.
+    """A reading costs as much as all other work at a step's end.
 
-    The last reading is used in between.
+    Steps in between have the last number.
     """
     reads, read = [], os.pread
 
@@ -65,7 +67,7 @@ def test_resident_memory_of_short_steps_is_read_once_in_50_ms(
     assert all(step.value0 > 0 for step in recording.steps)
 
 
-def test_steps_have_no_memory_if_it_is_off(tmp_path: Path) -> None:
+def test_steps_have_no_memory_if_the_setting_is_off(tmp_path: Path) -> None:
     with recorded(tmp_path, memory="off") as recording:
         recording.watch.step()
 
@@ -73,7 +75,7 @@ def test_steps_have_no_memory_if_it_is_off(tmp_path: Path) -> None:
     assert recording.metadata["memory_source"] == ""
 
 
-def test_source_of_the_memory_is_published(tmp_path: Path) -> None:
+def test_source_of_the_memory_numbers_is_published(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         recording.watch.step()
 
@@ -83,10 +85,10 @@ def test_source_of_the_memory_is_published(tmp_path: Path) -> None:
     assert expected == recording.metadata["memory_source"]
 
 
-def test_failed_memory_reading_is_switched_off_and_noted(
+def test_memory_is_switched_off_with_a_note_after_a_failed_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step has no number, and a note gives the reason."""
+    """The step of the failed reading has no number."""
 
     def fail(*args: object) -> bytes:
         raise OSError("no /proc here")

@@ -1,4 +1,4 @@
-"""Times of the forward pass per module, and that modules are not changed."""
+"""Forward times of modules, which modules are timed, and that modules stay unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Raises(nn.Module):
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Calls routed by the native recorder, and by a replaced nn.Module.__call__."""
+    """Run the test with calls routed by the native recorder, and with a replaced `__call__`."""
     if request.param == "python":
         time_in_python(monkeypatch)
     return request.param
@@ -96,8 +96,11 @@ def run(model: nn.Module, batch: Tensor | None = None) -> Tensor:
 # -- what is recorded
 
 
-def test_each_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, way: str) -> None:
-    """The root is the forward phase. Times of inner modules add up to less than their caller's."""
+def test_each_module_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, way: str) -> None:
+    """The root module's span is the forward phase.
+
+    Times of inner modules add up to less than their caller's time.
+    """
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -118,14 +121,16 @@ def test_each_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, way: str)
 
 @pytest.fixture
 def _no_collection() -> Iterator[None]:
-    """Switch garbage collection off, which depends on earlier tests and is recorded too."""
+    """Switch off garbage collection, which is recorded too and depends on earlier tests."""
     gc.disable()
     yield
     gc.enable()
 
 
 @pytest.mark.usefixtures("_no_collection")
-def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_recorder_records_the_same_spans_as_the_native_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both recorders record the same kinds, names, depths and flags in the same order."""
 
     def shape() -> list[tuple[Any, ...]]:
@@ -142,7 +147,9 @@ def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.Mon
         return [
             (each.kind, each.name, each.step, each.depth, each.flags, each.value1)
             for each in recording.records
-            if each.kind is not Kind.THREAD_TIME  # of long steps only, and those are the machine's
+            # Thread times are recorded for long steps only, and their lengths depend on the
+            # machine.
+            if each.kind is not Kind.THREAD_TIME
         ]
 
     native = shape()
@@ -152,8 +159,8 @@ def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.Mon
     assert native == shape()
 
 
-def test_each_call_of_shared_and_recursive_modules_is_recorded(tmp_path: Path, way: str) -> None:
-    """Each call is recorded, also of a module called twice or by itself, under its first name."""
+def test_each_call_of_a_shared_or_recursive_module_is_recorded(tmp_path: Path, way: str) -> None:
+    """All calls have the first name of the module."""
 
     class Recursive(nn.Module):
         def __init__(self) -> None:
@@ -174,7 +181,9 @@ def test_each_call_of_shared_and_recursive_modules_is_recorded(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path, way: str) -> None:
+def test_recomputed_module_is_not_a_forward_pass(
+    use_reentrant: bool, tmp_path: Path, way: str
+) -> None:
     """Activation checkpointing runs modules again inside the backward pass."""
     model = Model(use_reentrant)
     with recorded(tmp_path, model, **EVERYTHING) as recording:
@@ -199,10 +208,10 @@ def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(3)])
-def test_exception_of_a_module_is_passed_on_and_flagged(
+def test_exception_of_a_module_is_passed_on_and_its_span_is_flagged(
     error: BaseException, tmp_path: Path
 ) -> None:
-    """The same exception object leaves the call, all spans are closed, and the loop continues."""
+    """The user gets the same exception object, all spans end, and the loop continues."""
     model = nn.Sequential(Block(), nn.Sequential(Raises(error)))
     good = model[0]
     with recorded(tmp_path, model, **EVERYTHING) as recording:
@@ -223,7 +232,7 @@ def test_exception_of_a_module_is_passed_on_and_flagged(
     assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
 
 
-def test_result_of_none_is_not_an_exception(tmp_path: Path, way: str) -> None:
+def test_module_that_returns_none_is_not_flagged_as_failed(tmp_path: Path, way: str) -> None:
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:
             return None
@@ -235,7 +244,7 @@ def test_result_of_none_is_not_an_exception(tmp_path: Path, way: str) -> None:
     assert {each.flags for each in recording.records if each.kind != Kind.STEP} == {Flag(0)}
 
 
-def test_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str) -> None:
+def test_module_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str) -> None:
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -267,7 +276,7 @@ def test_watch_may_end_inside_a_module_call(tmp_path: Path, way: str) -> None:
 
 
 class Acts(dict):
-    """A value that calls a function when its type is checked in the search for tensors."""
+    """A value that calls a function when the search for tensors checks its type."""
 
     def __init__(self, act: Callable[[], Any], **items: Tensor) -> None:
         super().__init__(items)
@@ -287,8 +296,8 @@ class TakesAndGives(nn.Module):
         return self.inner(x)
 
 
-def test_interrupt_inside_a_hook_reaches_the_user(tmp_path: Path) -> None:
-    """A KeyboardInterrupt in code of this package is not swallowed with its errors."""
+def test_keyboard_interrupt_inside_a_module_hook_reaches_the_user(tmp_path: Path) -> None:
+    """Other errors in code of this package are swallowed."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -299,8 +308,8 @@ def test_interrupt_inside_a_hook_reaches_the_user(tmp_path: Path) -> None:
             model(Acts(interrupt, x=torch.ones(1)))
 
 
-def test_watch_may_end_inside_a_module_hook(tmp_path: Path) -> None:
-    """Another thread may end the watch between a module's hook and its call."""
+def test_watch_may_end_between_a_module_hook_and_its_call(tmp_path: Path) -> None:
+    """Another thread ends the watch in this case."""
     model = TakesAndGives()
     watched = watch(model, dir=str(tmp_path), sidecar=False, report="off", **EVERYTHING)
     x = Acts(watched.stop, x=torch.ones(1))
@@ -317,7 +326,7 @@ def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
     return [each.name for each in select(NamedModel(model), Config(modules=modules), most).modules]
 
 
-def test_levels_do_not_count_containers() -> None:
+def test_levels_of_modules_do_not_count_containers() -> None:
     """Modules in a ModuleList, which is never called, are one level down, not two."""
     model = Model()
 
@@ -371,9 +380,9 @@ def test_pattern_without_a_match_raises_in_code_and_warns_in_the_environment(
     assert warnings == [f"torchlens_perf is off: TORCHLENS_PERF_MODULES: {raised.value}"]
 
 
-def test_pattern_without_a_match_in_a_found_model_warns(tmp_path: Path) -> None:
-    """The model is known only after its optimizer has stepped, too late for an error."""
-    gc.collect()  # models that other tests have trained
+def test_pattern_without_a_match_warns_if_the_model_was_not_passed(tmp_path: Path) -> None:
+    """The model is found after its optimizer's first step, too late for an error."""
+    gc.collect()  # Deletes models that other tests have trained.
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, modules=("Model.*",)) as recording:
@@ -386,7 +395,7 @@ def test_pattern_without_a_match_in_a_found_model_warns(tmp_path: Path) -> None:
 
 
 class Wrapper(nn.Module):
-    """Contains a model, as wrappers of installed packages do."""
+    """A module that contains a model, like wrappers of installed packages."""
 
     def __init__(self, **inside: nn.Module) -> None:
         super().__init__()
@@ -435,7 +444,7 @@ def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_model_of_a_package_keeps_its_name(
+def test_model_class_from_a_package_keeps_its_module_names(
     inside: Callable[[], dict[str, nn.Module]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model with layers from torch, such as torch_geometric's GCN, is not a wrapper."""
@@ -446,10 +455,10 @@ def test_model_of_a_package_keeps_its_name(
     assert all(name.startswith((first, "lins")) for name in names(model, "all")[1:])
 
 
-def test_wrappers_of_a_package_take_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_from_a_package_do_not_count_as_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT's PeftModel.base_model is a LoraModel, whose `model` is the user's.
 
-    Both forward attributes.
+    Both classes forward attributes.
     """
     wrapper = installed(PassesOn, "PeftModel", monkeypatch)
     for model in (Model(), nn.Sequential(Block(), Block())):
@@ -459,7 +468,9 @@ def test_wrappers_of_a_package_take_no_level(monkeypatch: pytest.MonkeyPatch) ->
             assert names(wrapped, modules) == names(model, modules)
 
 
-def test_wrapper_of_a_users_model_is_seen_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_of_a_users_model_is_recognized_by_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert class_name(installed(Wrapper, "Engine", monkeypatch)(net=Model())) == "Model"
     assert class_name(Wrapper(net=Model())) == "Wrapper"
 
@@ -489,13 +500,13 @@ def test_no_deeper_pattern_is_suggested_for_a_compiled_module() -> None:
         assert (whole.unopened, whole.all_levels) == ([], True)
 
 
-def test_auto_limits_the_number_of_modules() -> None:
+def test_automatic_selection_limits_the_number_of_timed_modules() -> None:
     """A large model is timed on fewer levels, and a broad one only at its root."""
     assert names(Model(), "auto", most=4) == ["Model", "stem", "blocks.0", "blocks.1"]
     assert names(Model(), "auto", most=2) == ["Model"]
 
 
-def test_wrappers_are_not_part_of_names() -> None:
+def test_module_names_do_not_contain_wrappers_of_the_compiler() -> None:
     """A compiled model or block keeps the author's names, and the wrapper is timed."""
     model = Model()
     compiled = torch.compile(model)
@@ -510,8 +521,8 @@ def test_wrappers_are_not_part_of_names() -> None:
     assert chosen["blocks.0"] is model.blocks[0]
 
 
-def test_module_named_module_by_the_user_keeps_its_name() -> None:
-    """The attribute `module` is a wrapper's only around the whole model."""
+def test_submodule_that_the_user_named_module_keeps_its_name() -> None:
+    """The attribute `module` belongs to a wrapper only around the whole model."""
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -522,8 +533,8 @@ def test_module_named_module_by_the_user_keeps_its_name() -> None:
 
 
 def test_model_that_was_not_passed_is_found_by_its_optimizer(tmp_path: Path) -> None:
-    """Without a model, the outermost module with parameters of the first optimizer is timed."""
-    gc.collect()  # models that other tests have trained
+    """The outermost module with parameters of the first optimizer is timed."""
+    gc.collect()  # Deletes models that other tests have trained.
     model, bystander = nn.Sequential(Model()), Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, **EVERYTHING) as recording:
@@ -538,9 +549,9 @@ def test_model_that_was_not_passed_is_found_by_its_optimizer(tmp_path: Path) -> 
     ]
 
 
-def test_unfinished_modules_are_ignored(tmp_path: Path) -> None:
-    """A module whose constructor failed before nn.Module's own may still exist."""
-    gc.collect()  # models that other tests have trained
+def test_search_for_models_ignores_modules_with_a_failed_constructor(tmp_path: Path) -> None:
+    """A module exists even if its constructor failed before it called nn.Module's."""
+    gc.collect()  # Deletes models that other tests have trained.
     unfinished = nn.Module.__new__(Model)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -550,7 +561,7 @@ def test_unfinished_modules_are_ignored(tmp_path: Path) -> None:
 
 
 def test_nested_watch_adds_its_models_to_the_outer_one(tmp_path: Path) -> None:
-    """Leaving it does not end the outer watch."""
+    """The end of the nested watch does not end the outer one."""
     outer, inner = Block(), Model()
     with recorded(tmp_path, outer, **EVERYTHING) as recording:
         with watch(inner) as joined:
@@ -565,7 +576,7 @@ def test_nested_watch_adds_its_models_to_the_outer_one(tmp_path: Path) -> None:
     assert recording.steps[0].flags & Flag.MANUAL
 
 
-def test_model_at_the_address_of_a_deleted_one_is_not_watched(tmp_path: Path) -> None:
+def test_new_model_at_the_address_of_a_deleted_one_is_not_watched(tmp_path: Path) -> None:
     with recorded(tmp_path, Block(), **EVERYTHING) as recording:
         addresses = set()
         for _ in range(20):
@@ -582,11 +593,11 @@ def test_model_at_the_address_of_a_deleted_one_is_not_watched(tmp_path: Path) ->
 # -- modules are not changed
 
 
-def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
-    """Dictionaries of modules and their classes have the same contents inside the watch."""
+def test_modules_and_their_classes_are_unchanged_during_a_watch(tmp_path: Path, way: str) -> None:
+    """The dictionaries of modules and of their classes have the same contents."""
     model = Model()
     model.blocks[0].compile(backend="eager")
-    run(model)  # Dynamo leaves its own marks in classes
+    run(model)  # Dynamo adds attributes to classes.
     model.zero_grad()
     untouched = {
         kind: dict(vars(kind)) for module in model.modules() for kind in type(module).__mro__
@@ -618,9 +629,7 @@ def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
     assert dict(vars(nn.Module))["__call__"] is nn.Module._wrapped_call_impl
 
 
-def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(
-    tmp_path: Path, way: str
-) -> None:
+def test_module_compiled_during_the_watch_is_timed_as_a_whole(tmp_path: Path, way: str) -> None:
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -633,7 +642,7 @@ def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(
 
 
 class OwnCall(nn.Module):
-    """A class with its own __call__, as OptimizedModule and fx.GraphModule have."""
+    """A class with its own `__call__`, as OptimizedModule and fx.GraphModule have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -659,8 +668,10 @@ class OwnCall(nn.Module):
         ),
     ],
 )
-def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, way: str) -> None:
-    """This includes classes whose own __call__ calls that of nn.Module."""
+def test_module_call_counts_once_if_the_class_overrides_call(
+    make: Callable[[], nn.Module], tmp_path: Path, way: str
+) -> None:
+    """The overriding `__call__` calls that of nn.Module."""
     model = nn.Sequential(make())
     with recorded(tmp_path, model, modules=("0",)) as recording:
         for _ in range(3):
@@ -673,7 +684,7 @@ def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, wa
 def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
     tmp_path: Path, way: str
 ) -> None:
-    """torch.fx replaces nn.Module.__call__ while it traces, and then restores it."""
+    """torch.fx replaces nn.Module.__call__ while it traces and restores it afterwards."""
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -691,8 +702,10 @@ def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
         pytest.param(True, id="found by its optimizer"),
     ],
 )
-def test_deleted_model_is_freed_at_once(found: bool, tmp_path: Path, way: str) -> None:
-    """The garbage collector is not needed, as the next model may need the memory."""
+def test_deleted_watched_model_is_freed_without_garbage_collection(
+    found: bool, tmp_path: Path, way: str
+) -> None:
+    """The next model may need the memory at once."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     references = [weakref.ref(module) for module in model.modules()]
@@ -710,8 +723,8 @@ def test_deleted_model_is_freed_at_once(found: bool, tmp_path: Path, way: str) -
         gc.enable()
 
 
-def test_deep_copy_is_not_watched(tmp_path: Path, way: str) -> None:
-    """A copy made inside the watch, or through a pickle, works and is not recorded."""
+def test_copy_of_a_watched_model_is_not_watched(tmp_path: Path, way: str) -> None:
+    """A deep copy or an unpickled copy works and is not recorded."""
     model = Model()
     batch = torch.randn(2, 4)
     with recorded(tmp_path, model, **EVERYTHING) as recording:

@@ -22,17 +22,17 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled injection library."""
+    """Return the path of the compiled injection library."""
     path = tmp_path_factory.mktemp("nvtx") / "libnvtx_counter.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", path, SOURCE], check=True)
     return path
 
 
 @pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
-def test_nvtx_ranges_are_balanced_even_if_code_raises(
+def test_each_nvtx_range_ends_even_if_its_code_raises(
     recorder: str, library: Path, tmp_path: Path
 ) -> None:
-    """Steps, phases, modules and sections are ranges that end even if they raise."""
+    """Steps, phases, modules and sections are NVTX ranges."""
     out = tmp_path / "counts"
     done = run_warm(
         [sys.executable, str(SCRIPTS / "nvtx_ranges.py"), str(tmp_path), recorder],
@@ -49,8 +49,8 @@ def test_nvtx_ranges_are_balanced_even_if_code_raises(
     }
 
     assert counts == {
-        "step": (8, 8),  # Seven, and the one in progress when the watch ends.
-        "data": (8, 8),  # Seven batches, and the call that finds the end.
+        "step": (8, 8),  # Seven steps, and the one in progress when the watch ends.
+        "data": (8, 8),  # Seven batches, and the call that reaches the end of the data.
         "data workers start": (1, 1),
         "augment": (7, 7),
         "forward Net": (7, 7),
@@ -63,7 +63,7 @@ def test_nvtx_ranges_are_balanced_even_if_code_raises(
     assert rows[-1] == ["(bad pops)", "", "0", "0"]
 
 
-def test_no_nvtx_call_is_made_without_a_tool(tmp_path: Path) -> None:
+def test_no_nvtx_call_is_made_if_no_profiler_is_attached(tmp_path: Path) -> None:
     program = (
         "import torchlens_perf as perf\n"
         "from torchlens_perf.watch import running\n"

@@ -1,4 +1,4 @@
-"""Saved modules: files have the same bytes with and without a watch."""
+"""Modules saved during a watch: the files have the same bytes as without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.recorder import python, session
 
 ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
-    # Classes whose arguments are not all numbers, or for which small numbers are not consistent.
+    # Constructor arguments of classes for which the default small numbers are not valid.
     "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2, 4]),
     "Bilinear": lambda: nn.Bilinear(2, 2, 2),
     "ChannelShuffle": lambda: nn.ChannelShuffle(2),
@@ -55,7 +55,7 @@ ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
     "UpsamplingBilinear2d": lambda: nn.UpsamplingBilinear2d(2),
     "UpsamplingNearest2d": lambda: nn.UpsamplingNearest2d(2),
 }
-# Base classes, and a wrapper for models on GPUs.
+# Classes that are not tested: base classes, and a wrapper for models on GPUs.
 NOT_CONSTRUCTED = {"Module", "Container", "DataParallel"}
 
 
@@ -82,7 +82,7 @@ def make_torch_module(name: str) -> nn.Module:
 
 
 class OwnState(nn.Module):
-    """Defines its pickled state, which is its whole dictionary."""
+    """A module that defines its pickled state, which is its whole dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class WithSlots(OwnState):
 
 
 class Guarded(OwnState):
-    """Answers all attribute look-ups itself."""
+    """A module that answers all attribute look-ups itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name in ("linear", "training") or name.startswith("_"), name
@@ -134,14 +134,14 @@ class Guarded(OwnState):
 
 
 class SavesAttributes(OwnState):
-    """Saves the result of a loop over its attributes."""
+    """A module that saves the result of a loop over its attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (type(self), dict(vars(self).items()))
 
 
 class WithDictHook(OwnState):
-    """Its state_dict() contains a part of its dictionary."""
+    """A module whose state_dict() contains a part of its dictionary."""
 
     def get_extra_state(self) -> list[str]:
         return sorted(vars(self))
@@ -151,7 +151,7 @@ class WithDictHook(OwnState):
 
 
 class Recurrent(nn.Module):
-    """Like the language model of PyTorch's examples."""
+    """A module like the language model of PyTorch's examples."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "GraphModule": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
 }
 STATES_ONLY: dict[str, Callable[[], nn.Module]] = {
-    # These cannot be pickled or copied, so their states and attributes are compared instead.
+    # These models cannot be pickled or copied. Their states and attributes are compared instead.
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
     "weight_norm of old": lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
     "pruned": lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5),
@@ -253,7 +253,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def saved(model: nn.Module) -> dict[str, bytes]:
     """Save a model in all ways.
 
-    The key of a storage in pickles is its address, so both results must be of the same objects.
+    The key of a storage in pickles is its address. Results can therefore be compared only for the
+    same objects.
     """
     files = {"state": io.BytesIO(), "torch.save": io.BytesIO()}
     torch.save(model.state_dict(), files["state"])
@@ -269,7 +270,7 @@ def torch_models() -> list[nn.Module]:
     return [make_torch_module(name) for name in torch_modules()]
 
 
-def test_every_module_of_torch_is_saved_with_the_same_bytes(
+def test_every_torch_module_is_saved_with_the_same_bytes_during_a_watch(
     torch_models: list[nn.Module], tmp_path: Path, way: str
 ) -> None:
     """The same object of each class in torch.nn is saved inside and outside of a watch."""
@@ -285,8 +286,10 @@ def test_every_module_of_torch_is_saved_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_model_is_saved_with_the_same_bytes(name: str, tmp_path: Path, way: str) -> None:
-    """Models that define their saved state, and models that torch creates or changes."""
+def test_custom_model_is_saved_with_the_same_bytes_during_a_watch(
+    name: str, tmp_path: Path, way: str
+) -> None:
+    """Some models define their saved state, and others are created or changed by torch."""
     model = ZOO[name]()
     without = saved(model), sorted(map(str, vars(model)))
     with recorded(tmp_path, model, **EVERYTHING):
@@ -298,7 +301,9 @@ def test_model_is_saved_with_the_same_bytes(name: str, tmp_path: Path, way: str)
 
 
 @pytest.mark.parametrize("name", STATES_ONLY)
-def test_state_and_attributes_of_a_model_are_unchanged(name: str, tmp_path: Path, way: str) -> None:
+def test_state_and_attributes_of_a_model_are_unchanged_during_a_watch(
+    name: str, tmp_path: Path, way: str
+) -> None:
     model = STATES_ONLY[name]()
 
     def seen() -> list[Any]:
@@ -312,7 +317,7 @@ def test_state_and_attributes_of_a_model_are_unchanged(name: str, tmp_path: Path
 
 
 def exported(model: nn.Module) -> list[str]:
-    """Return the results of torch.export, torch.jit and torch.fx."""
+    """Return the results of torch.export, torch.jit and torch.fx for a model."""
     x = torch.ones(3, 2)
     torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
     scripted = torch.jit.script(model)
@@ -324,7 +329,7 @@ def exported(model: nn.Module) -> list[str]:
     ]
 
 
-def test_exports_of_a_model_are_unchanged(tmp_path: Path, way: str) -> None:
+def test_exports_of_a_model_are_unchanged_during_a_watch(tmp_path: Path, way: str) -> None:
     model = OwnState()
     without = exported(model)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -333,7 +338,7 @@ def test_exports_of_a_model_are_unchanged(tmp_path: Path, way: str) -> None:
     assert without == inside
 
 
-def test_distributed_model_is_saved_with_the_same_bytes(tmp_path: Path, way: str) -> None:
+def test_ddp_model_is_saved_with_the_same_bytes_during_a_watch(tmp_path: Path, way: str) -> None:
     """DistributedDataParallel pickles its whole dictionary except its process group."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
@@ -355,8 +360,10 @@ def test_distributed_model_is_saved_with_the_same_bytes(tmp_path: Path, way: str
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_module_is_sent_to_another_process(method: str, tmp_path: Path) -> None:
-    """A worker loads a watched module without importing this package."""
+def test_watched_module_loads_in_a_process_without_this_package(
+    method: str, tmp_path: Path
+) -> None:
+    """A worker process receives the module without importing torchlens_perf."""
     script = tmp_path / "crosses.py"
     script.write_text(CROSSES.format(method=method, folder=str(tmp_path / "runs")))
     done = subprocess.run(
@@ -390,8 +397,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_saved_model_loads_with_weights_only(kind: str, tmp_path: Path, way: str) -> None:
-    """PyTorch's word_language_model loads its best checkpoint in this way."""
+def test_model_saved_during_a_watch_loads_with_weights_only(
+    kind: str, tmp_path: Path, way: str
+) -> None:
+    """PyTorch's word_language_model loads its best checkpoint with weights_only=True."""
     model = Recurrent(kind)
     with recorded(tmp_path / "run", model, **EVERYTHING):
         model(torch.zeros(2, 1, dtype=torch.long)).sum().backward()

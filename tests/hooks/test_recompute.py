@@ -1,4 +1,4 @@
-"""Recomputation with all forms of checkpointing is measured, or reported as not measured."""
+"""Recomputation by all forms of checkpointing is measured or reported as not measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ LAYERS, WIDTH = 3, 8
 
 
 class Layer(nn.Module):
-    """Has no submodules, so no watched module runs again if its forward method is checkpointed."""
+    """A layer without submodules.
+
+    If its forward method is checkpointed, no watched module runs again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class Layer(nn.Module):
 
 
 class CheckpointsForward(Layer):
-    """Like GradientCheckpointingLayer of transformers 5: one call runs forward() twice."""
+    """A layer like GradientCheckpointingLayer of transformers 5: one call runs forward() twice."""
 
     use_reentrant = False
 
@@ -56,7 +59,7 @@ class ReentrantForward(CheckpointsForward):
 
 
 class Stack(nn.Module):
-    """Calls its layers by the function `call`."""
+    """A model that calls its layers by the function `call`."""
 
     def __init__(
         self, layer: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor]
@@ -100,7 +103,7 @@ def function_in_function(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(lambda y: inner(y) + 1, x, use_reentrant=False)
 
 
-# Models with checkpoints, and the number of regions that run again in a backward pass.
+# Models with checkpoints, and how many regions of each run again in a backward pass.
 FORMS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "module": (lambda: Stack(Layer, checkpointed(use_reentrant=False)), LAYERS),
     "module, reentrant": (lambda: Stack(Layer, checkpointed(use_reentrant=True)), LAYERS),
@@ -130,10 +133,10 @@ def outermost(records: list[Record]) -> list[Record]:
 
 @pytest.mark.parametrize("modules", ["none", "all"])
 @pytest.mark.parametrize(("make", "regions"), FORMS.values(), ids=FORMS)
-def test_recomputation_is_measured(
+def test_each_recomputed_region_is_a_span_in_the_backward_pass(
     make: Callable[[], nn.Module], regions: int, modules: str, tmp_path: Path
 ) -> None:
-    """Each recomputed region is a span in the backward pass, with or without watched modules."""
+    """The regions may or may not contain watched modules."""
     recording = train(make(), tmp_path, modules=modules)
     (backward,) = outermost(recording.of(Kind.BACKWARD))
     recomputed = recording.of(Kind.RECOMPUTE)
@@ -148,7 +151,7 @@ def test_recomputation_is_measured(
 
 
 def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) -> None:
-    """Reentrant checkpointing runs a backward pass in its own."""
+    """Reentrant checkpointing runs an inner backward pass."""
     recording = train(FORMS["module, reentrant"][0](), tmp_path)
 
     passes = recording.of(Kind.BACKWARD)
@@ -163,7 +166,7 @@ def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) 
 
 
 def test_no_recomputation_is_recorded_without_checkpoints(tmp_path: Path) -> None:
-    """There are neither spans nor notes."""
+    """There are no spans and no notes."""
     recording = train(Stack(Layer, plain), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []
@@ -190,15 +193,15 @@ class Foreign(torch.autograd.Function):
         return None, x.grad
 
 
-def test_foreign_checkpointing_without_watched_modules_is_not_measured(tmp_path: Path) -> None:
-    """The time counts as backward pass, and the report says so."""
+def test_recomputation_by_another_library_is_noted_as_not_measured(tmp_path: Path) -> None:
+    """Its time counts as backward pass, because no watched module runs again."""
     recording = train(Stack(Layer, lambda layer, x: Foreign.apply(layer.forward, x)), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []
     assert recording.metadata["not_measured"] == ["recompute"]
 
 
-def test_watched_modules_show_foreign_recomputation(tmp_path: Path) -> None:
+def test_recomputation_by_another_library_is_measured_with_watched_modules(tmp_path: Path) -> None:
     recording = train(
         Stack(Layer, lambda layer, x: Foreign.apply(layer, x)), tmp_path, modules="all"
     )
@@ -206,7 +209,7 @@ def test_watched_modules_show_foreign_recomputation(tmp_path: Path) -> None:
     assert recording.names(Kind.RECOMPUTE) == ["layers.2", "layers.1", "layers.0"]
 
 
-def test_missing_functions_of_torch_are_reported(
+def test_missing_checkpoint_functions_of_torch_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watched modules still show recomputation, and the report says that it may be incomplete."""
@@ -221,8 +224,8 @@ def test_missing_functions_of_torch_are_reported(
     assert [note for note in recording.notes if note.startswith("recompute: torch lacks")]
 
 
-def test_patched_functions_of_torch_are_restored(tmp_path: Path) -> None:
-    """This includes static and inherited methods."""
+def test_patched_checkpoint_functions_are_restored_after_the_watch(tmp_path: Path) -> None:
+    """Static and inherited methods are included."""
 
     def state() -> list[dict[str, Any]]:
         return [
@@ -236,8 +239,7 @@ def test_patched_functions_of_torch_are_restored(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_error_in_recomputation_is_passed_on(tmp_path: Path) -> None:
-    """The error reaches the user, and the spans end."""
+def test_exception_during_recomputation_is_passed_on_and_spans_end(tmp_path: Path) -> None:
     model = Stack(Layer, checkpointed(use_reentrant=False))
     calls = 0
 

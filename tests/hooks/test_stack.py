@@ -1,4 +1,6 @@
-"""Permission for the sidecar to read the stack of a rank, which Yama may require."""
+"""Permission for the sidecar to read the stack of a rank, which the Yama kernel module may
+require.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torchlens_perf.run.directory import RunDirectory
 def named_while_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> tuple[list[int], int]:
-    """Return the pids that got permission in a short run, and the sidecar's pid."""
+    """Return the pids that received permission in a short run, and the sidecar's pid."""
     named: list[int] = []
     real = tracer.name_tracer
     monkeypatch.setattr(tracer, "YAMA", folder / "ptrace_scope")
@@ -42,25 +44,25 @@ def named_while_training(
     return named, sidecar
 
 
-def test_sidecar_gets_permission_until_the_watch_ends(
+def test_sidecar_may_read_stacks_until_the_watch_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ptrace_scope 1. A kernel without Yama refuses the call, which has no effect."""
+    """ptrace_scope is 1. A kernel without Yama refuses the call, which then has no effect."""
     named, sidecar = named_while_training(tmp_path, monkeypatch, "1")
 
     assert named == [sidecar, 0]
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", ""])
-def test_no_process_gets_permission_if_it_has_no_effect(
+def test_no_permission_is_given_if_unnecessary_or_useless(
     scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Permission is not needed, or would have no effect."""
+    """ptrace_scope 0 needs no permission; with 2 and more a permission has no effect."""
     assert named_while_training(tmp_path, monkeypatch, scope)[0] == []
 
 
 def test_permission_call_succeeds_only_on_a_kernel_with_yama() -> None:
-    """Without Yama the kernel refuses, and the process continues."""
+    """Without Yama the kernel refuses the call, and the process continues."""
     program = (
         "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
     )
@@ -71,8 +73,7 @@ def test_permission_call_succeeds_only_on_a_kernel_with_yama() -> None:
     assert done.stdout == f"{tracer.YAMA.exists()}\n"
 
 
-def test_py_spy_is_a_dependency() -> None:
-    """A plain installation contains py-spy on the processors that it supports."""
+def test_py_spy_is_installed_on_supported_processors() -> None:
     tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (found,) = [each for each in map(Requirement, declared) if each.name == "py-spy"]
@@ -84,7 +85,7 @@ def test_py_spy_is_a_dependency() -> None:
 
 
 def test_doctor_reports_if_py_spy_can_read_stacks() -> None:
-    """The line shows whether py-spy can read the stack of this process."""
+    """py-spy reads the stack of this process."""
     program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

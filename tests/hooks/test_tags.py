@@ -1,4 +1,4 @@
-"""Tags of steps: garbage collections, checkpoints, compilation, and the workload."""
+"""Step flags for garbage collections, checkpoints and compilation, and the workload of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GC, SAVE = "python gc", "torch.save"
 
 @pytest.fixture(autouse=True)
 def _no_automatic_collection():
-    """Only the tests collect garbage."""
+    """Switch off automatic garbage collection."""
     gc.collect()
     gc.disable()
     yield
@@ -46,8 +46,8 @@ def workload(step: Record) -> int:
 # -- garbage collection
 
 
-def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
-    """Younger generations take microseconds and are neither sections nor flagged."""
+def test_full_garbage_collection_is_a_section_and_flags_its_step(tmp_path: Path) -> None:
+    """Collections of younger generations take microseconds. They are not recorded."""
     with recorded(tmp_path) as recording:
         for generation in (0, 1, 2, 0):
             gc.collect(generation)
@@ -59,8 +59,8 @@ def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
     assert 0 < section.duration_ns < recording.steps[2].duration_ns
 
 
-def test_time_of_all_garbage_collections_adds_up_in_the_ring(tmp_path: Path) -> None:
-    """Times of all generations add up in the ring until the watch ends."""
+def test_time_of_all_garbage_collections_is_summed_in_the_ring(tmp_path: Path) -> None:
+    """All generations are counted until the watch ends."""
     totals_ns = []
     with recorded(tmp_path) as recording:
         session = recording.watch._session
@@ -74,11 +74,12 @@ def test_time_of_all_garbage_collections_adds_up_in_the_ring(tmp_path: Path) -> 
     callbacks = len(gc.callbacks)
     gc.collect()
 
-    assert len(gc.callbacks) == callbacks  # The callback is removed, as the ring file is unmapped.
+    # The callback must be removed, because the ring file is unmapped.
+    assert len(gc.callbacks) == callbacks
 
 
-def test_collection_is_nested_in_the_phase_that_it_interrupts(tmp_path: Path) -> None:
-    """The section around it has the collection's time as nested time."""
+def test_garbage_collection_counts_as_nested_time_of_the_interrupted_phase(tmp_path: Path) -> None:
+    """The section around the collection has its time as nested time."""
     with recorded(tmp_path) as recording:
         with perf.section("interrupted"):
             gc.collect()
@@ -90,8 +91,8 @@ def test_collection_is_nested_in_the_phase_that_it_interrupts(tmp_path: Path) ->
     assert around.nested_ns == collection.duration_ns
 
 
-def test_collection_on_another_thread_flags_the_step(tmp_path: Path) -> None:
-    """The collection stops the training thread too, but is not part of its time."""
+def test_garbage_collection_on_another_thread_flags_the_step(tmp_path: Path) -> None:
+    """The collection stops the training thread too, but is not part of the thread's time."""
     with recorded(tmp_path) as recording:
         thread = threading.Thread(target=gc.collect)
         thread.start()
@@ -106,7 +107,7 @@ def test_collection_on_another_thread_flags_the_step(tmp_path: Path) -> None:
 # -- checkpoints
 
 
-def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
+def test_torch_save_is_a_section_and_flags_its_step(tmp_path: Path) -> None:
     """torch.save works with positional and named arguments, and its file can be loaded."""
     state = nn.Linear(4, 4).state_dict()
     with recorded(tmp_path) as recording:
@@ -126,8 +127,8 @@ def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-def test_error_of_a_save_is_passed_on_and_flagged(tmp_path: Path) -> None:
-    """The error equals that without a watch, and the step is not compared with others."""
+def test_error_of_torch_save_is_passed_on_and_the_step_is_flagged(tmp_path: Path) -> None:
+    """The error is the same as without a watch. The step is not compared with others."""
 
     class Unwritable:
         error = OSError(28, "No space left on device")
@@ -153,8 +154,8 @@ def test_error_of_a_save_is_passed_on_and_flagged(tmp_path: Path) -> None:
 # -- compilation
 
 
-def test_steps_that_compile_are_flagged(tmp_path: Path) -> None:
-    """The first call and a new kind of tensor compile; calls of compiled code do not."""
+def test_step_that_compiles_is_flagged(tmp_path: Path) -> None:
+    """The first call and a new shape of tensor compile. Calls of compiled code do not."""
     torch._dynamo.reset()
 
     @torch.compile(backend="eager", dynamic=False)
@@ -170,7 +171,7 @@ def test_steps_that_compile_are_flagged(tmp_path: Path) -> None:
     assert flags(recording, Flag.COMPILED) == [False, True, False, True, False, False]
 
 
-def test_compilation_before_the_watch_is_not_flagged(tmp_path: Path) -> None:
+def test_compilation_before_the_watch_flags_no_step(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend="eager")
@@ -206,7 +207,7 @@ def test_garbage_collector_callbacks_and_torch_save_are_restored(tmp_path: Path)
 
 @pytest.mark.parametrize("tokens", [-1, 1 << 40, True, 1.0, "3", [3]])
 def test_invalid_token_count_raises_with_its_value(tokens: Any, tmp_path: Path) -> None:
-    """The error gives the value, and the step does not end."""
+    """The step does not end."""
     with recorded(tmp_path) as recording:
         with pytest.raises(ConfigError, match=r"^tokens=.*whole number"):
             recording.watch.step(tokens=tokens)
@@ -215,7 +216,7 @@ def test_invalid_token_count_raises_with_its_value(tokens: Any, tmp_path: Path) 
 
 
 def test_token_count_of_the_user_replaces_batch_elements_of_the_step(tmp_path: Path) -> None:
-    """The user's number, including 0, replaces the batches' elements for that step only."""
+    """The user's number, also 0, counts for that step only."""
     loader = iter(DataLoader(TensorDataset(torch.ones(9, 7)), 3))
     with recorded(tmp_path) as recording:
         for tokens in (5, 0, (1 << 40) - 1, None):
@@ -231,8 +232,8 @@ def test_token_count_of_the_user_replaces_batch_elements_of_the_step(tmp_path: P
     assert {step.value1 & MICRO_STEPS_MASK for step in recording.steps} == {1}
 
 
-def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
-    """With gradient accumulation, the step has the sum of all batches."""
+def test_workload_of_a_step_is_the_sum_over_its_batches(tmp_path: Path) -> None:
+    """With gradient accumulation, a step has several batches."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -273,12 +274,15 @@ X, Y = torch.ones(3, 5), torch.ones(2)
 def test_workload_of_a_batch_is_the_size_of_its_first_tensor(
     batch: Any, elements: int | None
 ) -> None:
-    """Elements of the first tensor, three levels deep, or of a mapping's input_ids; else None."""
+    """The first tensor is searched three levels deep; a mapping's input_ids come first.
+
+    Without a tensor the workload is None.
+    """
     assert batch_elements(batch) == elements
 
 
 def test_batch_without_elements_has_an_unknown_workload(tmp_path: Path) -> None:
-    """Unknown is not zero, and the batch is not changed."""
+    """An unknown workload is not recorded as zero, and the batch is not changed."""
 
     class Graph:
         numel = "not a method"

@@ -38,8 +38,10 @@ def recorded(script: str, folder: Path, *arguments: str, **environment: str) -> 
 
 
 @pytest.mark.long
-def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path) -> None:
-    """From the second pass on. The model is found by its gradients."""
+def test_backward_passes_end_steps_if_the_script_has_no_optimizer(tmp_path: Path) -> None:
+    """Steps are recorded from the second backward pass on, and the model is found by
+    its gradients.
+    """
     code, stderr = recorded(f"for _ in range(30):\n    backward()\n{UPDATE}", tmp_path)
     value = only_report(tmp_path)
 
@@ -56,7 +58,9 @@ def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_recording_waits_for_an_existing_optimizer(tmp_path: Path) -> None:
+def test_recording_starts_at_the_first_optimizer_step_if_an_optimizer_exists(
+    tmp_path: Path,
+) -> None:
     script = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(12):
@@ -85,8 +89,10 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", long_but({"inference", "an optimizer that never steps"}, SILENT))
-def test_one_line_with_advice_is_printed_if_nothing_was_recorded(name: str, tmp_path: Path) -> None:
-    """One line with advice; no directory is created and the exit code is the script's."""
+def test_one_line_of_advice_is_printed_if_the_script_has_nothing_to_record(
+    name: str, tmp_path: Path
+) -> None:
+    """No directory is created, and the exit code is the script's."""
     script, seen = SILENT[name]
     code, stderr = recorded(f"{script}\nraise SystemExit(3)", tmp_path)
 
@@ -97,7 +103,7 @@ def test_one_line_with_advice_is_printed_if_nothing_was_recorded(name: str, tmp_
     assert not (tmp_path / "torchlens-perf").exists()
 
 
-def test_message_comes_after_the_traceback_of_a_crash(tmp_path: Path) -> None:
+def test_message_about_no_recording_comes_after_the_traceback_of_a_crash(tmp_path: Path) -> None:
     code, stderr = recorded("raise ValueError('mine')", tmp_path)
 
     assert code == 1
@@ -113,7 +119,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize(("arguments", "environment"), QUIET.values(), ids=QUIET)
-def test_tools_launchers_and_other_ranks_print_no_message(
+def test_tools_launchers_and_other_ranks_print_no_message_if_nothing_is_recorded(
     arguments: list[str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(MODEL)
@@ -133,7 +139,7 @@ PROBES = {
 }
 
 
-def test_output_of_programs_without_a_model_is_unchanged(tmp_path: Path) -> None:
+def test_program_without_a_model_prints_nothing_to_stderr(tmp_path: Path) -> None:
     """A build script may read the output of `python -c "import torch; ..."` including stderr."""
     for name, script in PROBES.items():
         done = run_warm(
@@ -144,8 +150,8 @@ def test_output_of_programs_without_a_model_is_unchanged(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_child_processes_print_no_message(tmp_path: Path) -> None:
-    """Forked and spawned processes of multiprocessing inherit state of their parent."""
+def test_child_processes_print_no_message_about_missing_recording(tmp_path: Path) -> None:
+    """Forked and spawned child processes inherit the state of their parent."""
     script = """
 import multiprocessing, os
 def work(): pass
@@ -162,8 +168,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_watch_in_the_script_replaces_automatic_recording(tmp_path: Path) -> None:
-    """Nothing else starts inside or after it, and no message is printed."""
+def test_watch_in_the_script_turns_off_automatic_recording(tmp_path: Path) -> None:
+    """Automatic recording starts neither inside nor after the watch, and no message is printed."""
     script = f"""
 import torchlens_perf as perf
 with perf.watch(model) as w:
@@ -182,7 +188,7 @@ assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
     assert [(rank["steps"], rank["first_step"]) for rank in value["ranks"]] == [(8, 0)]
 
 
-def test_patches_of_the_wait_are_removed_once_recording_has_started(tmp_path: Path) -> None:
+def test_temporary_patches_are_removed_once_automatic_recording_has_started(tmp_path: Path) -> None:
     script = """
 from torch.optim.optimizer import _global_optimizer_post_hooks
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

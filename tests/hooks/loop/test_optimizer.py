@@ -1,4 +1,4 @@
-"""Times of optimizer steps, and the ends of steps of the loop."""
+"""Spans of optimizer steps, and which of them end a step of the training loop."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
     return loss
 
 
-def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
-    """The span has the name of the class and no parent.
-
-    The step of the loop ends right after it.
-    """
+def test_each_optimizer_step_is_a_span_and_ends_the_step_of_the_loop(tmp_path: Path) -> None:
+    """The span has the name of the optimizer's class and no parent."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -50,11 +47,8 @@ def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
         assert step.end_ns == later.start_ns
 
 
-def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
-    """LBFGS runs forward and backward passes inside its step.
-
-    They do not count as optimizer time.
-    """
+def test_passes_in_an_lbfgs_closure_do_not_count_as_optimizer_time(tmp_path: Path) -> None:
+    """LBFGS runs forward and backward passes inside its step."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -76,7 +70,7 @@ def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
 
 
 def test_host_code_in_a_closure_counts_as_host_time(tmp_path: Path) -> None:
-    """Lightning runs a whole training step in a closure, with code outside of the passes."""
+    """Lightning runs a whole training step in a closure, including code outside the passes."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -107,8 +101,8 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_optimizer_and_its_wrapper_are_one_step(tmp_path: Path) -> None:
-    """Both have a span, and the outermost ends the step."""
+def test_wrapped_optimizer_and_its_wrapper_end_one_step(tmp_path: Path) -> None:
+    """Both optimizers have a span, and the outermost one ends the step."""
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
     with recorded(tmp_path, model) as recording:
@@ -120,8 +114,8 @@ def test_optimizer_and_its_wrapper_are_one_step(tmp_path: Path) -> None:
     assert len(recording.steps) == 2
 
 
-def test_several_optimizers_that_take_turns_are_one_step(tmp_path: Path) -> None:
-    """They take turns, and the last one passed to watch() ends the step."""
+def test_optimizers_that_alternate_end_one_step_per_turn(tmp_path: Path) -> None:
+    """The last optimizer passed to watch() ends the step."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
     with recorded(tmp_path, [model, other], optimizers) as recording:
@@ -135,8 +129,7 @@ def test_several_optimizers_that_take_turns_are_one_step(tmp_path: Path) -> None
     assert len(recording.steps) == 3
 
 
-def test_only_the_passed_optimizer_ends_steps(tmp_path: Path) -> None:
-    """Others have spans only."""
+def test_only_the_passed_optimizer_ends_steps_and_others_have_spans(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     _, other = model_and_optimizer()
     with recorded(tmp_path, model, optimizer) as recording:
@@ -162,7 +155,7 @@ class Sometimes(torch.optim.SGD):
 
 
 def test_optimizer_that_calls_its_base_class_makes_one_step(tmp_path: Path) -> None:
-    """torch calls the hooks of both classes."""
+    """torch calls the hooks of both the class and its base class."""
     model_and_optimizer()[1].step()  # The first step of an SGD installs the hooks in its class.
     model = nn.Linear(4, 4)
     optimizer = Sometimes(model.parameters(), lr=0.1)
@@ -177,8 +170,8 @@ def test_optimizer_that_calls_its_base_class_makes_one_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("again", ["same", "other"])
-def test_span_of_a_step_that_raised_is_dropped(again: str, tmp_path: Path) -> None:
-    """torch calls no hook then. The span is dropped and counted when the next step begins."""
+def test_optimizer_step_that_raised_has_no_span_and_is_counted(again: str, tmp_path: Path) -> None:
+    """torch calls no hook after an exception. The span is dropped when the next step begins."""
     error = ValueError("no step today")
     model = nn.Linear(4, 4)
     optimizer, other = (
@@ -199,8 +192,7 @@ def test_span_of_a_step_that_raised_is_dropped(again: str, tmp_path: Path) -> No
     name = "optimizer Sometimes" if again == "same" else "optimizer SGD"
     assert [(each.name, each.depth) for each in recording.of(Kind.OPTIMIZER)] == [(name, 1)] * 2
     assert len(recording.steps) == 2
-    # Without a hook for the failed step, spans between it and the next step seem to be inside of
-    # it.
+    # If no hook ends the failed span, spans up to the next step seem to be inside it.
     assert recording.unbalanced == 1
 
 
@@ -209,7 +201,7 @@ def scaled_steps(
 ) -> list[Flag]:
     """Return the flags of three steps with GradScaler.
 
-    infinite: for each step the position of the optimizer that gets an infinite gradient.
+    `infinite` has for each step the position of the optimizer that gets an infinite gradient.
     """
     scaler = scaler if scaler is not None else torch.amp.GradScaler("cpu", init_scale=2.0)
     models = [nn.Linear(4, 4) for _ in range(optimizers)]
@@ -230,7 +222,7 @@ def scaled_steps(
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_skipped_step_ends_the_step_and_flags_it(at: int, tmp_path: Path) -> None:
+def test_optimizer_step_skipped_by_gradscaler_ends_a_flagged_step(at: int, tmp_path: Path) -> None:
     """GradScaler skips an optimizer with a non-finite gradient, also in the first step."""
     assert scaled_steps(tmp_path, 1, {at: 0}) == [
         Flag.SKIPPED if step == at else Flag(0) for step in range(3)
@@ -238,11 +230,13 @@ def test_skipped_step_ends_the_step_and_flags_it(at: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_skip_of_one_of_two_optimizers_flags_one_step(which: int, tmp_path: Path) -> None:
+def test_step_is_flagged_once_if_gradscaler_skips_one_of_two_optimizers(
+    which: int, tmp_path: Path
+) -> None:
     assert scaled_steps(tmp_path, 2, {1: which}) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
-def test_skipped_step_is_flagged_if_the_scaler_overrides_update(tmp_path: Path) -> None:
+def test_skipped_step_is_flagged_with_a_scaler_that_overrides_update(tmp_path: Path) -> None:
     """FSDP's ShardedGradScaler overrides update()."""
 
     class Sharded(torch.amp.GradScaler):
@@ -253,14 +247,14 @@ def test_skipped_step_is_flagged_if_the_scaler_overrides_update(tmp_path: Path) 
     assert scaled_steps(tmp_path, 1, {1: 0}, scaler) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
-def test_disabled_scaler_counts_steps_once(tmp_path: Path) -> None:
+def test_disabled_gradscaler_counts_each_step_once(tmp_path: Path) -> None:
     assert (
         scaled_steps(tmp_path, 1, {}, torch.amp.GradScaler("cpu", enabled=False)) == [Flag(0)] * 3
     )
 
 
-def test_optimizer_of_another_class_is_found_by_its_scaler(tmp_path: Path) -> None:
-    """Each call of step() by a GradScaler is a step."""
+def test_optimizer_not_derived_from_torch_is_found_by_its_gradscaler(tmp_path: Path) -> None:
+    """Each call of GradScaler.step() ends a step."""
 
     class Descent:
         def __init__(self, model: nn.Module) -> None:
@@ -282,8 +276,8 @@ def test_optimizer_of_another_class_is_found_by_its_scaler(tmp_path: Path) -> No
     assert [each.flags & Flag.SKIPPED for each in recording.steps] == [Flag(0)] * 3
 
 
-def test_only_manual_calls_end_steps_after_the_first_one(tmp_path: Path) -> None:
-    """After the first w.step() nothing else ends a step; other events still have spans."""
+def test_only_manual_step_calls_end_steps_after_the_first_one(tmp_path: Path) -> None:
+    """After the first w.step() no optimizer ends a step; optimizer steps still have spans."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -301,10 +295,10 @@ def test_only_manual_calls_end_steps_after_the_first_one(tmp_path: Path) -> None
     "before", [False, True], ids=["after the optimizer", "before the optimizer"]
 )
 @pytest.mark.parametrize("is_passed", [False, True])
-def test_each_manual_step_counts_once(
+def test_iteration_with_optimizer_and_manual_step_counts_once(
     micro_steps: int, before: bool, is_passed: bool, tmp_path: Path
 ) -> None:
-    """The first iteration is not counted both by its optimizer and by w.step()."""
+    """The first iteration is not counted both for its optimizer and for w.step()."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for _ in range(20):
@@ -319,7 +313,7 @@ def test_each_manual_step_counts_once(
     assert len(recording.steps) == 20
 
 
-def test_manual_step_of_two_optimizers_counts_once(tmp_path: Path) -> None:
+def test_iteration_with_two_optimizers_and_manual_step_counts_once(tmp_path: Path) -> None:
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
     with recorded(tmp_path, models) as recording:
@@ -372,10 +366,10 @@ def phase(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 @pytest.mark.parametrize("is_passed", [True, False], ids=["passed", "not passed"])
 @pytest.mark.parametrize("first", ["all", "head"])
 @pytest.mark.parametrize("name", SECOND_PHASES)
-def test_steps_of_an_optimizer_that_takes_over_are_counted(
+def test_steps_are_counted_after_another_optimizer_replaces_the_first(
     name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path
 ) -> None:
-    """Another optimizer takes over: a head is replaced, layers are unfrozen, Adam follows SGD."""
+    """A head is replaced, layers are unfrozen, or Adam follows SGD."""
     model = TwoParts()
     parameters = (model if first == "all" else model.head).parameters()
     optimizers = [torch.optim.SGD(parameters, lr=0.1)]
@@ -392,8 +386,11 @@ def test_steps_of_an_optimizer_that_takes_over_are_counted(
         assert f"{new} has replaced SGD: steps end with {new} from then on" in recording.notes
 
 
-def test_steps_joined_before_another_optimizer_takes_over_are_noted(tmp_path: Path) -> None:
-    """Models are trained in turn with optimizers made before. At first they might take turns."""
+def test_merged_first_steps_of_a_new_optimizer_are_noted(tmp_path: Path) -> None:
+    """Models are trained one after the other, but their optimizers exist from the start.
+
+    At first the optimizers might alternate within a step.
+    """
     models = [nn.Linear(4, 4) for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with recorded(tmp_path, None) as recording:
@@ -407,8 +404,8 @@ def test_steps_joined_before_another_optimizer_takes_over_are_noted(tmp_path: Pa
     )
 
 
-def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
-    """Both optimizers exist at first, and the first one comes back later."""
+def test_existing_optimizer_ends_steps_once_it_is_used_instead(tmp_path: Path) -> None:
+    """Two optimizers exist from the start, and the first one is used again at the end."""
     model = TwoParts()
     first, second = (
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -419,13 +416,15 @@ def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
         phase(model, second, 10)
         phase(model, first, 10)
 
-    # The first step after the return may be taken for one in which both optimizers take turns.
+    # The first step after the return may be merged with the step before it.
     assert len(recording.steps) in (29, 30)
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
-def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path) -> None:
-    """A probe is trained from time to time, with a new optimizer each time."""
+def test_optimizer_without_parameters_of_the_watched_model_ends_no_step(
+    is_passed: bool, tmp_path: Path
+) -> None:
+    """A probe is trained from time to time, each time with a new optimizer."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for turn in range(10):
@@ -443,10 +442,10 @@ def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
-def test_steps_are_counted_after_both_optimizers_of_a_gan_are_replaced(
+def test_alternating_optimizers_are_counted_correctly_after_both_are_replaced(
     is_passed: bool, tmp_path: Path
 ) -> None:
-    """Steps that alternate are counted correctly before and after, as when a GAN grows."""
+    """A growing GAN replaces both optimizers."""
     models = [TwoParts(), TwoParts()]
 
     def made() -> list[torch.optim.Optimizer]:
@@ -463,8 +462,7 @@ def test_steps_are_counted_after_both_optimizers_of_a_gan_are_replaced(
     assert len(recording.steps) in (20, 21)
 
 
-def test_each_call_of_the_model_is_a_step_without_an_optimizer(tmp_path: Path) -> None:
-    """Without an optimizer each call of the model is a step, with and without gradients."""
+def test_each_model_call_ends_a_step_if_there_is_no_optimizer(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
         for context in (torch.no_grad(), torch.inference_mode(), torch.no_grad()):
@@ -475,7 +473,7 @@ def test_each_call_of_the_model_is_a_step_without_an_optimizer(tmp_path: Path) -
     assert [each.step for each in recording.of(Kind.FORWARD)] == [0, 1, 2]
 
 
-def test_hooks_are_removed_with_the_watch(tmp_path: Path) -> None:
+def test_optimizer_hooks_are_removed_when_the_watch_ends(tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
         return (
             dict(torch_optimizer._global_optimizer_pre_hooks),

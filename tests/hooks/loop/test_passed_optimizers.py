@@ -1,4 +1,4 @@
-"""Optimizers passed to watch(): in wrappers, of other classes, and loops without an optimizer."""
+"""Optimizers passed to watch(), also wrapped ones and other classes, and loops without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class Around:
-    """A wrapper as users write it."""
+    """A typical wrapper in user code: it contains an optimizer and has the same methods."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -31,7 +31,7 @@ class Around:
 
 
 class Unregistered(torch.optim.Optimizer):
-    """A wrapper as Accelerate's, which derives from torch's class without calling its constructor.
+    """A wrapper like Accelerate's: a subclass of torch's class that does not call its constructor.
 
     torch therefore does not hook it.
     """
@@ -48,7 +48,7 @@ class Unregistered(torch.optim.Optimizer):
 
 
 def dynamic(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a wrapper as Fabric's and Lightning's, of a class made at run time.
+    """Return a wrapper like those of Fabric and Lightning, whose class is created at run time.
 
     The class derives from the wrapper and from the optimizer's class.
     """
@@ -65,7 +65,7 @@ def dynamic(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Slotted:
-    """A wrapper without a dictionary and without weak references."""
+    """A wrapper without `__dict__` that allows no weak references."""
 
     __slots__ = ("empty", "inner")
 
@@ -77,7 +77,7 @@ class Slotted:
 
 
 class Flat:
-    """A wrapper as DeepSpeed's, whose inner optimizer has other tensors than the model."""
+    """A wrapper like DeepSpeed's, whose inner optimizer has other tensors than the model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -95,7 +95,7 @@ class Flat:
 
 
 class Several:
-    """A wrapper of two optimizers in a dictionary of lists."""
+    """A wrapper of two optimizers, which are stored in a dictionary of lists."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         weight, bias = optimizer.param_groups[0]["params"]
@@ -119,7 +119,7 @@ class Late:
 
 
 class Hidden:
-    """A wrapper with the optimizer in a closure, and the same parameters."""
+    """A wrapper whose optimizer is only in a closure, and which has the optimizer's parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = optimizer.param_groups
@@ -155,8 +155,10 @@ def backward(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
-    """The README's first example with a wrapper; steps of another optimizer do not count."""
+def test_only_steps_of_the_passed_wrapper_are_counted(
+    wrap: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """The loop is the first example of the README. Steps of another optimizer do not count."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     bystander = torch.optim.SGD(other.parameters(), lr=0.1)
     wrapper = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -171,8 +173,8 @@ def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Pa
     assert {each.value1 & 0xFFFF for each in recording.steps} == {1}, "nothing accumulates"
 
 
-def test_steps_of_a_sharded_optimizer_are_counted_once(tmp_path: Path) -> None:
-    """torch's ZeroRedundancyOptimizer steps another optimizer with the parameters of this rank."""
+def test_each_step_of_a_sharded_optimizer_is_counted_once(tmp_path: Path) -> None:
+    """ZeroRedundancyOptimizer calls another optimizer with the parameters of this rank."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
@@ -189,8 +191,8 @@ def test_steps_of_a_sharded_optimizer_are_counted_once(tmp_path: Path) -> None:
     assert len(recording.steps) == STEPS
 
 
-def test_wrapper_that_skips_ends_a_step_in_the_last_micro_step_only(tmp_path: Path) -> None:
-    """Accelerate's wrapper calls the optimizer, and ends a step, in the last micro-step only."""
+def test_accelerate_wrapper_ends_a_step_in_the_last_micro_step_only(tmp_path: Path) -> None:
+    """Accelerate's wrapper calls the inner optimizer in the last micro-step only."""
 
     class Accumulates(Unregistered):
         calls = 0
@@ -211,8 +213,10 @@ def test_wrapper_that_skips_ends_a_step_in_the_last_micro_step_only(tmp_path: Pa
     assert [each.value1 & 0xFFFF for each in recording.steps] == [2] * STEPS
 
 
-def test_steps_of_an_engine_that_steps_in_its_backward_are_counted(tmp_path: Path) -> None:
-    """With DeepSpeed under Accelerate, the optimizer in the passed object steps elsewhere."""
+def test_steps_are_counted_if_the_engine_steps_in_its_backward_method(tmp_path: Path) -> None:
+    """With DeepSpeed under Accelerate, the passed object does not call its inner optimizer; the
+    engine calls it.
+    """
 
     class Engine:
         def __init__(self, model: nn.Module) -> None:
@@ -242,7 +246,7 @@ def test_steps_of_an_engine_that_steps_in_its_backward_are_counted(tmp_path: Pat
     assert {each.depth for each in recording.of(Kind.OPTIMIZER)} == {1}
 
 
-def test_passed_optimizer_that_never_steps_is_replaced_and_noted(tmp_path: Path) -> None:
+def test_passed_optimizer_that_never_steps_is_replaced_with_a_note(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     unused, used = (
         torch.optim.Adam(model.parameters()),
@@ -261,8 +265,8 @@ def test_passed_optimizer_that_never_steps_is_replaced_and_noted(tmp_path: Path)
     ]
 
 
-def test_last_passed_optimizer_ends_the_step(tmp_path: Path) -> None:
-    """Each is in a wrapper of its own."""
+def test_last_of_several_passed_wrappers_ends_the_step(tmp_path: Path) -> None:
+    """Each wrapper contains one optimizer."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [Around(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
     with recorded(tmp_path, models, optimizers) as recording:
@@ -275,7 +279,7 @@ def test_last_passed_optimizer_ends_the_step(tmp_path: Path) -> None:
     assert len(recording.steps) == STEPS
 
 
-# -- classes that do not derive from torch's
+# -- optimizers that do not derive from torch's class
 
 
 class Descent:
@@ -299,11 +303,8 @@ class Descent:
         return loss
 
 
-def test_only_steps_of_the_passed_foreign_optimizer_are_counted(tmp_path: Path) -> None:
-    """Steps of the passed object count, those of another one of the class do not.
-
-    The class is restored.
-    """
+def test_only_steps_of_the_passed_object_count_if_its_class_is_not_torchs(tmp_path: Path) -> None:
+    """Steps of another object of the class do not count. The class is restored after the watch."""
     before = dict(vars(Descent))
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer, bystander = Descent(model), Descent(other)
@@ -318,8 +319,8 @@ def test_only_steps_of_the_passed_foreign_optimizer_are_counted(tmp_path: Path) 
     assert dict(vars(Descent)) == before
 
 
-def test_closure_of_a_foreign_optimizer_is_not_optimizer_time(tmp_path: Path) -> None:
-    """The closure runs inside the step, returns its value, and does not count as optimizer time."""
+def test_closure_of_an_optimizer_not_from_torch_is_not_optimizer_time(tmp_path: Path) -> None:
+    """The closure runs inside the step, and its value is returned."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
 
@@ -337,8 +338,8 @@ def test_closure_of_a_foreign_optimizer_is_not_optimizer_time(tmp_path: Path) ->
     assert len(recording.steps) == 1
 
 
-def test_foreign_optimizer_step_that_raised_is_not_counted(tmp_path: Path) -> None:
-    """The next step is counted."""
+def test_failed_step_of_an_optimizer_not_from_torch_is_not_counted(tmp_path: Path) -> None:
+    """The next step is counted as usual."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -354,16 +355,16 @@ def test_foreign_optimizer_step_that_raised_is_not_counted(tmp_path: Path) -> No
     assert len(recording.steps) == STEPS
 
 
-# -- steps inside of the backward pass
+# -- optimizer steps inside the backward pass
 
 
 @pytest.mark.parametrize("passed", [False, True])
-def test_optimizers_inside_the_backward_pass_end_the_step_with_it(
+def test_optimizer_steps_in_the_backward_pass_are_optimizer_time(
     passed: bool, tmp_path: Path
 ) -> None:
-    """One for each parameter, as in torchtitan.
+    """As in torchtitan, each parameter has its own optimizer.
 
-    The step ends with the pass; the time is the optimizer's.
+    The step of the loop ends with the backward pass.
     """
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     optimizers = {
@@ -392,7 +393,7 @@ def test_optimizers_inside_the_backward_pass_end_the_step_with_it(
     )
 
 
-# -- without an optimizer
+# -- loops without an optimizer
 
 
 def update(model: nn.Module) -> None:
@@ -402,10 +403,10 @@ def update(model: nn.Module) -> None:
             parameter.grad = None
 
 
-def test_backward_passes_are_steps_without_an_optimizer(
+def test_each_backward_pass_ends_a_step_if_no_optimizer_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report says so. Optimizers of other tests may still be alive."""
+    """The report has a note on this. Optimizers of other tests may still exist."""
     monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.living_optimizers", list)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
@@ -417,7 +418,7 @@ def test_backward_passes_are_steps_without_an_optimizer(
     assert [note for note in recording.notes if note.startswith("no optimizer's step was seen")]
 
 
-def test_backward_passes_end_no_step_if_there_is_an_optimizer(tmp_path: Path) -> None:
+def test_backward_passes_end_no_step_if_an_optimizer_exists(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model) as recording:
@@ -434,7 +435,7 @@ def test_backward_passes_end_no_step_if_there_is_an_optimizer(tmp_path: Path) ->
 
 
 def micro_steps(recording: Recording) -> list[int]:
-    # The first step's number is unknown.
+    # The number of micro-steps of the first step is unknown.
     return [each.value1 & 0xFFFF for each in recording.steps][1:]
 
 
@@ -443,8 +444,10 @@ def micro_steps(recording: Recording) -> list[int]:
     "loop",
     ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"],
 )
-def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path: Path) -> None:
-    """Neither the number of model calls nor of backward passes per step matters."""
+def test_micro_steps_of_a_step_are_its_accumulated_losses(
+    loop: str, to_none: bool, tmp_path: Path
+) -> None:
+    """The numbers of model calls and of backward passes per loss make no difference."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     batch = torch.randn(2, 4)
@@ -485,11 +488,8 @@ def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path
 # -- matching
 
 
-def test_passed_optimizers_are_matched_by_identity_wrapper_and_parameters() -> None:
-    """Optimizers are matched by identity, through wrappers, and by parameters.
-
-    A deleted wrapper is not kept alive.
-    """
+def test_passed_optimizer_matches_itself_its_wrapper_and_its_parameters() -> None:
+    """A deleted wrapper is not kept alive."""
     models = [nn.Linear(2, 2) for _ in range(4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     wrapped = Around(optimizers[1])
@@ -511,10 +511,11 @@ def test_passed_optimizers_are_matched_by_identity_wrapper_and_parameters() -> N
     assert len(passed.alive()) == 1
 
 
-def test_forward_without_gradients_in_each_step_is_not_an_evaluation(tmp_path: Path) -> None:
-    """A target network in each step is training.
-
-    A validation from time to time is an evaluation.
+def test_forward_without_gradients_is_an_evaluation_only_if_not_in_each_step(
+    tmp_path: Path,
+) -> None:
+    """A target network that runs in each step is training; a validation from time to time
+    is not.
     """
     flags = {}
     for name, every in (("target network", 1), ("validation", 4)):
@@ -533,8 +534,8 @@ def test_forward_without_gradients_in_each_step_is_not_an_evaluation(tmp_path: P
     assert [step for step, flag in enumerate(flags["validation"]) if flag] == [3, 7, 11]
 
 
-def test_actor_with_a_target_network_is_no_evaluation(tmp_path: Path) -> None:
-    """An agent's target network has no gradients in any iteration, so no step is an evaluation."""
+def test_target_network_that_runs_in_each_step_is_no_evaluation(tmp_path: Path) -> None:
+    """An agent calls its target network without gradients in each iteration."""
     critic, actor = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, actor)]
     with recorded(tmp_path, [critic, actor], optimizers) as recording:

@@ -1,4 +1,4 @@
-"""All trained models are found and named as by the user; models that are not timed are noted."""
+"""Models found or passed are named as by the user; a note lists models that are not timed."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def modules(recording: Any) -> list[str]:
 # -- passed models
 
 
-def test_models_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
-    """Names come from the call of watch(). An element without a name gets that of its class."""
+def test_models_passed_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
+    """Names are taken from the source of the watch() call.
+
+    An element without a variable is named by its class.
+    """
     from torchlens_perf import watch
 
     class Agent:
@@ -71,8 +74,8 @@ def test_models_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
     ]
 
 
-def test_models_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
-    """This includes a single model."""
+def test_models_passed_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
+    """A dictionary with a single model also gives its name."""
     model, other = network(), network()
     with recorded(
         tmp_path / "two", {"generator": model, "critic": other}, modules="all"
@@ -87,8 +90,8 @@ def test_models_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
     assert (roots(single), modules(single)) == (["policy"], ["policy.0", "policy.1"])
 
 
-def test_module_names_of_a_single_model_have_no_prefix(tmp_path: Path) -> None:
-    """Names have no prefix, also in a list."""
+def test_module_names_have_no_prefix_if_one_model_is_passed(tmp_path: Path) -> None:
+    """This also holds for a list with one model."""
     model = network()
     for given in (model, [model], (model,)):
         with recorded(tmp_path / str(type(given).__name__), given, modules="all") as recording:
@@ -96,7 +99,7 @@ def test_module_names_of_a_single_model_have_no_prefix(tmp_path: Path) -> None:
         assert (roots(recording), modules(recording)) == (["Sequential"], ["0", "1"])
 
 
-def test_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None:
+def test_module_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None:
     models = {"actor": network(), "critic": network()}
     for pattern, expected in (
         ("*.0", ["actor.0", "critic.0"]),
@@ -111,7 +114,7 @@ def test_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None
         assert modules(recording) == expected
 
 
-def test_other_trained_models_are_noted(tmp_path: Path) -> None:
+def test_note_lists_trained_models_that_were_not_passed(tmp_path: Path) -> None:
     """Only the passed model is timed."""
     model, other = network(), network()
     first, second = optimizers(model, other)
@@ -126,7 +129,9 @@ def test_other_trained_models_are_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["inner model", "part of it"])
-def test_model_is_recognized_if_wrapped_later_or_passed_in_part(way: str, tmp_path: Path) -> None:
+def test_passed_model_is_recognized_if_wrapped_later_or_passed_in_part(
+    way: str, tmp_path: Path
+) -> None:
     inner = network()
     whole = nn.Sequential(inner, nn.Linear(4, 4)) if way == "part of it" else nn.DataParallel(inner)
     (optimizer,) = optimizers(whole)
@@ -148,8 +153,7 @@ class Critic(nn.Sequential):
     pass
 
 
-def test_models_are_found_when_their_optimizers_step(tmp_path: Path) -> None:
-    """Each model is timed separately after its optimizer's first step."""
+def test_model_is_found_and_timed_after_its_optimizers_first_step(tmp_path: Path) -> None:
     generator, critic = Generator(nn.Linear(4, 4), nn.ReLU()), Critic(nn.Linear(4, 4), nn.ReLU())
     first, second = optimizers(generator, critic)
     with recorded(tmp_path, modules="all") as recording:
@@ -163,8 +167,8 @@ def test_models_are_found_when_their_optimizers_step(tmp_path: Path) -> None:
     assert recording.names(Kind.FORWARD) == [f"forward {name}" for name in names] * (STEPS - 1)
 
 
-def test_models_from_before_the_watch_are_not_timed(tmp_path: Path) -> None:
-    """A notebook keeps models and optimizers of earlier cells."""
+def test_models_trained_before_the_watch_are_not_timed(tmp_path: Path) -> None:
+    """In a notebook, models and optimizers of earlier cells still exist."""
     old, model = network(), Generator(nn.Linear(4, 4))
     old_optimizer, optimizer = optimizers(old, model)
     train(old, old_optimizer)
@@ -176,8 +180,8 @@ def test_models_from_before_the_watch_are_not_timed(tmp_path: Path) -> None:
     assert len(roots(recording)) == 1
 
 
-def test_model_created_later_is_found(tmp_path: Path) -> None:
-    """The model has its own optimizer and comes after steps of the others."""
+def test_model_created_after_the_first_steps_is_found(tmp_path: Path) -> None:
+    """The later model has its own optimizer."""
     model = Generator(nn.Linear(4, 4))
     (optimizer,) = optimizers(model)
     with recorded(tmp_path) as recording:
@@ -191,8 +195,8 @@ def test_model_created_later_is_found(tmp_path: Path) -> None:
     assert len(roots(recording)) == 2
 
 
-def test_models_of_one_optimizer_are_timed_separately(tmp_path: Path) -> None:
-    """Twin critics have one optimizer."""
+def test_two_models_of_one_optimizer_are_timed_separately(tmp_path: Path) -> None:
+    """Twin critics are usually trained by one optimizer."""
     models = [network(), network()]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
     with recorded(tmp_path) as recording:
@@ -203,11 +207,8 @@ def test_models_of_one_optimizer_are_timed_separately(tmp_path: Path) -> None:
     assert len(roots(recording)) == 2
 
 
-def test_called_parts_of_an_uncalled_model_are_timed_by_name(tmp_path: Path) -> None:
-    """An agent calls its actor and critic but is never called itself.
-
-    Each is a forward pass with its name.
-    """
+def test_called_submodules_of_an_uncalled_model_are_separate_forward_passes(tmp_path: Path) -> None:
+    """An agent calls its actor and critic but is never called itself."""
 
     class Agent(nn.Module):
         def __init__(self) -> None:
@@ -254,8 +255,10 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize(("holder", "expected"), HOLDERS.values(), ids=HOLDERS)
-def test_models_are_named_by_variables_and_attributes(holder: str, expected: list[str]) -> None:
-    """In the main module of a script."""
+def test_found_models_are_named_by_variables_and_attributes(
+    holder: str, expected: list[str]
+) -> None:
+    """The variables are in the main module of a script."""
 
     class A(nn.Linear):
         def __init__(self) -> None:
@@ -266,8 +269,7 @@ def test_models_are_named_by_variables_and_attributes(holder: str, expected: lis
     main.clear()
 
 
-def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
-    """The arguments in this test are compiled or wrapped models."""
+def test_compiled_or_wrapped_model_without_a_variable_has_its_inner_class_name() -> None:
     names = name_models(
         [torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))]
     )
@@ -275,14 +277,14 @@ def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
     assert names == ["Linear", "Bilinear"]
 
 
-def test_names_of_models_are_distinct() -> None:
-    """They also differ from names that are taken."""
+def test_equal_model_names_get_different_suffixes() -> None:
+    """New names also differ from names that are already used."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     assert name_models(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
 
 
 def test_search_for_names_does_not_change_local_variables() -> None:
-    """A dictionary that the user got from locals() keeps its contents."""
+    """A dictionary returned earlier by locals() keeps its contents."""
 
     def training() -> tuple[dict[str, Any], list[str]]:
         options = locals()
@@ -322,7 +324,7 @@ def test_search_for_names_evaluates_no_property() -> None:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_objects_are_not_searched_if_the_model_was_passed(
+def test_memory_is_not_searched_for_models_if_a_model_was_passed(
     passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search takes as long as several steps."""
@@ -339,7 +341,7 @@ def test_objects_are_not_searched_if_the_model_was_passed(
 
 
 class Hostile(type):
-    """A metaclass that runs user code when classes are compared or looked up."""
+    """A metaclass that runs user code when classes are compared or hashed."""
 
     def __eq__(cls, other: object) -> bool:
         raise RuntimeError("compared")
@@ -352,15 +354,15 @@ class Hostile(type):
 
 
 class Proxy(metaclass=Hostile):
-    """A lazy proxy that creates its object when it is asked for its class."""
+    """A lazy proxy that creates its object when its `__class__` is read."""
 
     @property
     def __class__(self) -> type:
         raise RuntimeError("made")
 
 
-def test_search_runs_no_user_code() -> None:
-    """Objects are found by their type, also with several levels of subclasses."""
+def test_search_for_models_runs_no_user_code() -> None:
+    """Objects are found by their type, also by a subclass of a subclass."""
     proxies = [Proxy() for _ in range(3)]
     model, generator = network(), Generator(nn.Linear(2, 2))
     found = objects_of_type(nn.Module)

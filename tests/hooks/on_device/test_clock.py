@@ -1,4 +1,4 @@
-"""The real EventClock with events of the fake driver."""
+"""The real EventClock with events of the fake device driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchlens_perf.hooks.on_device import clock as events
 from torchlens_perf.hooks.on_device.clock import EventClock
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-# Costs on the fake device.
+# Costs of calls on the fake device.
 EVENT_NS, LAUNCH_NS = 500, 1500
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
@@ -18,18 +18,18 @@ SECOND = 1_000_000_000
 
 @pytest.fixture
 def fake(device: FakeDevice) -> FakeEvents:
-    """Events of the fake device."""
+    """Replace the events of CUDA with those of the fake device."""
     return FakeEvents(device)
 
 
 @pytest.fixture
 def clock(fake: FakeEvents) -> EventClock:
-    """A clock with its first anchor."""
+    """Return a clock that has its first anchor."""
     return EventClock(fake, fake.now_ns)
 
 
 def marked(clock: EventClock) -> int:
-    """Make a mark and require that it succeeds."""
+    """Make a mark on the device and require that it succeeds."""
     mark = clock.mark()
     assert mark is not None
     return mark
@@ -42,18 +42,17 @@ def read(clock: EventClock, mark: int) -> int | None:
 
 
 def both_read(clock: EventClock, first: int, second: int) -> tuple[int, int]:
-    """Return start and end of a span, whose times must be known."""
+    """Return the start and end of a span and require that both times are known."""
     span = clock.span(first, second)
     assert span is not None
     return span[0], sum(span)
 
 
 @pytest.mark.parametrize("spin_ns", [10_000, MILLISECOND, 500 * MILLISECOND])
-def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin_ns: int) -> None:
-    """The host only enqueues.
-
-    The span has the device's duration and its place on the host's time line.
-    """
+def test_span_has_the_devices_duration_although_the_host_only_enqueues(
+    device: FakeDevice, clock: EventClock, spin_ns: int
+) -> None:
+    """The span is also at the right time on the host's time line."""
     device.spin(7 * MILLISECOND)  # Keeps the device busy when the mark is made.
     issued_ns = device.now_ns()
     begin = marked(clock)
@@ -71,10 +70,10 @@ def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin
     assert clock.error_ns < 2000
 
 
-def test_marks_that_the_device_has_not_reached_are_unknown(
+def test_mark_is_unknown_until_the_device_has_reached_it(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """The host does not synchronize, and makes one query at each step's end."""
+    """The host does not synchronize; it makes one query at each step's end."""
     begin = marked(clock)
     device.spin(50 * MILLISECOND)
     end = marked(clock)
@@ -92,10 +91,10 @@ def test_marks_that_the_device_has_not_reached_are_unknown(
     assert device.synchronizations == synchronizations
 
 
-def test_every_mark_is_read_when_the_host_is_twenty_steps_ahead(
+def test_all_marks_are_read_if_the_host_is_twenty_steps_ahead(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """Each mark is read at last, without synchronization and with two queries per step at most."""
+    """The host does not synchronize and makes at most two queries per step."""
     marks: list[int] = []
     times: dict[int, int] = {}
 
@@ -121,8 +120,10 @@ def test_every_mark_is_read_when_the_host_is_twenty_steps_ahead(
     assert device.calls("cuEventQuery") <= questions + 2 * 40
 
 
-def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """A thousand steps take the events of two steps, and one anchor per second."""
+def test_events_are_reused_over_a_thousand_steps(
+    device: FakeDevice, fake: FakeEvents, clock: EventClock
+) -> None:
+    """A thousand steps use as many events as two steps, plus one anchor per second."""
     for _ in range(1000):
         begin, end = marked(clock), marked(clock)
         device.advance(MILLISECOND)
@@ -132,10 +133,9 @@ def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: Ev
     assert fake.made < 12
 
 
-def test_slow_stream_does_not_delay_times_of_another(
+def test_stream_that_is_behind_does_not_delay_marks_of_another_stream(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """A stream that is far behind does not delay another one's times."""
     slow, fast = device.new_stream(), device.new_stream()
     fake.stream = slow
     slow_begin = marked(clock)
@@ -157,10 +157,9 @@ def test_slow_stream_does_not_delay_times_of_another(
     assert end_ns - begin_ns == pytest.approx(900 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
 
 
-def test_no_device_call_during_a_capture(
+def test_marks_during_a_graph_capture_make_no_device_call_and_are_counted(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """Marks that were not made are counted."""
     before = marked(clock)
     clock.drain()
     device.advance(MILLISECOND)
@@ -180,10 +179,12 @@ def test_no_device_call_during_a_capture(
     assert read(clock, before) is not None
 
 
-def test_queries_do_not_end_a_capture_on_another_thread(
+def test_mark_queries_do_not_invalidate_a_capture_on_another_thread(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """In global capture mode, a query ends captures of all threads unless it is in relaxed mode."""
+    """In global capture mode, a query invalidates captures of all threads unless it is in relaxed
+    mode.
+    """
     before = marked(clock)
     clock.drain()
     device.advance(MILLISECOND)
@@ -192,11 +193,11 @@ def test_queries_do_not_end_a_capture_on_another_thread(
     clock.drain()
     assert read(clock, before) is not None
     device.advance(2 * SECOND)
-    clock.drain()  # Takes an anchor.
+    clock.drain()  # Makes an anchor.
     device.end_capture(anothers)
 
 
-def test_marks_are_skipped_and_counted_on_a_device_far_behind(
+def test_no_marks_are_made_while_the_device_is_far_behind(
     device: FakeDevice, clock: EventClock
 ) -> None:
     """Missing marks are counted. Marking continues after the device has reached the last mark."""
@@ -212,22 +213,19 @@ def test_marks_are_skipped_and_counted_on_a_device_far_behind(
     assert clock.mark() is not None
 
 
-def test_marks_beyond_the_event_limit_are_counted_separately(
+def test_marks_beyond_the_event_limit_are_skipped_and_counted_separately(
     device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is limited.
-
-    Missing marks are counted separately from those of a device that is behind.
-    """
+    """The limit bounds memory. Marks skipped because the device is behind have another counter."""
     monkeypatch.setattr(events, "MAX_EVENTS", 8)
     assert sum(clock.mark() is not None for _ in range(20)) == 8
     assert (clock.crowded, clock.skipped, clock.missing) == (12, 0, 12)
 
 
-def test_no_mark_is_missing_on_a_device_two_steps_behind(
+def test_event_limit_is_sufficient_for_a_large_model_two_steps_ahead(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """No mark is missing with 82 modules of FSDP2 and 8 micro-steps, two steps ahead."""
+    """The model has 82 modules with FSDP2 and 8 micro-steps."""
     for step in range(6):
         for _ in range(3936):
             marked(clock)
@@ -239,7 +237,7 @@ def test_no_mark_is_missing_on_a_device_two_steps_behind(
     assert clock.missing == 0
 
 
-def test_failed_event_raises_and_leaves_the_mark_missing(
+def test_event_that_fails_raises_and_leaves_the_mark_missing(
     fake: FakeEvents, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("new", "record", "current"):
@@ -251,10 +249,10 @@ def test_failed_event_raises_and_leaves_the_mark_missing(
     assert clock.skipped == 3
 
 
-def test_unread_times_of_old_steps_are_dropped(
+def test_marks_never_read_are_dropped_with_their_old_step(
     device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module whose backward pass never came has marked its start, which is never read."""
+    """If the backward pass of a module never runs, the mark of its start is never read."""
     monkeypatch.setattr(events, "MAX_TIMES", 8)
     marks = []
     for _ in range(10):
@@ -265,7 +263,7 @@ def test_unread_times_of_old_steps_are_dropped(
     assert [read(clock, mark) is not None for mark in marks] == [False] * 12 + [True] * 8
 
 
-def test_anchors_correct_a_drifting_device(
+def test_anchors_correct_the_drift_of_the_devices_clock(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
     """The device's clock gains 50 us per second. The remaining error is reported."""
@@ -284,10 +282,10 @@ def test_anchors_correct_a_drifting_device(
     assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
 
 
-def test_durations_do_not_depend_on_anchors(
+def test_duration_across_two_anchors_is_not_corrected(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """A clock that gains 50 us per second must not change a span across two anchors."""
+    """A clock that gains 50 us per second must not change a span between two anchors."""
     fake.fast = 50e-6
     for _ in range(5):
         begin = marked(clock)
@@ -302,10 +300,10 @@ def test_durations_do_not_depend_on_anchors(
         assert span[1] == pytest.approx((SECOND + 1400) * (1 + fake.fast), abs=2000)
 
 
-def test_marks_without_an_anchor_are_counted_as_missing(
+def test_marks_are_counted_as_missing_while_no_anchor_succeeds(
     device: FakeDevice, fake: FakeEvents
 ) -> None:
-    """With a busy front end, marks are counted as missing. A later attempt finds an anchor."""
+    """The front end of the device is busy at first; a later attempt to make an anchor succeeds."""
     device.spin(2 * SECOND, fake.aside)
     clock = EventClock(fake, fake.now_ns)
     assert clock.error_ns is None
@@ -317,13 +315,14 @@ def test_marks_without_an_anchor_are_counted_as_missing(
     assert clock.mark() is not None
 
 
-def test_late_anchor_replaces_an_old_one(
+def test_inexact_anchor_is_used_only_if_the_last_one_is_old(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """Its error is half of the time between record and completion."""
+    """The error of an anchor is half of the time between its record and its completion."""
     first_error_ns = clock.error_ns
     for _ in range(40):
-        device.spin(900 * MILLISECOND, fake.aside)  # Busy at each attempt to take an anchor.
+        # The device is busy at each attempt to make an anchor.
+        device.spin(900 * MILLISECOND, fake.aside)
         device.advance(SECOND + MILLISECOND)
         device.spin(100 * MILLISECOND, fake.aside)
         clock.drain()

@@ -1,4 +1,4 @@
-"""Events around collectives without the plugin: the real clock on the fake device."""
+"""Events around collectives without the NCCL plugin: the real clock on the fake device."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pytestmark = [
         IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
     ),
 ]
-# OVER_NS: the time of launches and events on the fake device.
+# `OVER_NS` is the time that launches and events need on the fake device.
 KERNEL_NS, OVER_NS = 3_000_000, 20_000
 TIMED = Flag.COMPLETED | Flag.DEVICE
 
 
 class Loop(CollectiveRig):
-    """The parts of a session that events need, and a loop with one collective per step."""
+    """A training loop with one collective per step, and the parts of a session for its events."""
 
     def __init__(self, device: FakeDevice, folder: Path) -> None:
         self.device, self.fake = device, FakeEvents(device)
@@ -53,7 +53,7 @@ class Loop(CollectiveRig):
         self.stalls.stream = self.fake.stream
 
     def collective(self, number: int, *, raises: bool = False) -> None:
-        """Issue a collective as a tap does."""
+        """Issue a collective in the way a tap does."""
         issued = self.issue(number)
         end = self.stalls.begin_collective()
         self.device.spin(KERNEL_NS, self.fake.stream)
@@ -62,7 +62,7 @@ class Loop(CollectiveRig):
         self.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION) if raises else 0)
 
     def step(self) -> None:
-        """End a step. The device's clock reads first."""
+        """End a step. The device's clock is read first."""
         self.clock_of_device.drain()
         self.events.read()
         self.recorder.next_step()
@@ -77,8 +77,8 @@ def loop(device: FakeDevice, tmp_path: Path) -> Iterator[Loop]:
     made.close()
 
 
-def test_collective_has_its_time_on_the_device(loop: Loop) -> None:
-    """The time becomes known some steps later, without waiting for the device."""
+def test_collective_has_its_device_time_some_steps_later(loop: Loop) -> None:
+    """The host does not wait for the device."""
     synchronizations = loop.device.synchronizations
     for number in range(3):
         loop.collective(number)
@@ -97,8 +97,8 @@ def test_collective_has_its_time_on_the_device(loop: Loop) -> None:
     assert loop.device.synchronizations == synchronizations
 
 
-def test_collective_in_a_capture_has_no_event(loop: Loop) -> None:
-    """The record is the same as without events."""
+def test_collective_in_a_graph_capture_is_recorded_without_events(loop: Loop) -> None:
+    """The record is the same as on a machine without events."""
     loop.fake.stream = loop.device.new_stream()
     loop.device.begin_capture(loop.fake.stream)
     assert loop.stalls.begin_collective() is None
@@ -107,8 +107,8 @@ def test_collective_in_a_capture_has_no_event(loop: Loop) -> None:
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
 
 
-def test_collective_on_another_stream_is_no_stall(loop: Loop) -> None:
-    """On the compute stream the collective is also a stall with the same marks."""
+def test_collective_is_a_stall_only_on_the_compute_stream(loop: Loop) -> None:
+    """On the compute stream, the collective and the stall share their marks."""
     loop.fake.stream = loop.device.new_stream()
     loop.collective(0)
     assert loop.spans == []
@@ -128,16 +128,16 @@ def test_collective_on_another_stream_is_no_stall(loop: Loop) -> None:
     assert KERNEL_NS <= times[1] < KERNEL_NS + OVER_NS
 
 
-def test_operation_that_raises_is_recorded_at_once(loop: Loop) -> None:
+def test_collective_that_raises_is_recorded_at_once(loop: Loop) -> None:
     loop.collective(0, raises=True)
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, Flag.EXCEPTION)]
     loop.step()
 
 
-def test_operation_is_recorded_without_end_after_256_steps(
+def test_collective_still_running_after_256_steps_is_recorded_without_end(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of marks is limited."""
+    """The number of open marks is limited."""
     loop.collective(0)
     for _ in range(256):
         loop.step()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
 FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 3 * MILLISECOND, 6 * MILLISECOND, MILLISECOND
 STEP_NS = FORWARD_NS + BACKWARD_NS + OPTIMIZER_NS
-# The time of launches and events of a span on the fake device.
+# `OVER_NS` is the time that launches and events of a span need on the fake device.
 OVER_NS = 20_000
 
 
@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
 
 
 class Sgd(torch.optim.SGD):
-    """An optimizer with work for the device."""
+    """An optimizer that enqueues work for the device."""
 
     device: FakeDevice
 
@@ -84,7 +84,7 @@ class Sgd(torch.optim.SGD):
 
 
 class Rig:
-    """A training loop on the fake device with its hook."""
+    """A training loop on the fake device with the hook for device times."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.events = device, FakeEvents(device)
@@ -94,7 +94,7 @@ class Rig:
         self.hook = DeviceHook(asked_for=False)
 
     def attach(self, recording: Recording) -> None:
-        """Start the hook as the first step's end does on a GPU."""
+        """Start the hook in the way the end of the first step does on a GPU."""
         assert recording.watch is not None
         session = recording.watch._session
         assert session is not None
@@ -102,7 +102,7 @@ class Rig:
         self.hook.start(session, self.events, self.events.now_ns)
 
     def step(self) -> None:
-        """Run one step, which the host only issues."""
+        """Run one step. The host only enqueues its work."""
         self.model(torch.ones(2, 4)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -110,7 +110,7 @@ class Rig:
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
 def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The native recorder and the one in Python."""
+    """Run the test with the native recorder and with the one in Python."""
     import torchlens_perf.hooks.module as module
 
     monkeypatch.setattr(session, "Recorder", request.param.Recorder)
@@ -120,23 +120,24 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def device_spans(recording: Recording, kind: Kind) -> list[Record]:
-    """Return the device's spans of a kind of host spans."""
+    """Return the spans on the device that belong to host spans of a kind."""
     return [each for each in recording.of(Kind.DEVICE) if each.value0 == kind]
 
 
 @pytest.mark.parametrize(("there", "known"), [("", "cpu"), ("cuda", "")])
-def test_device_of_a_model_on_the_cpu_is_unknown_with_an_accelerator(
+def test_device_is_unknown_while_the_model_is_still_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, known: str
 ) -> None:
-    """`model.cuda()` may follow, or FSDP offloads to the CPU."""
+    """On a machine with an accelerator, `model.cuda()` may follow, or FSDP offloads to the CPU."""
     monkeypatch.setattr(attach, "accelerator", lambda: there)
     with recorded(tmp_path, torch.nn.Linear(2, 2)) as recording:
         recording.watch.step()
     assert recording.metadata["compute_device"] == known
 
 
-def test_step_with_an_interrupted_stall_has_no_record(device: FakeDevice, tmp_path: Path) -> None:
-    """The step is counted."""
+def test_step_with_an_interrupted_stall_has_no_device_record_and_is_counted(
+    device: FakeDevice, tmp_path: Path
+) -> None:
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -153,8 +154,10 @@ def test_step_with_an_interrupted_stall_has_no_record(device: FakeDevice, tmp_pa
 
 @pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("ahead", [False, True], ids=["host waits", "host runs ahead"])
-def test_phases_have_device_times(device: FakeDevice, tmp_path: Path, ahead: bool) -> None:
-    """The times belong to the right step, whether or not the device is behind."""
+def test_forward_backward_and_optimizer_have_device_times(
+    device: FakeDevice, tmp_path: Path, ahead: bool
+) -> None:
+    """The times belong to the right step, whether or not the device is behind the host."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -184,8 +187,10 @@ def test_phases_have_device_times(device: FakeDevice, tmp_path: Path, ahead: boo
 
 
 @pytest.mark.usefixtures("recorder")
-def test_device_delay_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
-    """When the host marks the end, the device is idle in one step and behind in another."""
+def test_delay_between_host_and_device_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
+    """When the host enters the end of a pass, the device is idle in one step and behind
+    in another.
+    """
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -199,7 +204,7 @@ def test_device_delay_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
             recording.watch.step()
     behind = {span.step: span.value1 for span in device_spans(recording, Kind.OPTIMIZER)}
     for step in range(1, 4):
-        # The host's own work takes no time in this test.
+        # The host's own work lasts no time in this test.
         assert behind[step] == pytest.approx(STEP_NS, rel=0.02)
     assert behind[4] == pytest.approx(50 * MILLISECOND + STEP_NS, rel=0.02)
 
@@ -207,7 +212,7 @@ def test_device_delay_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
 def test_modules_and_sections_have_device_times_in_sampled_steps_only(
     recorder: ModuleType, device: FakeDevice, tmp_path: Path
 ) -> None:
-    """Only sampled steps have device times of modules, forward and backward, and of sections."""
+    """Forward and backward passes of modules have separate times."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
         rig.attach(recording)
@@ -240,8 +245,10 @@ def test_modules_and_sections_have_device_times_in_sampled_steps_only(
     assert all(BACKWARD_NS <= each.duration_ns < BACKWARD_NS + OVER_NS for each in backward)
 
 
-def test_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -> None:
-    """No event is recorded into the graph, and missing steps are published."""
+def test_step_in_a_graph_capture_has_no_device_times_and_is_counted(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    """No event is recorded into the graph."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -262,8 +269,8 @@ def test_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -
     assert recording.metadata["device"]["captured"] > 0
 
 
-def test_step_with_a_missing_mark_has_no_record(device: FakeDevice, tmp_path: Path) -> None:
-    """The missing mark may be one of a stall. Later steps have records."""
+def test_step_with_a_missing_mark_has_no_device_record(device: FakeDevice, tmp_path: Path) -> None:
+    """The missing mark may belong to a stall. Later steps have records."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -276,7 +283,7 @@ def test_step_with_a_missing_mark_has_no_record(device: FakeDevice, tmp_path: Pa
                 rig.events.stream = 0
             rig.step()
             device.advance(2 * STEP_NS)
-        recording.watch.step()  # ends no step, as the optimizer has ended it
+        recording.watch.step()  # Ends no step, because the optimizer has ended it.
         for _ in range(2):
             recording.watch.step()
             device.advance(STEP_NS)
@@ -285,8 +292,10 @@ def test_step_with_a_missing_mark_has_no_record(device: FakeDevice, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("recorder")
-def test_stalls_are_recorded_before_their_step(device: FakeDevice, tmp_path: Path) -> None:
-    """They are DEVICE records of kind WAIT with the name of the wait."""
+def test_stalls_are_recorded_before_the_record_of_their_step(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    """A stall is a DEVICE record of kind WAIT with the name of the wait."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -297,7 +306,7 @@ def test_stalls_are_recorded_before_their_step(device: FakeDevice, tmp_path: Pat
             device.spin(4 * MILLISECOND)
             session.clocks.stalls.end()
             device.advance(2 * STEP_NS)
-        recording.watch.step()  # ends no step, as the optimizer has ended it
+        recording.watch.step()  # Ends no step, because the optimizer has ended it.
         recording.watch.step()
     stalls = device_spans(recording, Kind.WAIT)
     assert {(each.name, each.kind) for each in stalls} == {("wait", Kind.DEVICE)}
@@ -308,10 +317,10 @@ def test_stalls_are_recorded_before_their_step(device: FakeDevice, tmp_path: Pat
         assert spans.index(stall) < spans.index(step)
 
 
-def test_time_to_read_marks_counts_as_cost_of_the_sampled_step(
+def test_time_to_read_marks_is_charged_to_the_sampled_step(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks of a sampled step are read in later steps, which would not have this cost."""
+    """Marks of a sampled step are read during later steps."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
         rig.attach(recording)
@@ -329,10 +338,10 @@ def test_time_to_read_marks_counts_as_cost_of_the_sampled_step(
 
 
 @pytest.mark.usefixtures("recorder")
-def test_wait_for_a_full_queue_is_not_overhead(
+def test_wait_for_room_in_a_full_device_queue_is_not_overhead(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mark waits for room in the queue, as the job's next launch would without it."""
+    """A mark waits for room in the queue. Without the mark, the job's next launch would wait."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -353,10 +362,10 @@ def test_wait_for_a_full_queue_is_not_overhead(
         monkeypatch.undo()
 
 
-def test_spans_that_the_device_never_reached_are_counted(
+def test_spans_not_reached_when_the_watch_ends_are_counted(
     device: FakeDevice, tmp_path: Path
 ) -> None:
-    """The watch ends without waiting for the device."""
+    """The end of the watch does not wait for the device."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -368,10 +377,10 @@ def test_spans_that_the_device_never_reached_are_counted(
     assert recording.metadata["device"]["unread"] == 3 * 3 + 2
 
 
-def test_user_exception_in_the_forward_pass_is_passed_on(
+def test_exception_in_the_forward_pass_is_passed_on_with_device_times(
     device: FakeDevice, tmp_path: Path
 ) -> None:
-    """The exception is passed on, and later steps are timed."""
+    """Later steps have device times."""
     rig = Rig(device)
 
     class Failing(torch.nn.Module):
@@ -392,12 +401,12 @@ def test_user_exception_in_the_forward_pass_is_passed_on(
     ] == [0, 1]
 
 
-def test_no_device_times_with_one_connection_to_the_device(
+def test_device_times_are_off_with_one_connection_to_the_device(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events would serialize overlapping work.
 
-    A note gives the reason, and the setting overrides it.
+    A note gives the reason, and a setting turns device times on.
     """
     monkeypatch.setenv(CONNECTIONS, "1")
     for asked_for in (False, True):
@@ -409,7 +418,7 @@ def test_no_device_times_with_one_connection_to_the_device(
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 @pytest.mark.usefixtures("recorder")
-def test_interruption_inside_a_mark_reaches_the_user(
+def test_exception_of_a_signal_handler_inside_a_mark_reaches_the_user(
     device: FakeDevice, tmp_path: Path, interruption: type[BaseException]
 ) -> None:
     """A signal handler may run inside Python code of this package."""
@@ -436,10 +445,10 @@ def test_interruption_inside_a_mark_reaches_the_user(
         session.recorder.set_device_clock(None, None)
 
 
-def test_failed_hook_makes_no_more_marks(
+def test_hook_that_failed_makes_no_more_marks(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its work at a step's end, marks would not be read."""
+    """The failed hook no longer runs at a step's end, so marks would not be read."""
     monkeypatch.setenv(RAISE, "0")
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
@@ -457,8 +466,8 @@ def test_failed_hook_makes_no_more_marks(
     assert any("device times failed and was switched off" in note for note in recording.notes)
 
 
-def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path: Path) -> None:
-    """Destroying an event calls CUDA, which crashes the child."""
+def test_forked_child_does_not_destroy_events(device: FakeDevice, tmp_path: Path) -> None:
+    """Destroying an event calls CUDA, which crashes a forked child."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -471,17 +480,17 @@ def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path
     assert hooks_device._never_freed == []
 
 
-def test_no_hook_is_attached_on_a_cpu_build() -> None:
-    """This includes a setting that asks for device times."""
+def test_no_device_hook_is_attached_with_a_cpu_build_of_torch() -> None:
+    """A setting that asks for device times does not change this."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
     assert device_hooks(config.Config(device_times="on")) == []
 
 
-def test_last_reached_mark_is_published(
+def test_last_mark_reached_by_the_device_is_published(
     device: FakeDevice, tmp_path: Path, recorder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The published mark has its step, place, span, and the times of the first and last check.
+    """The published mark has its step, position, span, and the times of the first and last check.
 
     The host does not wait for the device.
     """
@@ -495,7 +504,7 @@ def test_last_reached_mark_is_published(
         keeps_up = device_mark(reader)
         synchronizations = device.synchronizations
         with monkeypatch.context() as once:
-            # A kernel that does not end during the test.
+            # A kernel that is still running when the test ends.
             once.setattr(sys.modules[__name__], "FORWARD_NS", 1000 * STEP_NS)
             rig.step()
         for _ in range(5):
@@ -518,10 +527,10 @@ def test_last_reached_mark_is_published(
     assert mark.looked_ns - mark.since_ns >= 9 * STEP_NS
 
 
-def test_progress_needs_no_more_queries_if_the_device_keeps_up(
+def test_publishing_progress_needs_no_query_if_the_device_keeps_up(
     device: FakeDevice, tmp_path: Path
 ) -> None:
-    """One query per step is made, as without publishing the progress."""
+    """One query per step is made, as without publishing."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)

@@ -14,10 +14,10 @@ from torchlens_perf.recorder import torch_private
 
 
 class Cuda:
-    """A current stream, which tests change."""
+    """A current stream that tests can change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, handles: bool) -> None:
-        """handles: True if torch returns a stream's handle."""
+        """`handles` is True if torch returns a stream's handle."""
         self.handle, self.capturing, self.made = 0, False, 0
         monkeypatch.setattr(torch.cuda, "Stream", lambda index, priority: ("idle", index, priority))
         monkeypatch.setattr(
@@ -36,8 +36,10 @@ class Cuda:
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_equal_streams_share_one_object(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
-    """Streams are compared by value. With handles, there is one object for each stream."""
+def test_equal_streams_of_torch_share_one_kept_object(
+    monkeypatch: pytest.MonkeyPatch, handles: bool
+) -> None:
+    """Streams are compared by value, or by their handles if torch returns them."""
     cuda = Cuda(monkeypatch, handles=handles)
     own = CudaEvents(3)
     assert own.name == "CUDA events"

@@ -1,4 +1,4 @@
-"""Publishing of the GPUs that a watched process computes on."""
+"""Publishing which GPUs a watched process computes on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GB = 1 << 30
 
 
 class Devices:
-    """torch's functions on devices. There is no GPU here."""
+    """Replacements for torch's functions on devices, as the machine has no GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.initialized, self.capturing = True, False
         self.reserved = [0, 0, 0]
         self.asked = 0
-        # With a CUDA build of torch, all other hooks would query these devices too.
+        # With a CUDA build of torch, all other hooks would also query these devices.
         monkeypatch.setattr(torch.version, "cuda", None)
         for name, answer in (
             ("is_initialized", lambda: self.initialized),
@@ -47,7 +47,7 @@ class Devices:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """Three devices, none of them in use."""
+    """Replace torch's devices with three unused ones."""
     default_hooks = attach.default_hooks
     monkeypatch.setattr(attach, "default_hooks", lambda *args: [*default_hooks(*args), GpuHook()])
     return Devices(monkeypatch)
@@ -61,19 +61,20 @@ def steps(recording: Recording, count: int) -> None:
 
 
 def gpus(recording: Recording) -> list[Any]:
-    """Return the GPUs as the sidecar reads them."""
+    """Return the published GPUs as read by the sidecar."""
     return [(gpu["uuid"], gpu["index"], gpu["name"]) for gpu in recording.metadata["gpus"]]
 
 
-def test_gpu_is_published_once(devices: Devices, tmp_path: Path) -> None:
-    """The hook looks for GPUs after the first, second, fourth ... step.
+def test_gpu_in_use_is_published_once_with_nvmls_uuid(devices: Devices, tmp_path: Path) -> None:
+    """The hook looks for GPUs after the steps 1, 2, 4, 8 and so on.
 
-    The UUID gets NVML's prefix.
+    NVML's UUIDs begin with "GPU-".
     """
     with recorded(tmp_path) as recording:
         steps(recording, 5)
         assert devices.asked == 3
-        devices.reserved = [GB, 0, 10]  # The few bytes on the last device do not count as use.
+        # A few reserved bytes on the last device do not count as use.
+        devices.reserved = [GB, 0, 10]
         steps(recording, 3)
         asked = devices.asked
         steps(recording, 100)
@@ -83,7 +84,7 @@ def test_gpu_is_published_once(devices: Devices, tmp_path: Path) -> None:
     assert recording.notes == []
 
 
-def test_all_devices_of_a_process_are_published(devices: Devices, tmp_path: Path) -> None:
+def test_all_gpus_used_by_a_process_are_published(devices: Devices, tmp_path: Path) -> None:
     devices.reserved = [GB, 0, GB]
     with recorded(tmp_path) as recording:
         steps(recording, 1)
@@ -104,7 +105,7 @@ def test_gpu_is_not_queried_before_cuda_is_initialized_or_in_a_capture(
     assert len(gpus(recording)) == 1
 
 
-def test_no_hook_is_attached_without_a_gpu(tmp_path: Path) -> None:
+def test_gpu_hook_is_not_attached_without_a_gpu(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         steps(recording, 3)
     assert gpus(recording) == []

@@ -1,4 +1,4 @@
-"""The parts of the GPU check that need no GPU: its runner, its file, and planted faults."""
+"""The GPU check on a machine without a GPU: its runner, its result file, and planted faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.device import device
 from tests.support.processes import ROOT
 
 FACTS = {"device": "none", "NCCL": "2.28.9"}
-LONG_S = 30.0  # Sufficient on a busy machine.
+LONG_S = 30.0  # A limit that is sufficient on a busy machine.
 
 
 def part(name: str, limit_s: float = LONG_S) -> Part:
@@ -36,14 +36,14 @@ def run(out: Path, *parts: Part, seconds: float = 100.0) -> tuple[int, Runner, s
 
 
 def ended(pid: int) -> bool:
-    """Return True if a process has ended, even if its parent has not waited for it."""
+    """Return True if a process has ended, even if its parent has not reaped it."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return True
 
 
-def test_parts_run_in_order_and_the_file_has_all_output(tmp_path: Path) -> None:
+def test_parts_run_in_order_and_the_result_file_has_all_their_output(tmp_path: Path) -> None:
     code, runner, text = run(tmp_path, part("passes"), part("fails"))
     assert code == 1
     assert [line.part for line in runner.lines] == ["passes"] * 3 + ["fails"]
@@ -60,7 +60,7 @@ def test_parts_run_in_order_and_the_file_has_all_output(tmp_path: Path) -> None:
     assert "passes " in text.rpartition("Seconds of each part")[2]
 
 
-def test_exit_code_is_0_without_a_failed_part(tmp_path: Path) -> None:
+def test_exit_code_is_0_if_no_part_fails(tmp_path: Path) -> None:
     assert run(tmp_path, part("passes"))[0] == 0
 
 
@@ -73,7 +73,9 @@ def test_exit_code_is_0_without_a_failed_part(tmp_path: Path) -> None:
         ("silent", "said nothing"),
     ],
 )
-def test_part_that_raises_fails_and_the_next_one_runs(tmp_path: Path, name: str, said: str) -> None:
+def test_part_that_raises_fails_and_the_next_part_runs(
+    tmp_path: Path, name: str, said: str
+) -> None:
     code, runner, text = run(tmp_path, part(name), part("passes"))
     assert code == 1
     assert runner.failed == 1
@@ -82,7 +84,7 @@ def test_part_that_raises_fails_and_the_next_one_runs(tmp_path: Path, name: str,
     assert (name in ("silent", "killed")) == ("before" not in text)
 
 
-def test_part_that_hangs_is_ended_with_its_processes(
+def test_part_that_hangs_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
@@ -94,10 +96,10 @@ def test_part_that_hangs_is_ended_with_its_processes(
     assert all(ended(int(pid)) for pid in (tmp_path / "pid").read_text().split())
 
 
-def test_no_part_begins_after_the_time_limit(
+def test_parts_after_the_time_limit_are_listed_as_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A running part is terminated, which is not a FAIL. Parts that did not run are listed."""
+    """The running part is terminated, which does not count as failed."""
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, text = run(tmp_path, part("hangs"), part("fails"), part("passes"), seconds=3)
     assert code == 3
@@ -111,8 +113,8 @@ def test_no_part_begins_after_the_time_limit(
     ] * 2
 
 
-def test_file_has_the_lines_before_a_kill(tmp_path: Path) -> None:
-    """The running part does not survive."""
+def test_result_file_has_the_lines_written_before_the_check_is_killed(tmp_path: Path) -> None:
+    """The process of the running part is killed too."""
     program = f"""
 from pathlib import Path
 from tests.hooks.on_device.test_gpu_check import run, part
@@ -140,8 +142,8 @@ run(Path({str(tmp_path)!r}), part("passes"), part("hangs"), part("fails"))
     assert ended(part_pid)
 
 
-def test_every_part_has_its_function() -> None:
-    """The modules are parsed, not imported, as some need a GPU.
+def test_every_part_of_the_check_has_a_function() -> None:
+    """The modules are parsed, because some cannot be imported without a GPU.
 
     The most important part comes first.
     """
@@ -173,19 +175,21 @@ def test_every_part_has_its_function() -> None:
         ("cuMemGetInfo_v2", None), ("cudaMallocAsync_v11020", None), ("cudaFreeAsync_v11020", None),
     ],
 )  # fmt: skip
-def test_calls_that_wait_for_the_device_are_recognized(function: str, kind: str | None) -> None:
+def test_cuda_calls_that_wait_for_the_device_are_recognized(
+    function: str, kind: str | None
+) -> None:
     assert kind_of(function) == kind
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_calls_are_counted_from_cupti_callbacks(tmp_path: Path) -> None:
+def test_cuda_calls_are_counted_from_cupti_callbacks(tmp_path: Path) -> None:
     library = tmp_path / "libfake_cupti.so"
     source = ROOT / "tests" / "support" / "fake_cupti.c"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
     )
     calls, fake = Calls(str(library)), ctypes.CDLL(str(library))
-    fake.fake_call(1, ctypes.c_uint32(1))  # Comes before counting starts.
+    fake.fake_call(1, ctypes.c_uint32(1))  # Called before counting starts.
     with calls.counted() as found:
         for domain, number in ((1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 6), (3, 3)):
             fake.fake_call(domain, ctypes.c_uint32(number))
@@ -200,7 +204,7 @@ def test_calls_are_counted_from_cupti_callbacks(tmp_path: Path) -> None:
         Calls(str(library))
 
 
-def test_small_shared_memory_is_mounted_or_the_reason_returned() -> None:
+def test_small_shared_memory_is_mounted_or_the_reason_is_returned() -> None:
     prefix = small_shared_memory()
     if isinstance(prefix, str):
         assert "not permitted" in prefix or "no unshare" in prefix
@@ -214,7 +218,7 @@ def test_small_shared_memory_is_mounted_or_the_reason_returned() -> None:
     assert os.statvfs("/dev/shm").f_blocks == before.f_blocks
 
 
-def test_refusals_of_nccl_differ_from_other_failures() -> None:
+def test_errors_of_nccl_for_missing_features_differ_from_other_failures() -> None:
     words = (
         "x\nncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 40\n"
     )
@@ -222,13 +226,13 @@ def test_refusals_of_nccl_differ_from_other_failures() -> None:
     assert refusal("ValueError: no") == ""
 
 
-@pytest.mark.long  # it asks for a quiet machine: who is named first may be a rank that lacked a CPU
+@pytest.mark.long  # Needs a quiet machine: a rank that lacked a CPU could be reported first.
 @pytest.mark.distributed
 @pytest.mark.skipif(
     device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
 )
-def test_planted_part_passes_on_the_asynchronous_device(tmp_path: Path) -> None:
-    """One loop and one fault of this part, planted as on CUDA."""
+def test_check_finds_the_planted_fault_on_the_fake_asynchronous_device(tmp_path: Path) -> None:
+    """One training loop and one fault of this part are planted in the same way as on CUDA."""
     lines: list[Line] = []
     planted.check(Checks(lines.append), MODULES, kinds=("launch-clean", "ddp-backward"), steps=90)
     assert [line.result for line in lines] == [PASS, PASS], lines
@@ -241,8 +245,8 @@ def test_planted_part_passes_on_the_asynchronous_device(tmp_path: Path) -> None:
     device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
 )
 @pytest.mark.parametrize("name", [ASYNC, MODULES])
-def test_complete_check_passes_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
-    """The complete check on this device, run from its command line."""
+def test_complete_check_passes_on_the_fake_asynchronous_device(tmp_path: Path, name: str) -> None:
+    """The check is run from its command line."""
     command = [
         sys.executable,
         "-m",

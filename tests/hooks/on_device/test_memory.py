@@ -1,4 +1,4 @@
-"""Readings of the device allocator in a watched loop, with replacements for torch's functions."""
+"""Readings of torch's device allocator in a watched loop, with replaced functions of torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
 @pytest.fixture
 def no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the minimum time between readings, as steps of a test are short."""
+    """Switch off the minimum time between readings, because steps of a test are short."""
     monkeypatch.setattr("torchlens_perf.hooks.on_device.memory._MIN_IDLE_RATIO", 0)
 
 
 def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
-    """Return step, value0 and value1 of each reading by name."""
+    """Return the step, value0 and value1 of each reading, grouped by its name."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for each in recording.of(Kind.MEMORY):
         found.setdefault(each.name, []).append((each.step, each.value0, each.value1))
@@ -35,7 +35,7 @@ def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
 def test_allocator_is_read_in_one_of_sixteen_steps(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """Each step's record has the peak that was read last."""
+    """Each step's record has the peak of the latest reading."""
     allocator.uses(2 * GB, 4 * GB, GB)
     allocator.fraction = 0.5
     with recorded(tmp_path) as recording:
@@ -61,7 +61,7 @@ def test_allocator_is_read_in_one_of_sixteen_steps(
     assert recording.metadata["memory_source"] == "device allocator, peak"
 
 
-def test_readings_take_a_thousandth_of_the_time_at_most(
+def test_memory_readings_take_at_most_a_thousandth_of_the_time(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
     allocator.uses(GB, GB)
@@ -76,10 +76,10 @@ def test_readings_take_a_thousandth_of_the_time_at_most(
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_nothing_is_read_before_cuda_is_initialized(
+def test_memory_is_not_read_before_cuda_is_initialized(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """Reading would initialize CUDA. A device without allocations has no numbers."""
+    """A reading would initialize CUDA. A device without allocations has no numbers."""
     allocator.initialized = False
     with recorded(tmp_path) as recording:
         recording.watch.step()
@@ -94,10 +94,10 @@ def test_nothing_is_read_before_cuda_is_initialized(
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_missing_counters_are_not_recorded_as_zero(
+def test_missing_memory_counters_are_not_recorded_as_zero(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """cudaMallocAsync leaves most numbers at 0, and a torch version may lack a counter."""
+    """With cudaMallocAsync most numbers stay 0, and a torch version may lack a counter."""
     allocator.uses(GB, 2 * GB)
     allocator.backend = "cudaMallocAsync"
     with recorded(tmp_path / "async") as recording:
@@ -112,8 +112,10 @@ def test_missing_counters_are_not_recorded_as_zero(
     assert "device_frees" in values(recording)
 
 
-def test_custom_allocator_is_noted_once(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """A custom allocator has neither numbers nor observers."""
+def test_custom_allocator_is_noted_once_and_not_read(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
+    """A custom allocator has no numbers and no observers."""
     allocator.uses(GB, GB)
     allocator.backend = "pluggable"
     with recorded(tmp_path) as recording:

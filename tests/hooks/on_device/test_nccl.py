@@ -1,4 +1,4 @@
-"""Setting and switching NCCL's plugin, and notes on missing times, without a GPU."""
+"""Setting and switching NCCL's profiler plugin, and notes on missing times, without a GPU."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    """An NCCL for two ranks with a plugin of its own and no user settings."""
+    """Replace NCCL with one for two ranks that can load a plugin. No user settings exist."""
     made = FakeNccl(nccl_library, tmp_path, 6)
     monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
     monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)  # Removes the variable after the test too.
+    monkeypatch.delenv(VARIABLE)  # Also removes the variable after the test.
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return made
@@ -51,7 +51,7 @@ def nccl_4(nccl: FakeNccl) -> FakeNccl:
 
 
 class Graph:
-    """Replaces torch.cuda.CUDAGraph."""
+    """A replacement for torch.cuda.CUDAGraph."""
 
 
 @contextmanager
@@ -62,17 +62,17 @@ def watched(
     version: tuple[int, ...] = (2, 29, 7),
     wish: str = "auto",
 ) -> Iterator[Recording]:
-    """Return a watch with the hook, as on a machine with a GPU."""
+    """Return a watch with the NCCL hook, as on a machine with a GPU."""
     monkeypatch.setattr(attach, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
     with recorded(folder / "run") as recording:
         yield recording
     assert recording.internal_errors == 0
 
 
-def test_plugin_is_set_inside_the_watch_only(
+def test_plugin_variable_is_set_only_during_the_watch(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL finds the plugin by an environment variable, which is removed after the watch."""
+    """NCCL finds the plugin by an environment variable."""
     before = dict(os.environ)
     with watched(tmp_path, monkeypatch) as recording:
         assert nccl.load() == 6
@@ -87,7 +87,7 @@ def test_plugin_is_set_inside_the_watch_only(
     assert recording.notes == []
 
 
-def test_variable_set_by_another_tool_inside_the_watch_is_kept(
+def test_plugin_variable_set_by_another_tool_is_kept_after_the_watch(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(tmp_path, monkeypatch):
@@ -96,10 +96,10 @@ def test_variable_set_by_another_tool_inside_the_watch_is_kept(
 
 
 @pytest.mark.parametrize("where", ["variable", "empty variable", "file", "own file", "library"])
-def test_another_plugin_is_kept_and_noted(
+def test_plugin_of_another_tool_is_kept_and_noted(
     where: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plugin may be chosen in any way that NCCL supports."""
+    """The other plugin may be chosen in any way that NCCL supports."""
     settings = f"NCCL_DEBUG=INFO\n{VARIABLE}=another\n"
     if "variable" in where:
         monkeypatch.setenv(VARIABLE, "another" if where == "variable" else "")
@@ -121,7 +121,7 @@ def test_another_plugin_is_kept_and_noted(
     assert "another profiler plugin is configured and is kept" in note
 
 
-def test_plugin_of_the_launchers_installation_is_replaced(
+def test_plugin_set_by_the_launchers_installation_is_replaced(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher may run with another Python, whose plugin is a different file."""
@@ -137,14 +137,14 @@ def test_plugin_of_the_launchers_installation_is_replaced(
 def test_nccl_settings_without_a_plugin_do_not_prevent_timing(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other settings in NCCL's file, or a commented-out variable, are not a plugin."""
+    """NCCL's configuration file may have other settings or a commented-out variable."""
     (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=INFO\n#{VARIABLE}=another\n")
     with watched(tmp_path, monkeypatch):
         assert os.environ[VARIABLE] == str(nccl.file)
 
 
 def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
-    """Return the steps in which NCCL reports its kernels."""
+    """Return the steps in which NCCL is asked to report its kernels."""
     steps_on = []
     for step in range(steps):
         if nccl.mask == ON:
@@ -164,7 +164,7 @@ def test_one_step_of_50_is_timed_with_an_untested_nccl(
     version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """One step of 50 is timed if the plugin was requested for an untested NCCL, else all."""
+    """With a tested NCCL all steps are timed."""
     with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -176,13 +176,10 @@ def test_one_step_of_50_is_timed_with_an_untested_nccl(
     assert len(sampled) == (every > 1)
 
 
-def test_plugin_is_off_by_default(
+def test_plugin_is_off_by_default_and_events_are_used(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plugin needs shared memory, which containers may lack.
-
-    Events are used instead, with a note.
-    """
+    """The plugin needs shared memory, which containers may lack. A note gives the setting."""
     assert Config().nccl == "off"
     with watched(tmp_path, monkeypatch, wish="off") as recording:
         assert VARIABLE not in os.environ
@@ -192,10 +189,10 @@ def test_plugin_is_off_by_default(
 
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
-def test_plugin_is_not_set_without_room_in_shared_memory(
+def test_plugin_is_not_set_if_shared_memory_is_too_small(
     wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note gives the needed and the free size. NCCL itself would use a null pointer."""
+    """The note gives the needed and the free size. NCCL itself would dereference a null pointer."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
     with watched(tmp_path, monkeypatch, wish=wish) as recording:
@@ -206,17 +203,17 @@ def test_plugin_is_not_set_without_room_in_shared_memory(
     )
 
 
-def test_room_in_shared_memory_is_computed_for_all_ranks_of_the_node(tmp_path: Path) -> None:
-    """All ranks of the node count. A missing folder has no room."""
+def test_free_shared_memory_is_required_for_all_ranks_of_the_node(tmp_path: Path) -> None:
+    """A missing folder has no free space."""
     assert nccl_plugin.no_room(1, tmp_path) == ""
-    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # Has no free space.
+    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # `/proc` has no free space.
     assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
 
 
-def test_timing_ends_without_room_for_a_later_communicator(
+def test_timing_ends_if_shared_memory_is_too_small_for_a_later_communicator(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Timing ends for good, with a note."""
+    """Timing does not start again, and a note gives the reason."""
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         first = nccl.communicator()
@@ -244,7 +241,7 @@ def test_plugin_is_not_set_for_an_old_nccl(
 
 
 @pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
-def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
+def test_plugin_is_set_for_an_untested_nccl_only_on_request(
     version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(tmp_path, monkeypatch, version=version) as recording:
@@ -261,7 +258,7 @@ def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
 def test_single_rank_has_no_nccl_notes(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL runs no kernel there."""
+    """NCCL runs no kernel in a job with one rank."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
@@ -269,10 +266,10 @@ def test_single_rank_has_no_nccl_notes(
     assert recording.notes == []
 
 
-def test_nccl_timing_is_off_in_captures(
+def test_nccl_timing_is_off_during_graph_captures(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's class is restored after the watch."""
+    """The methods of torch.cuda.CUDAGraph are restored after the watch."""
     asked: list[Any] = []
 
     def capture(name: str) -> Any:
@@ -288,7 +285,7 @@ def test_nccl_timing_is_off_in_captures(
         context = nccl.communicator()
         graph = Graph()
         torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
-        recording.watch.step()  # A whole step may be captured.
+        recording.watch.step()  # The whole step may be part of a capture.
         assert nccl.mask == SEEN
         torch.cuda.CUDAGraph.capture_end(graph)
         assert nccl.mask == ON
@@ -303,13 +300,13 @@ def test_nccl_timing_is_off_in_captures(
     ]
     assert recording.notes == []
     assert dict(vars(torch.cuda.CUDAGraph)) == before
-    for function in wrapped:  # Another tool may have kept these.
+    for function in wrapped:  # Another tool may still refer to the wrapped functions.
         function(Graph())
         assert nccl.mask == SEEN
     nccl.finalize(context)
 
 
-def test_timing_ends_after_a_captured_collective(
+def test_timing_ends_after_a_collective_in_a_graph_capture(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This watch and the next one note the reason and use events."""
@@ -345,7 +342,7 @@ def test_timing_ends_after_a_captured_collective(
     nccl.finalize(context)
 
 
-def test_end_of_timing_is_noted_without_another_step(
+def test_end_of_nccl_timing_is_noted_if_no_step_follows(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(tmp_path, monkeypatch) as recording:
@@ -357,12 +354,11 @@ def test_end_of_timing_is_noted_without_another_step(
     nccl.finalize(context)
 
 
-def test_replay_of_an_unknown_graph_ends_timing(
+def test_replay_of_a_graph_with_unknown_contents_ends_timing(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its contents are unknown.
-
-    Graphs captured in an earlier watch, or replayed before there was a communicator, are known.
+    """The contents of graphs captured in an earlier watch, or replayed before there was a
+    communicator, are known.
     """
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
@@ -384,10 +380,10 @@ def test_replay_of_an_unknown_graph_ends_timing(
     nccl.finalize(context)
 
 
-def test_capture_ends_timing_with_interface_4(
+def test_graph_capture_ends_timing_with_plugin_interface_4(
     nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This interface does not report captured operations."""
+    """Interface 4 of the plugin does not report captured operations."""
     for name in ("capture_begin", "capture_end"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     with watched(tmp_path, monkeypatch, version=(2, 27, 7), wish="on") as recording:
@@ -399,7 +395,7 @@ def test_capture_ends_timing_with_interface_4(
     nccl_4.finalize(context)
 
 
-def test_forked_child_is_not_timed(
+def test_nccl_timing_is_off_in_a_forked_child(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the parent process timing continues."""
@@ -414,18 +410,20 @@ def test_forked_child_is_not_timed(
     nccl.finalize(context)
 
 
-def test_plugin_is_set_before_communicators_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook for aggregate="device" creates one. NCCL looks for a plugin only once."""
+def test_plugin_is_set_before_the_first_communicator_is_created(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hook for aggregate="device" creates a communicator. NCCL looks for a plugin only once."""
     monkeypatch.setattr(device, "has_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
     assert names == ["DeviceHook", "DataParallelHook", "NcclHook", "GpuHook", "StampHook"]
 
 
-def test_timing_continues_after_a_capture_that_failed_to_begin(
+def test_timing_continues_after_a_graph_capture_that_failed_to_begin(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises and does not end this capture."""
+    """torch raises and does not call the function that ends a capture."""
 
     def refused(graph: object) -> None:
         raise RuntimeError("a capture is under way")
@@ -440,7 +438,7 @@ def test_timing_continues_after_a_capture_that_failed_to_begin(
     nccl.finalize(context)
 
 
-def test_plugin_of_another_version_is_not_set(
+def test_plugin_file_of_another_version_is_not_set_and_noted(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note says what to do."""
@@ -451,10 +449,10 @@ def test_plugin_of_another_version_is_not_set(
     assert "built for another version of torchlens_perf: reinstall it" in note
 
 
-def test_operations_without_times_are_noted(
+def test_operations_without_nccl_times_are_noted(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first note comes at once, the number at the end.
+    """A first note comes at once, and the number is noted at the end.
 
     Notes of an earlier watch are not repeated.
     """
@@ -477,7 +475,7 @@ def test_operations_without_times_are_noted(
     nccl.finalize(context)
 
 
-def test_communicators_without_the_plugin_are_noted(
+def test_communicators_created_without_the_plugin_are_noted(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL has not loaded the plugin. Advice is given once, and events are used."""
@@ -500,10 +498,10 @@ def test_communicators_without_the_plugin_are_noted(
     assert inside.clocks.collective_listener is None
 
 
-def test_communicators_with_the_plugin_are_timed(
+def test_communicators_created_with_the_plugin_are_timed_without_events(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be older than the watch, as with automatic recording. No event is used."""
+    """The communicators may be older than the watch, as with automatic recording."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     monkeypatch.setenv(VARIABLE, str(nccl.file))
     monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: "nccl")
@@ -526,14 +524,15 @@ def test_communicators_with_the_plugin_are_timed(
         ({"TORCHLENS_PERF_NCCL": "auto", "TORCHLENS_PERF_COLLECTIVES": "0"}, False),
     ],
 )
-def test_plugin_is_set_at_import_of_torch(
+def test_plugin_is_set_at_import_of_torch_with_automatic_recording(
     told: dict[str, str], offered: bool, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Automatic recording begins after the first step, later than the first communicator."""
     from torchlens_perf.hooks.loop.optimizer import relay
 
     monkeypatch.setattr(nccl_plugin, "version", lambda: (2, 29, 7))
-    monkeypatch.setattr(relay, "after", object())  # it waits for a step already
+    # Automatic recording is already waiting for a step.
+    monkeypatch.setattr(relay, "after", object())
     for name, value in {"TORCHLENS_PERF": "1", **told}.items():
         monkeypatch.setenv(name, value)
     autoload.autoload()
@@ -543,18 +542,20 @@ def test_plugin_is_set_at_import_of_torch(
     assert VARIABLE not in os.environ
 
 
-def test_plugin_is_not_set_without_nccl(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This torch has no NCCL from NVIDIA, or an old one."""
+def test_plugin_is_not_set_if_torch_lacks_a_suitable_nccl(
+    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has an old NCCL, or none from NVIDIA."""
     for version in (None, (2, 26, 2)):
         monkeypatch.setattr(nccl_plugin, "version", lambda found=version: found)
         nccl_plugin.offer_early(os.environ, "auto")
         assert VARIABLE not in os.environ
 
 
-def test_version_of_nccl_has_no_suffix_and_is_none_without_cuda(
+def test_nccl_version_has_no_suffix_and_is_none_without_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a suffix; None in a torch without CUDA or with another vendor's NCCL."""
+    """torch may have no CUDA, or the NCCL of another vendor."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert nccl_plugin.version() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -573,11 +574,11 @@ def test_version_of_nccl_has_no_suffix_and_is_none_without_cuda(
         ((2, 26, 2), None, LIMITED, "not timed"), ((2, 29, 7), "another", LIMITED, "another plugin was chosen"),
     ],
 )  # fmt: skip
-def test_doctor_has_one_line_on_nccl(
+def test_doctor_prints_one_line_on_nccl(
     version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """One line on NCCL with advice, or none for a torch without NCCL."""
+    """The line has advice. Without NCCL in torch there is no line."""
     monkeypatch.setattr(nccl_plugin, "version", lambda: None)
     assert not any("NCCL" in check.subject for check in examine())
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
@@ -589,7 +590,7 @@ def test_doctor_has_one_line_on_nccl(
     assert bool(check.remedy) == (severity == LIMITED)
 
 
-def test_timing_of_process_groups_in_torch_is_not_enabled() -> None:
+def test_timing_of_process_groups_in_torch_stays_off() -> None:
     """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
 
     Only the user may set it.

@@ -1,4 +1,4 @@
-"""Files written at out-of-memory errors, with replacements for torch's functions."""
+"""Files written at out-of-memory errors, with replaced functions of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
 @pytest.fixture
 def no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the minimum time between tables, as errors of a test follow each other."""
+    """Switch off the minimum time between tables, because errors of a test follow each other
+    quickly.
+    """
     monkeypatch.setattr(out_of_memory, "_MIN_IDLE_RATIO", 0)
 
 
@@ -55,7 +57,7 @@ def written(watch: Watch, name: str) -> dict[str, Any]:
 
 
 class Hungry(torch.nn.Module):
-    """Runs out of memory in its forward pass."""
+    """A model that runs out of memory in its forward pass."""
 
     def __init__(self, allocator: FakeAllocator) -> None:
         super().__init__()
@@ -66,7 +68,9 @@ class Hungry(torch.nn.Module):
         return value
 
 
-def test_out_of_memory_error_writes_a_table(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_out_of_memory_error_writes_a_table_of_the_memory(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """The table has the process, time, place and size of the request, and the memory in use."""
     model = torch.nn.Sequential(Hungry(allocator))
     with recorded(tmp_path, model) as recording:
@@ -102,13 +106,10 @@ def recording_key(metadata: dict[str, Any]) -> str:
     return f"rank{identity['rank']:05d}-attempt{identity['attempt']}-{identity['pid']}-{identity['process_started']}"
 
 
-def test_second_watch_uses_the_observer_of_the_first(
+def test_second_watch_reuses_the_memory_observer_of_the_first(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """An observer cannot be removed.
-
-    A second watch uses the first one's, which is inactive in between.
-    """
+    """torch cannot remove an observer. It does nothing between two watches."""
     with recorded(tmp_path) as first:
         run = first.watch.run_dir
     allocator.runs_out(GB, 0)
@@ -122,10 +123,13 @@ def test_second_watch_uses_the_observer_of_the_first(
     assert len(allocator.observers) == 1
 
 
-def test_nothing_is_attached_before_cuda_is_initialized(
+def test_memory_observer_is_not_attached_before_cuda_is_initialized(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """Attaching or recording a history would initialize CUDA and break processes forked later."""
+    """Attaching an observer or recording a history would initialize CUDA.
+
+    Processes forked later would break.
+    """
     allocator.initialized = False
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
@@ -136,10 +140,12 @@ def test_nothing_is_attached_before_cuda_is_initialized(
         assert allocator.history is not None
 
 
-def test_history_is_recorded_during_the_watch(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_allocation_history_is_recorded_during_the_watch(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     """The history has 20,000 entries with Python stacks.
 
-    The table then shows which blocks are new.
+    With stacks, the table shows which blocks are new.
     """
     held = allocator.held["segments"][0]["blocks"]
     entry = {"action": "alloc", "addr": held[1]["address"], "size": 1, "stream": 0, "time_us": 5}
@@ -153,8 +159,10 @@ def test_history_is_recorded_during_the_watch(tmp_path: Path, allocator: FakeAll
     assert allocator.history is None
 
 
-def test_history_of_the_job_is_not_changed(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """The history is not replaced, ended or copied, as it may be large. Its stacks are used."""
+def test_allocation_history_of_the_job_is_used_but_not_changed(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
+    """The job's history may be large, so it is not replaced, ended or copied."""
     job_history = allocator.history = ("all", "all", "all", 10**9)
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
@@ -165,10 +173,10 @@ def test_history_of_the_job_is_not_changed(tmp_path: Path, allocator: FakeAlloca
     assert [note for note in recording.notes if note.startswith("memory history is off")]
 
 
-def test_history_that_the_job_begins_later_is_not_ended(
+def test_allocation_history_begun_by_the_job_during_the_watch_is_not_ended(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """The history is not copied either, as its size has no limit."""
+    """The job's history is not copied either, because its size has no limit."""
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path, memory="history"):
         torch.cuda.memory._record_memory_history(max_entries=10**9)
@@ -180,7 +188,9 @@ def test_history_that_the_job_begins_later_is_not_ended(
     assert allocator.history is job_history
 
 
-def test_torchs_history_function_is_restored(tmp_path: Path, allocator: FakeAllocator) -> None:
+def test_history_function_of_torch_is_restored_after_the_watch(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path):
         assert torch.cuda.memory._record_memory_history is original
@@ -191,7 +201,7 @@ def test_torchs_history_function_is_restored(tmp_path: Path, allocator: FakeAllo
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_size_of_snapshots_in_captures_is_limited(
+def test_size_of_memory_snapshots_in_captures_is_limited(
     allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
     """A history of the job is not copied, and no large snapshot is pickled."""
@@ -204,13 +214,13 @@ def test_size_of_snapshots_in_captures_is_limited(
     assert observed == "3 blocks and entries of the history are more than 2"
 
 
-def test_history_is_off_by_default(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """A history slows down each allocation."""
+def test_allocation_history_is_off_by_default(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """An allocation history slows down each allocation."""
     with recorded(tmp_path):
         assert allocator.history is None
 
 
-def test_error_in_the_observer_does_not_replace_the_jobs_error(
+def test_exception_in_the_memory_observer_does_not_reach_the_job(
     tmp_path: Path, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in an observer would replace OutOfMemoryError, which the job may catch."""
@@ -224,7 +234,7 @@ def test_error_in_the_observer_does_not_replace_the_jobs_error(
 
 
 class Clock:
-    """Time that advances by 10 ms at each reading."""
+    """A clock that advances by 10 ms at each reading."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -237,7 +247,7 @@ class Clock:
 def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """cuDNN tries algorithms until one fits. Tables take at most a hundredth of the time."""
+    """cuDNN catches an error for each algorithm that does not fit."""
     clock = Clock()
     with recorded(tmp_path) as recording:
         assert recording.watch._session is not None
@@ -247,18 +257,18 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
         assert len(allocator.snapshots) == 1
         same = written(recording.watch, "rank00000-0.json")
         assert (same["untold"], same["table"] is None) == (3, False)
-        clock.now_ns += 2_000_000_000  # The first table took 20 ms.
+        clock.now_ns += 2_000_000_000  # Two seconds after the first table, which took 20 ms.
         observer.observed(0, GB, 0, 0)
         assert written(recording.watch, "rank00000-0.json")["untold"] == 3
     assert len(allocator.snapshots) == 2
 
 
-def test_error_shortly_after_a_table_has_a_file_without_one(
+def test_error_shortly_after_a_table_writes_a_short_file(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """This error may end the job.
+    """The error may end the job.
 
-    The file refers to the last table, and only the newest is kept.
+    The short file refers to the last table, and only the newest one is kept.
     """
     with recorded(tmp_path) as recording:
         watch = recording.watch
@@ -277,10 +287,10 @@ def test_error_shortly_after_a_table_has_a_file_without_one(
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_error_before_later_steps_counts_as_caught(
+def test_error_is_counted_as_caught_if_later_steps_follow(
     tmp_path: Path, allocator: FakeAllocator, fatal: bool
 ) -> None:
-    """The step in progress does not matter."""
+    """The step in progress does not count as a later step."""
     with pytest.raises(MemoryError) if fatal else nullcontext(), recorded(tmp_path) as recording:
         recording.watch.step()
         allocator.runs_out(GB, 0)
@@ -292,8 +302,8 @@ def test_error_before_later_steps_counts_as_caught(
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_newest_eight_tables_are_kept(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Each step keeps its last table."""
+def test_only_the_newest_eight_tables_are_kept(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """The last table of each step is kept."""
     with recorded(tmp_path) as recording:
         for _ in range(12):
             allocator.runs_out(GB, 0)
@@ -303,8 +313,10 @@ def test_newest_eight_tables_are_kept(tmp_path: Path, allocator: FakeAllocator) 
         assert written(recording.watch, "rank00000-11.json")["asked_bytes"] == 2 * GB
 
 
-def test_no_observer_is_attached_if_memory_is_off(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """There are no readings either."""
+def test_no_memory_observer_is_attached_if_memory_is_off(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
+    """The allocator is not read either."""
     with recorded(tmp_path, memory="off"):
         assert allocator.observers == []
 
@@ -317,10 +329,10 @@ def test_no_observer_is_attached_if_memory_is_off(tmp_path: Path, allocator: Fak
         ("_cuda_isHistoryEnabled", "memory history: torch lacks"),
     ],
 )
-def test_missing_functions_of_torch_are_noted(
+def test_missing_memory_functions_of_torch_are_noted(
     tmp_path: Path, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, name: str, note: str
 ) -> None:
-    """Readings work without them, and so do tables without stacks."""
+    """Readings, and tables without stacks, do not need the missing functions."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.delattr(torch._C, name)
     torch_private.works.cache_clear()

@@ -1,4 +1,4 @@
-"""device_section() in a watched loop on the fake device, from the stamp to the report."""
+"""device_section() in a watched loop on the fake device, from its time stamps to the report."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ OVER_NS = 10_000
 
 @pytest.fixture
 def torch_device(device: FakeDevice) -> FakeTorchDevice:
-    """A device with a ring of four slots of 64 places."""
+    """Replace the device with one whose ring has four slots of 64 entries."""
     return FakeTorchDevice(device)
 
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset the state, as in a process that has used no section."""
+    """Reset the module's state to that of a process that has used no section."""
     monkeypatch.setattr(device_sections, "_wanted", False)
 
 
 def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bool = True) -> None:
-    """Start as a watch does if torch has a device.
+    """Start the hook as a watch does if torch has a device.
 
-    decorated: a function has been decorated before.
+    `decorated` is True if a function was decorated before the watch.
     """
     if decorated:
         perf.device_section("a decorator")
@@ -49,7 +49,7 @@ def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bo
 
 
 def statistics(recording: Recording) -> DeviceStatistics:
-    """Return the sections' statistics as the sidecar computes them."""
+    """Return the statistics of sections in the way the sidecar computes them."""
     found = DeviceStatistics()
     found.add(records_of(recording), recording.interned)
     return saved(found)
@@ -60,10 +60,10 @@ def timed(device: FakeDevice, name: str, duration_ns: int, stream: int = 0) -> N
         device.spin(duration_ns, stream)
 
 
-def test_sections_of_eager_code_are_counted(
+def test_device_section_in_eager_code_is_counted_without_waiting(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Windows last a second, and the host does not wait for the device."""
+    """Statistics cover one second each, and the host does not wait for the device."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "attention", MILLISECOND)
@@ -85,16 +85,16 @@ def test_sections_of_eager_code_are_counted(
     assert recording.notes == []
 
 
-def test_section_is_counted_in_each_replay_of_a_captured_graph(
+def test_device_section_is_counted_in_each_replay_of_a_captured_graph(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
-        timed(device, "decode", MILLISECOND)  # Warm-up.
+        timed(device, "decode", MILLISECOND)  # Warm-up before the capture.
         torch_device.current_stream = device.new_stream()
         device.begin_capture(torch_device.current_stream)
         timed(device, "decode", MILLISECOND, torch_device.current_stream)
-        recording.watch.step()  # The end of a step adds nothing to the capture.
+        recording.watch.step()  # The end of a step adds nothing to the graph.
         graph = device.end_capture(torch_device.current_stream)
         torch_device.current_stream = 0
         for _ in range(7):
@@ -104,10 +104,13 @@ def test_section_is_counted_in_each_replay_of_a_captured_graph(
     assert statistics(recording).stamped["decode"].count == 1 + 7
 
 
-def test_graph_of_an_earlier_watch_is_timed(
+def test_sections_in_a_graph_of_an_earlier_watch_are_timed(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Its replays continue to stamp. Stamps between the watches are in neither."""
+    """Replays of the old graph write time stamps.
+
+    Stamps written between two watches belong to no watch.
+    """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", MILLISECOND)
@@ -132,10 +135,10 @@ def test_graph_of_an_earlier_watch_is_timed(
     assert statistics(later).stamped["decode"].count == 3
 
 
-def test_surplus_of_the_ring_is_counted_as_lost(
+def test_sections_that_overflow_the_device_ring_are_counted_as_lost(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """A hundred spans in a ring of 64 places, before the first reduction."""
+    """A hundred sections end before the first reduction, but the ring has 64 entries."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for _ in range(100):
@@ -146,10 +149,10 @@ def test_surplus_of_the_ring_is_counted_as_lost(
     assert found.stamped_lost == 37
 
 
-def test_ring_is_made_when_the_watch_begins(
+def test_device_ring_is_created_at_the_start_of_a_watch_if_needed(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """A function was decorated and the device is in use, so the first step may capture."""
+    """A function was decorated and the device is in use, so the first step may be captured."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         made = device.calls("cuMemAlloc_v2"), device.synchronizations
@@ -167,12 +170,12 @@ def test_ring_is_made_when_the_watch_begins(
     assert recording.notes == []
 
 
-def test_ring_is_not_made_inside_a_step(
+def test_device_ring_is_created_between_steps_and_not_inside_a_step(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Without a section before the watch, it is made at a step's end.
+    """Without a section before the watch, the ring is created at a step's end.
 
-    Earlier entries are counted.
+    Earlier uses of the section are counted.
     """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device, decorated=False)
@@ -184,7 +187,7 @@ def test_ring_is_not_made_inside_a_step(
         with perf.device_section("whole"):
             assert device.calls("cuMemAlloc_v2") == 0
             assert device.synchronizations == synchronizations
-            # A section that is open while the ring is made has no time.
+            # A section that is open while the ring is created has no time.
             recording.watch.step()
             assert device.calls("cuMemAlloc_v2") > 0
         for _ in range(2):
@@ -201,7 +204,7 @@ def test_ring_is_not_made_inside_a_step(
     )
 
 
-def test_ring_is_made_after_the_device_comes_into_use(
+def test_device_ring_is_created_once_the_device_is_in_use(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     """The model is moved to the device after the start of the watch."""
@@ -220,7 +223,7 @@ def test_ring_is_made_after_the_device_comes_into_use(
     assert any("entered 2 times (decode)" in note for note in recording.notes)
 
 
-def test_entries_are_counted_if_the_device_is_never_used(
+def test_sections_are_counted_as_missing_if_the_device_is_never_used(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     torch_device.used = False
@@ -232,13 +235,13 @@ def test_entries_are_counted_if_the_device_is_never_used(
     assert any("entered 3 times (decode)" in note for note in recording.notes)
 
 
-def test_making_the_ring_counts_as_overhead(
+def test_creating_the_device_ring_counts_as_overhead(
     device: FakeDevice,
     torch_device: FakeTorchDevice,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compilation takes a second."""
+    """Compiling the kernels takes a second."""
 
     def slow_ring() -> DeviceRing:
         time.sleep(0.05)
@@ -255,7 +258,7 @@ def test_making_the_ring_counts_as_overhead(
     assert max(charged) >= 50 * MILLISECOND
 
 
-def test_section_first_entered_in_a_capture_is_noted(
+def test_section_first_used_in_a_capture_is_noted_and_not_timed(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     """Memory cannot be allocated in a capture. The note says how to have the section timed."""
@@ -274,10 +277,10 @@ def test_section_first_entered_in_a_capture_is_noted(
     assert any("entered 1 times (decode)" in note for note in recording.notes)
 
 
-def test_names_beyond_the_slots_are_noted_once(
+def test_section_names_beyond_the_slots_are_noted_once(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Programs may generate names."""
+    """Programs may generate any number of names."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for index in range(6):
@@ -287,10 +290,13 @@ def test_names_beyond_the_slots_are_noted_once(
     assert recording.notes == ["device sections: only 4 names are timed, and there are more"]
 
 
-def test_generated_names_do_not_fill_the_metadata(
+def test_generated_section_names_do_not_overflow_the_metadata(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Metadata for the sidecar is limited to 8 KB. Leaving the watch must not fail for it."""
+    """Metadata for the sidecar is limited to 8 KB.
+
+    Leaving the watch must not fail if they do not fit.
+    """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for index in range(300):
@@ -299,7 +305,7 @@ def test_generated_names_do_not_fill_the_metadata(
     assert recording.notes[-1] == "further notes are left out: see the job's log"
 
 
-def test_sections_on_a_second_device_are_noted(
+def test_device_sections_on_a_second_device_are_noted(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     """A ring belongs to one device."""
@@ -318,10 +324,10 @@ def test_sections_on_a_second_device_are_noted(
     assert recording.notes == ["device sections: timed on one device of the process only"]
 
 
-def test_result_of_an_ended_watch_is_discarded(
+def test_pending_section_times_of_an_ended_watch_are_discarded(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """The next watch does not use it."""
+    """The next watch does not receive them."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", 10 * SECOND)
@@ -338,7 +344,7 @@ def test_result_of_an_ended_watch_is_discarded(
 def test_missing_cupy_is_noted_once(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """Further sections cost nothing."""
+    """Further sections do nothing."""
     torch_device.missing = "CuPy is missing: pip install it"
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -348,7 +354,7 @@ def test_missing_cupy_is_noted_once(
     assert recording.notes == ["device sections are not timed: CuPy is missing: pip install it"]
 
 
-def test_busy_device_is_not_waited_for_at_the_end(
+def test_end_of_the_watch_does_not_wait_for_a_busy_device(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     """The host waits a few milliseconds at most, and notes the sections that are missing."""
@@ -361,7 +367,7 @@ def test_busy_device_is_not_waited_for_at_the_end(
 
 
 def test_device_section_without_a_watch_does_nothing() -> None:
-    """There is no error and no import of device modules."""
+    """No error is raised and no device module is imported."""
     with perf.device_section("anything"):
         pass
 
@@ -372,7 +378,7 @@ def test_device_section_without_a_watch_does_nothing() -> None:
     assert function(1) == 2
 
 
-def test_name_must_be_a_string() -> None:
-    """The error is raised where the section is made."""
+def test_device_section_raises_if_its_name_is_not_a_string() -> None:
+    """The error is raised when the section is created."""
     with pytest.raises(TypeError, match="takes a name, got int"):
         perf.device_section(3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Stalls of the compute stream: the real classes on the fake device."""
+"""Stalls of the compute stream while it waits for communication, on the fake device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torchlens_perf.run.ring import Kind
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
 OVER_NS = 20_000  # Time of launches and events on the fake device.
-TAIL = 77  # Id of a name.
+TAIL = 77  # Id of the name of the tail.
 
 
 class Loop(CollectiveRig):
-    """A recorder whose waits are marked on the fake device."""
+    """A recorder that marks waits on the fake device."""
 
     def __init__(self, implementation: ModuleType, device: FakeDevice, folder: Path) -> None:
         self.device, self.fake = device, FakeEvents(device)
@@ -43,18 +43,18 @@ class Loop(CollectiveRig):
         self.stalls.stream = self.fake.stream
 
     def blocked(self, duration_ns: int = MILLISECOND, *, raised: bool = False) -> None:
-        """Wait as Work.wait and the taps do."""
+        """Wait for a collective in the way Work.wait and the taps do."""
         if self.recorder.begin_wait():
             self.device.spin(duration_ns, self.fake.stream)
             self.recorder.end_wait(raised)
 
     def phase(self) -> None:
-        """End a forward or backward pass on the stream on which it computes."""
+        """End a forward or backward pass on a stream."""
         self.device_clock.mark()
         self.stalls.phase_marked()
 
     def durations_ms(self) -> list[float]:
-        """Return the durations of stalls after the device has reached them all."""
+        """Wait until the device has reached all stalls, and return their durations."""
         for _ in range(2):
             self.device.advance(1000 * MILLISECOND)
             self.device_clock.drain()
@@ -71,8 +71,8 @@ def loop(request: pytest.FixtureRequest, device: FakeDevice, tmp_path: Path) -> 
     made.close()
 
 
-def test_only_outermost_waits_are_stalls(loop: Loop) -> None:
-    """A Work may wait for others, and FSDP2 for a Work."""
+def test_nested_waits_are_one_stall(loop: Loop) -> None:
+    """A Work may wait for other Works, and FSDP2 waits for a Work."""
     synchronizations = loop.device.synchronizations
     loop.blocked(2 * MILLISECOND)
     loop.stalls.begin(TAIL)
@@ -91,8 +91,11 @@ def test_only_outermost_waits_are_stalls(loop: Loop) -> None:
     assert loop.device.synchronizations == synchronizations
 
 
-def test_waits_of_other_threads_are_no_stalls(loop: Loop) -> None:
-    """Autograd's thread counts in a backward pass. Others may wait while the device computes."""
+def test_waits_of_unrelated_threads_are_no_stalls(loop: Loop) -> None:
+    """A wait of autograd's thread is a stall in a backward pass.
+
+    Other threads may wait while the device computes.
+    """
     on_thread(loop.blocked)
     on_autograds_thread(loop.blocked)
     assert loop.spans == []
@@ -102,13 +105,13 @@ def test_waits_of_other_threads_are_no_stalls(loop: Loop) -> None:
     loop.recorder.end(Kind.BACKWARD, 0)
     assert len(loop.spans) == 1
     loop.stalls.begin(TAIL)
-    on_thread(loop.blocked)  # This call must not end the training thread's stall.
+    on_thread(loop.blocked)  # A wait on another thread must not end the training thread's stall.
     loop.device.spin(MILLISECOND)
     loop.stalls.end()
     assert loop.durations_ms() == [1.0, 2.0], "with what the other thread has put into the stream"
 
 
-def test_waits_on_other_streams_are_no_stalls(loop: Loop) -> None:
+def test_waits_on_other_streams_than_the_compute_stream_are_no_stalls(loop: Loop) -> None:
     """Waits on FSDP2's streams do not delay computation, and no mark is missing."""
     loop.fake.stream = loop.device.new_stream()
     loop.blocked()
@@ -122,8 +125,8 @@ def test_waits_on_other_streams_are_no_stalls(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("tail", [False, True])
-def test_step_with_a_phase_on_another_stream_is_incomplete(loop: Loop, tail: bool) -> None:
-    """The phase's waits are not stalls of the compute stream. The next step is complete."""
+def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, tail: bool) -> None:
+    """Waits of that pass are not stalls of the compute stream. The next step is complete."""
     loop.fake.stream = loop.device.new_stream()
     if tail:
         on_autograds_thread(loop.stalls.begin_tail, TAIL)
@@ -138,13 +141,15 @@ def test_step_with_a_phase_on_another_stream_is_incomplete(loop: Loop, tail: boo
     loop.blocked()
     loop.phase()
     loop.fake.stream = loop.device.new_stream()
-    loop.phase()  # Without a wait on that stream.
+    loop.phase()  # A pass without a wait on that stream.
     loop.stalls.step_ended()
     assert loop.device_clock.missing == 1
 
 
-def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
-    """The tail begins on autograd's thread, contains no stall, and shares the mark of its end."""
+def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> None:
+    """The tail begins on autograd's thread, contains no other stall, and shares the mark of its
+    end.
+    """
     loop.recorder.begin(Kind.BACKWARD, 0)
     on_autograds_thread(loop.stalls.begin_tail, TAIL)
     loop.blocked(4 * MILLISECOND)
@@ -158,12 +163,13 @@ def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
     assert loop.device_clock.marked == 2
     loop.stalls.begin_tail(TAIL)
     loop.device.spin(2 * MILLISECOND)
-    loop.stalls.end_tail()  # This pass had no mark, and the mark of the pass before is not used.
+    # The last pass had no mark, and the mark of the pass before it is not used.
+    loop.stalls.end_tail()
     loop.blocked()
     assert loop.durations_ms() == [5.0, 2.0, 1.0]
 
 
-def test_interrupted_stalls_make_the_step_incomplete(loop: Loop) -> None:
+def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -> None:
     """A backward pass that raises has no tail. An interrupted wait ends at the step's end."""
     loop.stalls.begin_tail(TAIL)
     loop.stalls.end_tail(raised=True)
@@ -180,8 +186,8 @@ def test_interrupted_stalls_make_the_step_incomplete(loop: Loop) -> None:
     assert loop.device_clock.missing == 2
 
 
-def test_pass_with_an_unknown_end_of_computation_is_counted(loop: Loop) -> None:
-    """A pass that raised is not counted, as no rank waited for it."""
+def test_backward_pass_with_unknown_end_of_computation_is_counted(loop: Loop) -> None:
+    """A pass that raised is not counted, because no rank waited for it."""
     loop.stalls.end_tail(raised=True, is_known=False)
     assert loop.device_clock.missing == 0
     loop.stalls.end_tail(is_known=False)
@@ -192,7 +198,7 @@ def test_pass_with_an_unknown_end_of_computation_is_counted(loop: Loop) -> None:
     "error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"]
 )
 @pytest.mark.parametrize("which", ["begin", "end", "begin_tail", "end_tail"])
-def test_failed_mark_makes_the_step_incomplete(
+def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException
 ) -> None:
     """Later stalls are marked."""
@@ -223,8 +229,8 @@ def test_failed_mark_makes_the_step_incomplete(
     assert loop.durations_ms() == [2.0, 1.0]
 
 
-def test_step_in_a_capture_is_incomplete(loop: Loop) -> None:
-    """Nothing becomes part of the graph."""
+def test_step_in_a_graph_capture_has_incomplete_stalls(loop: Loop) -> None:
+    """No event becomes part of the graph."""
     stream = loop.fake.stream = loop.stalls.stream = loop.device.new_stream()
     loop.device.begin_capture(stream)
     events = loop.device.calls("cuEventRecord")
@@ -237,7 +243,7 @@ def test_step_in_a_capture_is_incomplete(loop: Loop) -> None:
     assert len(loop.spans) == 1
 
 
-def test_number_of_marks_is_limited(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_open_stall_marks_is_limited(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device in this test reaches no mark."""
     monkeypatch.setattr(clock, "MAX_EVENTS", 64)
     for _ in range(64):
@@ -246,8 +252,7 @@ def test_number_of_marks_is_limited(loop: Loop, monkeypatch: pytest.MonkeyPatch)
     assert loop.device_clock.missing == loop.device_clock.crowded > 0
 
 
-def test_host_records_of_waits_do_not_depend_on_the_device(loop: Loop) -> None:
-    """The time of marking is not part of them."""
+def test_durations_of_host_waits_exclude_the_time_of_marking(loop: Loop) -> None:
     loop.blocked()
     loop.recorder.set_device_clock(None, None)
     loop.blocked()

@@ -13,7 +13,7 @@ from tests.support.long import long
 from tests.support.processes import ROOT, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-# Prints the imported device modules.
+# This script prints the imported device modules.
 PROGRAM = """
 import sys, torch, torchlens_perf as perf
 model = torch.nn.Linear(2, 2)
@@ -29,8 +29,8 @@ print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.
 """
 
 
-def test_no_device_module_is_loaded_without_a_gpu(tmp_path: Path) -> None:
-    """This includes CuPy, even if the script asks for device times and sections."""
+def test_no_device_module_is_imported_without_a_gpu(tmp_path: Path) -> None:
+    """CuPy is not imported either, even if the script uses device times and device sections."""
     done = run([sys.executable, "-c", PROGRAM], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
@@ -43,8 +43,8 @@ def test_no_device_module_is_loaded_without_a_gpu(tmp_path: Path) -> None:
         *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel")),
     ],
 )
-def test_gpu_check_fails_without_a_gpu(parts: tuple[str, ...], said: str) -> None:
-    """The exit code is 2, as for wrong arguments, and no table of results is printed."""
+def test_gpu_check_exits_with_2_without_a_gpu(parts: tuple[str, ...], said: str) -> None:
+    """The same exit code is used for wrong arguments, and no table of results is printed."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", *parts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -64,8 +64,7 @@ print("trained")
 
 
 @pytest.mark.long
-def test_unsupported_setting_does_not_stop_a_script(tmp_path: Path) -> None:
-    """The setting from the environment is ignored with a note."""
+def test_unsupported_device_setting_in_the_environment_is_noted_and_ignored(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torchlens_perf", "run", "train.py"]
     done = run(command, tmp_path, TORCHLENS_PERF_AGGREGATE="device")
