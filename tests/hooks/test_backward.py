@@ -291,12 +291,10 @@ def test_sampling_becomes_rare_if_it_takes_over_a_thousandth_of_the_time(tmp_pat
     assert min(map(len, sampled)) <= 4  # The interval grows by a factor of eight at most.
 
 
-def test_cost_of_sampling_is_compared_with_steps_that_do_the_same_work(
+def test_measured_cost_of_sampling_is_small_if_only_the_root_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the model is timed, no module is sampled, and sampled steps cost no more than
-    others.
-    """
+    """Sampled steps do no extra work if no submodule is timed."""
     costs_ns: dict[str, list[float]] = {"none": [], "all": []}
     for modules, seen in costs_ns.items():
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Finding the cause of a hang: which ranks are blamed, and the texts. Values are made by hand."""
+"""Which ranks are blamed for a hang, and the texts about it. The tests define each rank's state."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from torchlens_perf.analysis.collectives.hang import (
 from torchlens_perf.run.ring import CAPTURING
 from torchlens_perf.verdicts.words.hang import text
 
-# -- limits
+# -- when a hang is reported
 
 
 @pytest.mark.parametrize(
     ("usual_s", "limit"),
     [(USUAL_S, MIN_S), (1.9, MIN_S), (30.0, FACTOR * 30.0), (0.0, FIRST_STEPS_S)],
 )
-def test_nothing_is_reported_before_the_limit(usual_s: float, limit: float) -> None:
-    """The limit is max(10 s, factor times the usual step), or that of the first steps."""
+def test_no_hang_is_reported_before_the_time_limit(usual_s: float, limit: float) -> None:
+    """The limit is the larger of 10 s and a multiple of the usual step.
+
+    First steps have their own limit.
+    """
     early = [behind(2), *(rank(number) for number in (0, 1, 3))]
     for since_s, expected in ((limit, False), (limit + 0.1, True)):
         at = {"usual_step_s": usual_s, "since_step_s": since_s, "since_mark_s": since_s}
@@ -46,29 +49,25 @@ def test_nothing_is_reported_before_the_limit(usual_s: float, limit: float) -> N
     assert limit_s(early, factor=1000.0) == 1000 * USUAL_S
 
 
-def test_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
+def test_time_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
     assert limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
 
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
-def test_dead_or_stopped_process_is_reported_early_in_first_steps(state: str) -> None:
-    """The usual time is not known yet, but such a rank cannot continue.
-
-    It is reported after 10 s.
-    """
+def test_dead_or_stopped_process_is_reported_after_10_s_in_first_steps(state: str) -> None:
+    """First steps have a longer limit, but a dead or stopped rank cannot continue."""
     waiting = [rank(number, usual_step_s=0.0) for number in (0, 1, 3)]
 
     assert job(*waiting, behind(2, usual_step_s=0.0)) is None
     assert named(found(*waiting, behind(2, usual_step_s=0.0, state=state))) == [2]
 
 
-def test_rank_that_writes_records_in_a_long_step_is_not_reported() -> None:
-    """Ranks that write records are working, however long their step takes."""
+def test_rank_that_writes_records_in_a_long_step_is_no_hang() -> None:
+    """A rank that writes records is working, however long its step takes."""
     assert job(*(rank(number, since_step_s=900.0, since_mark_s=0.1) for number in range(4))) is None
 
 
-def test_only_steps_count_if_times_of_last_records_are_unknown() -> None:
-    """If the time of the last record is not known, only steps count."""
+def test_hang_is_judged_by_steps_if_times_of_records_are_unknown() -> None:
     assert (
         found(behind(2, since_mark_s=None), *(rank(n, since_mark_s=None) for n in (0, 1, 3))).kind
         == "missing"
@@ -82,12 +81,12 @@ def test_no_hang_is_reported_if_no_rank_is_alive() -> None:
     assert job(*every(4, report_age_s=100.0)) is None
 
 
-# -- a rank that has not entered
+# -- a rank has not entered a collective
 
 
-def test_missing_rank_is_named_with_its_place() -> None:
-    """The others wait in the first collective that it has not entered. The text has that
-    collective, its place and its host.
+def test_rank_that_has_not_entered_a_collective_is_blamed() -> None:
+    """The text has the first collective that the rank has not entered, its open span and its
+    host.
     """
     hang = found(behind(2))
 
@@ -105,14 +104,14 @@ def test_missing_rank_is_named_with_its_place() -> None:
 
 
 def test_ranks_that_are_ahead_wait_in_the_first_incomplete_collective() -> None:
-    """Asynchronous ranks have issued more collectives, but the first incomplete one blocks them."""
+    """Some ranks have issued more collectives asynchronously."""
     hang = found(behind(2), rank(0, issued={WORLD: 90}, operations={WORLD: {90: "allgather"}}))
 
     assert (hang.collective, hang.waiting) == (Collective(WORLD, 57, "allreduce"), (0, 1, 3))
 
 
-def test_collective_has_no_name_if_its_own_name_is_unknown() -> None:
-    """If the name of that collective is not known, no name of another one is shown."""
+def test_incomplete_collective_of_unknown_operation_has_only_its_number() -> None:
+    """The name of another collective must not be shown."""
     hang = found(
         behind(2), *(rank(n, issued={WORLD: 58}, operations={WORLD: {58: "x"}}) for n in (0, 1, 3))
     )
@@ -121,8 +120,8 @@ def test_collective_has_no_name_if_its_own_name_is_unknown() -> None:
     assert "3 ranks wait in collective 57 of group 0;" in text(hang)
 
 
-def test_furthest_behind_is_named_alone() -> None:
-    """Ranks that are behind because another rank blocks them are victims."""
+def test_only_the_rank_furthest_behind_is_blamed() -> None:
+    """Other ranks are behind because that rank blocks them."""
     hang = found(behind(1, issued={WORLD: 55}), behind(2), behind(3))
 
     assert (named(hang), hang.waiting, hang.collective) == (
@@ -132,8 +131,8 @@ def test_furthest_behind_is_named_alone() -> None:
     )
 
 
-def test_several_missing_ranks_are_named_together() -> None:
-    """A long list of ranks is cut."""
+def test_several_missing_ranks_are_blamed_together() -> None:
+    """The text shortens a long list of ranks."""
     groups = {WORLD: tuple(range(16))}
     hang = found(*(behind(n, host="node-a") for n in (3, 4)), count=16, groups=groups)
     many = found(*(behind(n, host="node-a") for n in range(6)), count=16, groups=groups)
@@ -148,8 +147,8 @@ def test_several_missing_ranks_are_named_together() -> None:
     )
 
 
-def test_single_rank_in_a_collective_is_described_as_possibly_faulty() -> None:
-    """If only one rank has entered a collective, the text says that it may be the faulty one."""
+def test_only_rank_that_entered_a_collective_may_be_the_faulty_one() -> None:
+    """The text says so, because one rank may issue a collective by mistake."""
     hang = found(*(behind(number) for number in (1, 2, 3)))
 
     assert named(hang) == [1, 2, 3]
@@ -157,8 +156,8 @@ def test_single_rank_in_a_collective_is_described_as_possibly_faulty() -> None:
     assert "should not have" not in text(found(behind(2)))
 
 
-def test_rank_that_never_used_a_group_is_missing_if_members_are_known() -> None:
-    """Absence from `issued` counts as none issued if the rank is a known member of the group."""
+def test_rank_that_never_used_its_group_is_missing() -> None:
+    """A known member of a group that is not in `issued` has issued no collective."""
     never = behind(2, issued={}, operations={})
 
     assert named(found(never, groups={WORLD: (0, 1, 2, 3)})) == [2]
@@ -166,7 +165,7 @@ def test_rank_that_never_used_a_group_is_missing_if_members_are_known() -> None:
 
 
 def test_rank_with_a_full_table_of_groups_is_not_missing() -> None:
-    """A rank whose table of groups was full is not missing in groups that it did not report."""
+    """The rank cannot report its operations in further groups."""
     never = behind(2, issued={}, operations={}, all_groups=False)
 
     assert named(found(never, groups={WORLD: (0, 1, 2, 3)})) == []
@@ -174,7 +173,7 @@ def test_rank_with_a_full_table_of_groups_is_not_missing() -> None:
 
 
 def test_blocking_rank_is_found_through_several_groups() -> None:
-    """A rank that is blocked by its tensor-parallel neighbor does not count as blocking in other
+    """A rank that its tensor-parallel neighbor blocks is not to blame for waits in its other
     groups.
     """
     groups = {"tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2), "dp1": (1, 3)}
@@ -187,13 +186,14 @@ def test_blocking_rank_is_found_through_several_groups() -> None:
     hang = found(*ranks, groups=groups)
 
     assert (hang.kind, named(hang)) == ("missing", [3])
-    # One rank waits in dp1 and one in tp1. The group's name decides which is shown.
+    # One rank waits in dp1 and one in tp1. The first group by name is shown.
     assert (hang.collective, hang.waiting) == (Collective("tp1", 9, "allgather"), (2,))
 
 
-def test_blocking_ranks_of_different_groups_are_all_named() -> None:
-    """Each is shown with the collective that it has not entered. The one with most waiting ranks
-    comes first.
+def test_blocking_ranks_of_different_groups_are_all_blamed() -> None:
+    """Each has the collective that it has not entered.
+
+    The rank with most waiting ranks comes first.
     """
     ranks = [
         rank(0, issued={"z": 3}, operations={"z": {3: "allreduce"}}),
@@ -209,10 +209,8 @@ def test_blocking_ranks_of_different_groups_are_all_named() -> None:
     assert "rank 4 (node-c) did not enter it, last inside" in text(hang)
 
 
-def test_blocking_rank_that_waits_points_to_network_or_device() -> None:
-    """A blocking rank that itself waits in a collective that all have entered points to its network
-    or device, not to its code.
-    """
+def test_blocking_rank_that_waits_points_to_its_network_or_device() -> None:
+    """All ranks have entered the collective in which the blocking rank waits."""
     hang = found(behind(2, inside=("backward", "wait")))
 
     assert named(hang) == [2]
@@ -223,8 +221,8 @@ def test_blocking_rank_that_waits_points_to_network_or_device() -> None:
     assert "Next: look at the network and the device of rank 2 on node-b" in text(hang)
 
 
-def test_rank_in_uninterruptible_sleep_is_shown() -> None:
-    """State D is shown. If the blocking rank is in it, the action refers to it."""
+def test_process_state_of_a_rank_in_uninterruptible_sleep_is_shown() -> None:
+    """The advice mentions state D if the blocking rank is in it."""
     hang = found(behind(2, state="uninterruptible", inside=("data",)))
 
     assert hang.asleep == (2,)
@@ -232,15 +230,14 @@ def test_rank_in_uninterruptible_sleep_is_shown() -> None:
     assert "Next: look at dmesg on node-b" in text(hang)
 
 
-def test_rank_stuck_in_the_data_phase_points_to_its_loader() -> None:
-    """The action for a rank that is stuck in the data phase is to look at its loader."""
+def test_rank_stuck_in_the_data_phase_points_to_its_dataloader() -> None:
     assert "Next: look at the loader of rank 2 on node-b" in text(
         found(behind(2, inside=("data",)))
     )
 
 
-def test_blocking_rank_that_writes_records_is_not_reported() -> None:
-    """A rank that others wait for and that writes records is working."""
+def test_blocking_rank_that_writes_records_is_no_hang() -> None:
+    """A rank that writes records is working, even if others wait for it."""
     hang = found(behind(2, since_mark_s=0.2, inside=("evaluate",)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("busy", [2], (0, 1, 3), False)
@@ -250,7 +247,7 @@ def test_blocking_rank_that_writes_records_is_not_reported() -> None:
     )
 
 
-# -- processes that cannot continue
+# -- a process cannot continue
 
 
 @pytest.mark.parametrize(
@@ -264,8 +261,8 @@ def test_blocking_rank_that_writes_records_is_not_reported() -> None:
         ),
     ],
 )
-def test_stopped_rank_is_named_with_its_state(state: str, words: str, action: str) -> None:
-    """The text has the state, the place and the action."""
+def test_stopped_rank_is_blamed_with_its_process_state(state: str, words: str, action: str) -> None:
+    """The text also has the rank's open span and advice."""
     hang = found(behind(2, state=state))
 
     assert (hang.kind, named(hang), hang.waiting) == ("stopped", [2], (0, 1, 3))
@@ -273,8 +270,8 @@ def test_stopped_rank_is_named_with_its_state(state: str, words: str, action: st
     assert hang.look_at == (2,)
 
 
-def test_stopped_rank_is_named_even_if_it_has_entered() -> None:
-    """A rank that was stopped after it issued its last collective also blocks the others."""
+def test_stopped_rank_is_blamed_even_if_it_has_entered() -> None:
+    """A rank that stopped after it issued its last collective also blocks the others."""
     hang = found(rank(2, state="stopped"))
 
     assert (hang.kind, named(hang), hang.waiting, hang.collective) == (
@@ -290,8 +287,7 @@ def test_stopped_rank_is_named_even_if_it_has_entered() -> None:
     )
 
 
-def test_victims_of_a_stopped_rank_are_not_named() -> None:
-    """Ranks that wait for a stopped one are victims, whatever they are in."""
+def test_ranks_that_wait_for_a_stopped_one_are_not_blamed() -> None:
     groups = {"tp": (2, 3), "dp": (0, 1, 2)}
     ranks = [
         *(rank(number, issued={"dp": 5}, operations={}) for number in (0, 1)),
@@ -301,12 +297,11 @@ def test_victims_of_a_stopped_rank_are_not_named() -> None:
 
     hang = found(*ranks, groups=groups)
 
-    # The collective in which others wait for the victim is not shown either.
+    # The collective in which ranks wait for one of these is not shown either.
     assert (named(hang), hang.collective, hang.waiting) == ([3], None, (0, 1, 2))
 
 
-def test_most_severe_problem_comes_first() -> None:
-    """The order is: dead, stopped, silent node."""
+def test_dead_rank_comes_before_a_stopped_one_and_a_silent_node() -> None:
     silent, stopped = on_silent_node(1, 12.3, issued={WORLD: 56}), behind(2, state="stopped")
     with_dead = text(found(silent, stopped, behind(3, state="dead")))
     without = text(found(silent, stopped))
@@ -318,8 +313,8 @@ def test_most_severe_problem_comes_first() -> None:
     assert re.search("; rank 2 .* stopped .*; rank 1 .* Next: send SIGCONT to rank 2", without)
 
 
-def test_dead_rank_is_named() -> None:
-    """The text has its open spans. It has no stack to look at."""
+def test_dead_rank_is_blamed_with_its_open_spans() -> None:
+    """A dead process has no stack to look at."""
     hang = found(behind(2, state="dead", since_mark_s=None))
 
     assert (hang.kind, named(hang), hang.ended, hang.look_at) == ("dead", [2], (2,), ())
@@ -329,18 +324,18 @@ def test_dead_rank_is_named() -> None:
     )
 
 
-def test_rank_that_died_long_before_is_not_named() -> None:
-    """The job continued for an hour after that rank had died, so it is not the cause."""
+def test_rank_that_died_long_before_the_hang_is_not_blamed() -> None:
+    """The job continued for an hour after the death of the rank."""
     hang = found(behind(2), rank(3, state="dead", since_step_s=3600.0, issued={WORLD: 3}))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("missing", [2], (0, 1), ())
 
 
-# -- ranks that ended
+# -- some ranks have ended
 
 
-def test_rank_that_ended_after_fewer_steps_is_named() -> None:
-    """Other ranks wait for a rank that ended normally after fewer steps."""
+def test_rank_that_ended_after_fewer_steps_is_blamed() -> None:
+    """Other ranks wait for a rank that ended normally but too early."""
     hang = found(behind(1, state="closed", step=99, inside=()))
 
     assert (hang.kind, named(hang), hang.waiting) == ("uneven", [1], (0, 2, 3))
@@ -357,10 +352,8 @@ def test_ended_rank_that_entered_all_collectives_is_not_blamed() -> None:
     assert (hang.kind, named(hang)) == ("missing", [2])
 
 
-def test_ended_rank_counts_as_missing_and_blames_no_other_rank() -> None:
-    """A rank that ended counts as missing, whatever else it has issued. It does not make others
-    missing.
-    """
+def test_ended_rank_is_missing_and_makes_no_other_rank_missing() -> None:
+    """Collectives that the ended rank issued before do not matter."""
     ranks = [
         rank(0, issued={"a": 3}, operations={}),
         rank(1, issued={"a": 2, "b": 9}, operations={}, state="closed"),
@@ -372,8 +365,8 @@ def test_ended_rank_counts_as_missing_and_blames_no_other_rank() -> None:
     assert found(*ranks[1:], count=0).kind == "alone"
 
 
-def test_last_living_rank_is_named() -> None:
-    """One rank is stuck outside of any collective after all others have ended."""
+def test_last_living_rank_outside_collectives_is_blamed() -> None:
+    """All other ranks have ended."""
     hang = found(rank(1, inside=("save",)), *(rank(number, state="closed") for number in (0, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.ended) == ("alone", [1], (), (0, 2, 3))
@@ -383,11 +376,13 @@ def test_last_living_rank_is_named() -> None:
     )
 
 
-# -- silent nodes
+# -- a node is silent
 
 
-def test_node_that_became_silent_with_the_last_step_is_named() -> None:
-    """Its ranks and its sidecar became silent together, so the whole node has failed."""
+def test_node_that_became_silent_with_the_last_step_is_blamed() -> None:
+    """The ranks and the sidecar of the node became silent together, so the whole node has
+    failed.
+    """
     hang = found(*(on_silent_node(n, 12.3, issued={WORLD: 40}, inside=("data",)) for n in (2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting) == ("silent", [2, 3], (0, 1))
@@ -399,16 +394,16 @@ def test_node_that_became_silent_with_the_last_step_is_named() -> None:
     )
 
 
-def test_silent_node_is_named_even_if_its_ranks_have_entered() -> None:
-    """A node that fails inside of a collective has entered it."""
+def test_silent_node_is_blamed_even_if_its_ranks_have_entered() -> None:
+    """A node may fail while its ranks are inside a collective."""
     hang = found(*(on_silent_node(n, 12.3) for n in (2, 3)))
 
     assert (hang.kind, named(hang)) == ("silent", [2, 3])
     assert "and entered every collective that others have" in text(hang)
 
 
-def test_node_whose_sidecar_died_long_before_is_not_named() -> None:
-    """The job continued for a minute after the node became silent, so its reports are outdated."""
+def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
+    """The job continued for a minute without reports of this node, so they are outdated."""
     stale = on_silent_node(3, report_age_s=70.0, issued={WORLD: 3})
     hang = found(behind(2), stale)
 
@@ -417,9 +412,7 @@ def test_node_whose_sidecar_died_long_before_is_not_named() -> None:
 
 
 def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
-    """If all reporting ranks have entered, the cause may be on the other ranks, not
-    in the network.
-    """
+    """All reporting ranks have entered the collective. The cause may be on the other ranks."""
     for stale in ({3: on_silent_node(3, report_age_s=70.0)}, {}):
         progress = {number: rank(number) for number in range(3)} | stale
         hang = find_hang(progress, {WORLD: (0, 1, 2, 3)})
@@ -432,15 +425,15 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
         )
 
 
-def test_single_reporting_rank_is_not_called_the_last_living_one() -> None:
-    """One rank waits, and nothing is known of the others. They may not have ended."""
+def test_only_reporting_rank_is_not_called_the_last_living_one() -> None:
+    """The other ranks may not have ended, because nothing is known of them."""
     hang = found(*(on_silent_node(number, report_age_s=70.0) for number in (1, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("unheard", [], (0,), (1, 2, 3))
 
 
-def test_reporting_ranks_in_one_place_are_no_pause_if_others_do_not_report() -> None:
-    """The missing ranks may not be saving."""
+def test_reporting_ranks_in_one_section_are_no_pause_if_others_are_silent() -> None:
+    """The silent ranks may be outside the section."""
     hang = found(
         *every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",))
     )
@@ -449,9 +442,9 @@ def test_reporting_ranks_in_one_place_are_no_pause_if_others_do_not_report() -> 
     assert "Ranks 0-2 are inside save. No reports from rank 3. Next:" in text(hang)
 
 
-def test_node_that_became_silent_during_the_hang_still_counts() -> None:
-    """A rank that was stuck in its last report stays behind, and its node does not
-    count as silent.
+def test_node_that_became_silent_during_the_hang_is_still_judged() -> None:
+    """A rank that was stuck in its last report is still blamed, and its node does not count as
+    silent.
     """
     hang = found(
         behind(2, since_step_s=30.0, report_age_s=20.0),
@@ -464,8 +457,8 @@ def test_node_that_became_silent_during_the_hang_still_counts() -> None:
     )
 
 
-def test_writing_a_capture_counts_as_a_hang_only_after_minutes() -> None:
-    """All ranks wait for it. That is a hang only after minutes."""
+def test_capture_that_is_written_is_a_hang_only_after_minutes() -> None:
+    """All ranks wait while a rank writes its capture."""
     writing = {"inside": (CAPTURING,), "issued": {WORLD: 56}}
     for_minutes = {"since_step_s": 150.0, "since_mark_s": 150.0}
 

@@ -1,4 +1,4 @@
-"""Evidence that one device lags although every host has issued all its work."""
+"""Hangs in which one device is behind although all hosts have issued the same work."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ ITEM = "`loss.item()`, train (gpt.py:31)"
 def at(
     number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any
 ) -> Progress:
-    """Return a rank whose device was last seen at that mark."""
+    """Return a rank whose device was last polled at a mark."""
     return rank(number, device=DevicePlace(step, place, mark, stood_s), **changed)
 
 
-def test_rank_whose_kernel_has_not_started_is_named() -> None:
-    """All have issued allreduce 57. NCCL reports that its kernel has started on all ranks but rank
-    3, which is in an earlier one.
+def test_rank_whose_kernel_has_not_started_is_blamed() -> None:
+    """All ranks have issued allreduce 57.
+
+    NCCL reports its kernel on all ranks except rank 3, whose device runs an earlier kernel.
     """
     ranks = [rank(number, began={WORLD: 57}) for number in range(3)]
     hang = found(*ranks, rank(3, began={WORLD: 56}))
@@ -40,9 +41,10 @@ def test_rank_whose_kernel_has_not_started_is_named() -> None:
     )
 
 
-def test_rank_behind_in_one_group_and_ahead_in_none_is_named() -> None:
-    """Rank 1 is behind in group b because it waits in group a, whose kernel has not started on rank
-    0.
+def test_rank_behind_in_one_group_and_ahead_in_no_other_is_blamed() -> None:
+    """Rank 1 is behind in group b because it waits in group a.
+
+    Rank 0 has not started the kernel in group a.
     """
     issued = {"a": 5, "b": 8}
     hang = found(
@@ -60,15 +62,16 @@ def test_rank_behind_in_one_group_and_ahead_in_none_is_named() -> None:
 
 
 @pytest.mark.parametrize("missing", [{}, {"b": 3}], ids=["no plugin", "of another group"])
-def test_no_rank_is_named_if_kernels_of_one_are_not_reported(missing: dict[str, int]) -> None:
-    """A rank whose kernels are not reported may be the cause."""
+def test_no_rank_is_blamed_if_one_ranks_kernels_are_not_reported(missing: dict[str, int]) -> None:
+    """The rank without reported kernels may be the cause."""
     ranks = [rank(number, began={WORLD: 57}) for number in range(2)]
     assert found(*ranks, rank(2, began={WORLD: 56}), rank(3, began=missing)).kind == "together"
 
 
-def test_device_stuck_at_an_earlier_mark_is_named() -> None:
-    """Rank 3's device was seen at the same mark for a second. The others had passed it when they
-    were last polled.
+def test_device_stuck_at_an_earlier_mark_is_blamed() -> None:
+    """Rank 3's device stayed at one mark for a second.
+
+    Other devices had passed the mark when they were last polled.
     """
     others = [at(number, 3, BACKWARD, stood_s=0.0) for number in range(3)]
     hang = found(*others, at(3, 1, FORWARD))
@@ -81,8 +84,8 @@ def test_device_stuck_at_an_earlier_mark_is_named() -> None:
     )
 
 
-def test_device_at_a_mark_of_an_earlier_step_counts_as_behind() -> None:
-    """Marks are compared by step first."""
+def test_device_at_a_mark_of_an_earlier_step_is_behind() -> None:
+    """Marks are compared by step first, then by their order in the step."""
     others = [at(number, 0, step=100) for number in range(2)]
     assert named(found(*others, at(2, 7, step=99), at(3, 7, step=99))) == [2, 3]
 
@@ -101,8 +104,7 @@ def test_device_with_too_few_polls_is_not_stuck() -> None:
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
 
-def test_device_is_not_called_stuck_if_the_usual_step_time_is_unknown() -> None:
-    """The duration of a step on the device is not known then."""
+def test_device_is_not_stuck_if_the_usual_step_time_is_unknown() -> None:
     ranks = [
         at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)
         for number in range(3)
@@ -113,13 +115,13 @@ def test_device_is_not_called_stuck_if_the_usual_step_time_is_unknown() -> None:
     )
 
 
-def test_no_rank_is_named_if_the_mark_of_one_is_unknown() -> None:
-    """Such a rank may be on another node."""
+def test_no_rank_is_blamed_if_the_mark_of_one_is_unknown() -> None:
+    """The rank with the unknown mark may be on another node."""
     assert found(*(at(number, 3) for number in range(2)), at(2, 1), rank(3)).kind == "together"
 
 
-def test_all_devices_stuck_at_one_mark_are_reported_as_a_hang() -> None:
-    """Work is left undone, so this is not a pause, wherever the hosts are."""
+def test_all_devices_stuck_at_one_mark_are_a_hang_and_no_pause() -> None:
+    """The devices have unfinished work, wherever the hosts are."""
     hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
     assert (hang.kind, named(hang)) == ("together", [])
     assert (
@@ -131,17 +133,15 @@ def test_all_devices_stuck_at_one_mark_are_reported_as_a_hang() -> None:
     assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
 
 
-def test_hosts_blocked_outside_of_spans_are_no_pause_if_a_device_is_behind() -> None:
-    """loss.item() waits for the device outside of any span. That is not a pause if a device is
-    behind.
-    """
+def test_hosts_blocked_outside_spans_are_no_pause_if_a_device_is_behind() -> None:
+    """loss.item() waits for the device outside any span."""
     others = [at(number, 3, inside=()) for number in range(3)]
     hang = found(*others, at(3, 1, inside=()))
     assert (hang.kind, named(hang), hang.alarm) == ("device", [3], True)
 
 
-def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
-    """The loop waits for its loss in each step. It is not a pause, and no rank is blamed."""
+def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() -> None:
+    """The training loop waits for its loss in each step."""
     hosts = [
         at(number, 7, step=98, stood_s=0.0, inside=(), waits_in=ITEM if number < 2 else None)
         for number in range(4)
@@ -166,11 +166,12 @@ def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
     "waits_in", [(None, None), ("", ""), (ITEM, ""), (ITEM, "`x.item()`, other (gpt.py:40)")],
     ids=["not asked", "none waits", "one waits", "in two places"],
 )  # fmt: skip
-def test_busy_hosts_on_stuck_devices_are_reported_as_a_pause(
+def test_busy_hosts_on_stuck_devices_are_a_pause(
     waits_in: tuple[str | None, str | None],
 ) -> None:
-    """The hosts are busy, as in a checkpoint or an evaluation. Missing polls of the devices do not
-    prove a hang.
+    """The hosts are busy, as in a checkpoint or an evaluation.
+
+    Missing polls of the devices do not prove a hang.
     """
     hosts = [
         at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)
@@ -179,8 +180,11 @@ def test_busy_hosts_on_stuck_devices_are_reported_as_a_pause(
     assert (hang.kind, hang.waiting, hang.alarm) == ("pause", (), False)
 
 
-def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
-    """Only rank 0 reads its loss. It is behind, and its device may wait for another rank's."""
+def test_rank_that_waits_for_its_device_before_a_collective_is_blamed() -> None:
+    """Only rank 0 reads its loss.
+
+    Rank 0 is behind, but its device may wait for another rank's device.
+    """
     hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
@@ -191,7 +195,7 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
     )
 
 
-def test_rank_with_a_stuck_device_is_named_if_all_stacks_wait_for_devices() -> None:
+def test_rank_with_a_stuck_device_is_blamed_if_all_stacks_wait_for_devices() -> None:
     others = [at(number, 3, inside=(), stood_s=0.0, waits_in=ITEM) for number in range(3)]
     assert named(found(*others, at(3, 1, inside=(), waits_in=ITEM))) == [3]
 
@@ -212,12 +216,12 @@ def test_rank_with_a_stuck_device_is_named_if_all_stacks_wait_for_devices() -> N
         ("", False),
     ],
 )
-def test_lines_that_wait_for_a_device_are_recognized(source: str, waits: bool) -> None:
-    """A process with a device may spend seconds in such lines."""
+def test_stack_lines_that_wait_for_a_device_are_recognized(source: str, waits: bool) -> None:
+    """A process with a device may spend seconds in such a line."""
     assert is_device_wait(source) is waits
 
 
-def test_devices_are_not_mentioned_in_a_job_on_cpus() -> None:
+def test_text_does_not_mention_devices_in_a_job_on_cpus() -> None:
     assert "device is behind" not in text(found())
 
 

@@ -1,6 +1,4 @@
-"""Properties of any hang: ranks are not blamed for what others did, and the numbers of ranks do not
-matter.
-"""
+"""Properties of any hang: no rank is blamed for what others did, and rank numbers do not matter."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def jobs(
     told: st.SearchStrategy[float] = TIMES,
     names: bool = True,
 ) -> tuple[dict[int, Progress], dict[str, tuple[int, ...]]]:
-    """Draw ranks in any state, in groups of which some are known."""
+    """Draw ranks in any state. Members of some of their groups are known."""
     ranks = range(draw(st.integers(1, 6)))
     some_ranks = st.lists(st.sampled_from(ranks), unique=True, min_size=1)
     members = draw(st.dictionaries(st.sampled_from("abc"), some_ranks))
@@ -68,9 +66,7 @@ def jobs(
 def standing_still(
     states: list[str],
 ) -> st.SearchStrategy[tuple[dict[int, Progress], dict[str, tuple[int, ...]]]]:
-    """Draw jobs with complete data in which no rank has finished a step or written a record for 12
-    s.
-    """
+    """Draw jobs with complete data in which no rank has made progress for 12 s."""
     return jobs(states=states, told=st.just(0.0), names=False).map(
         lambda job: (
             {
@@ -104,10 +100,10 @@ def levels(
 
 
 @given(jobs())
-def test_random_job_gives_a_consistent_hang_or_none(
+def test_random_job_gives_no_hang_or_a_consistent_one(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
 ) -> None:
-    """The result is None or a hang whose fields are consistent, with a text in one line."""
+    """A hang has consistent fields and a text in one line."""
     progress, groups = job
     hang = find_hang(progress, groups)
     if hang is None:
@@ -131,11 +127,12 @@ def test_random_job_gives_a_consistent_hang_or_none(
 
 
 @given(standing_still(["running", "uninterruptible", "unknown", "closed"]))
-def test_rank_that_has_entered_all_is_never_blamed(
+def test_only_last_ranks_that_do_not_wait_are_blamed(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
 ) -> None:
-    """The named ranks are exactly those that are last where others wait and that do not wait
-    themselves. Ended ranks do not wait.
+    """The blamed ranks are exactly those that others wait for and that do not wait themselves.
+
+    Ended ranks do not wait.
     """
     progress, groups = job
     hang = find_hang(progress, groups)
@@ -178,10 +175,9 @@ def test_each_rank_of_a_cycle_blocks_the_previous_one(
 
 
 @given(jobs(), st.randoms(use_true_random=False))
-def test_renumbering_the_ranks_gives_the_same_finding(
+def test_renumbering_the_ranks_blames_the_same_processes(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], shuffled: random.Random
 ) -> None:
-    """Renumbering the ranks of a job gives the same finding for the same processes."""
     progress, groups = job
     numbers = list(progress)
     shuffled.shuffle(numbers)
@@ -208,9 +204,7 @@ def test_renumbering_the_ranks_gives_the_same_finding(
 def test_rank_with_an_outdated_report_is_not_blamed(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], number: int, report_age_s: float
 ) -> None:
-    """A rank whose last report is from long before the last step is not blocking, whatever the
-    report was.
-    """
+    """The rank's last report is from long before the last step."""
     progress, groups = job
     if number not in progress:
         return
@@ -223,8 +217,8 @@ def test_rank_with_an_outdated_report_is_not_blamed(
 
 
 @pytest.mark.parametrize("missing", [0, 2500, 9999])
-def test_missing_rank_of_ten_thousand_is_named(missing: int) -> None:
-    """One rank is missing in groups of two dimensions. It is named, and the text stays short."""
+def test_missing_rank_of_ten_thousand_is_blamed_in_a_short_text(missing: int) -> None:
+    """The rank is missing in its groups of both dimensions of a mesh."""
     count, width = 10_000, 8
     groups = {f"tp{i}": tuple(range(i * width, (i + 1) * width)) for i in range(count // width)}
     groups |= {f"dp{i}": tuple(range(i, count, width)) for i in range(width)}
@@ -232,7 +226,7 @@ def test_missing_rank_of_ten_thousand_is_named(missing: int) -> None:
     progress = {}
     for number in range(count):
         tensor, data = f"tp{number // width}", f"dp{number % width}"
-        # Its neighbors wait for it and have not reached dp either.
+        # The rank's neighbors in tp wait for it and have not reached dp either.
         late = number // width == missing // width
         issued = {WORLD: 3, tensor: 40 - (number == missing), data: 6 if late else 7}
         progress[number] = rank(0, rank=number, issued=issued, operations={})

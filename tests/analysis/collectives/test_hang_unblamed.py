@@ -1,4 +1,4 @@
-"""Hangs without a rank to blame, or of a part of the ranks; keys of findings; long lists."""
+"""Hangs that blame no rank or stop only some ranks, keys of findings, and long lists in texts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchlens_perf.verdicts.words.hang import text
 # -- no rank is behind
 
 
-def test_mismatched_order_is_shown_as_a_cycle() -> None:
-    """The text shows what each rank waits in. No rank is blamed."""
+def test_groups_used_in_different_order_are_shown_as_a_cycle() -> None:
+    """The text shows in which collective each rank waits. No rank is blamed."""
     ranks = [
         rank(0, issued={"a": 5, "b": 7}, operations={"a": {5: "allreduce"}}),
         rank(1, issued={"a": 4, "b": 8}, operations={"b": {8: "allgather"}}),
@@ -34,13 +34,13 @@ def test_mismatched_order_is_shown_as_a_cycle() -> None:
     )
 
 
-def test_cycle_leaves_out_ranks_that_only_wait_for_it() -> None:
-    """A rank that waits for the cycle, but that no rank waits for, is not a part of it."""
+def test_cycle_excludes_ranks_that_only_wait_for_it() -> None:
+    """No rank waits for the excluded ones."""
     ranks = [
         rank(0, issued={"a": 5}, operations={}),
         rank(1, issued={"a": 4, "b": 8}, operations={}),
         rank(2, issued={"b": 7, "a": 5}, operations={}),
-        # This rank became silent after it had waited for 12 s.
+        # Rank 3 became silent after it had waited for 12 s.
         rank(3, issued={"a": 5}, operations={}, report_age_s=20.0),
     ]
     ranks[:3] = [
@@ -53,8 +53,8 @@ def test_cycle_leaves_out_ranks_that_only_wait_for_it() -> None:
     assert hang.waiting == (0, 1, 2)
 
 
-def test_different_operations_under_one_number_are_shown() -> None:
-    """Ranks issued different collectives at the same position. The text shows both."""
+def test_different_operations_with_one_number_are_shown_as_a_mismatch() -> None:
+    """Ranks issued different collectives at the same position, and the text shows both."""
     hang = found(rank(2, operations={WORLD: {57: "broadcast"}}))
 
     assert (hang.kind, named(hang)) == ("mismatch", [])
@@ -66,8 +66,8 @@ def test_different_operations_under_one_number_are_shown() -> None:
     assert hang.look_at == (2, 0)
 
 
-def test_mismatched_operations_are_shown_instead_of_ranks_behind() -> None:
-    """A rank on another code path may be behind or ahead later, so the first number that differs is
+def test_mismatched_operations_are_shown_although_a_rank_is_behind() -> None:
+    """A rank on another code path may be behind or ahead later, so the first different number is
     shown.
     """
     usual = {56: "allreduce", 57: "allreduce", 58: "allreduce"}
@@ -81,7 +81,7 @@ def test_mismatched_operations_are_shown_instead_of_ranks_behind() -> None:
 
 
 def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
-    """If all ranks have entered and wait, the text refers to the network and the devices."""
+    """The text refers to the network and the devices."""
     hang = found()
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == (
@@ -97,13 +97,12 @@ def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
     )
 
 
-def test_waiting_inside_a_reducer_counts_as_waiting() -> None:
-    """DDP waits in C++ inside of the backward pass, where no wait in Python is open."""
+def test_rank_inside_ddps_reducer_counts_as_waiting() -> None:
+    """DDP waits in C++ inside the backward pass, where no wait in Python is open."""
     assert found(*every(2, inside=("backward",)), count=2).kind == "together"
 
 
-def test_waiting_without_a_numbered_collective_has_no_name() -> None:
-    """All ranks wait and have no collective in common. No name is shown."""
+def test_no_collective_is_shown_if_waiting_ranks_have_none_in_common() -> None:
     hang = found(*every(2, issued={}, operations={}), count=2)
 
     assert (hang.kind, hang.collective) == ("together", None)
@@ -111,7 +110,7 @@ def test_waiting_without_a_numbered_collective_has_no_name() -> None:
 
 
 def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
-    """All ranks are in the same section, for example a checkpoint."""
+    """The section may be a checkpoint."""
     hang = found(*every(4, inside=("torch.save", "write")), rank(3, inside=("torch.save",)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("pause", [], (), False)
@@ -121,22 +120,20 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
     )
 
 
-def test_all_ranks_outside_of_spans_are_a_pause_and_no_alarm() -> None:
-    """All ranks are in code that is not timed."""
+def test_all_ranks_outside_spans_are_a_pause_and_no_alarm() -> None:
+    """The ranks are in code that is not timed."""
     assert "are outside all recorded spans. No rank waits" in text(found(*every(4, inside=())))
 
 
-def test_pause_of_a_single_rank_is_shown_with_its_place() -> None:
+def test_pause_of_a_single_rank_is_shown_with_its_open_span() -> None:
     hang = found(*every(1, inside=("data",)), count=1)
 
     assert (hang.kind, named(hang)) == ("pause", [])
     assert "Rank 0 is inside data." in text(hang)
 
 
-def test_rarest_places_come_first_without_a_collective() -> None:
-    """The text shows the places with the fewest ranks first. Ranks that do not wait should be
-    looked at first.
-    """
+def test_spans_with_the_fewest_ranks_come_first_without_a_collective() -> None:
+    """Users should first look at ranks that do not wait."""
     ranks = [
         *(rank(n, issued={}, operations={}) for n in (0, 1, 3)),
         behind(2, issued={}, operations={}),
@@ -152,7 +149,7 @@ def test_rarest_places_come_first_without_a_collective() -> None:
 
 
 def test_single_waiting_rank_is_not_looked_at_first() -> None:
-    """A single waiting rank among several that do not wait is not looked at first."""
+    """Several other ranks do not wait, so one of them is more likely the cause."""
     ranks = [
         rank(0, issued={}, operations={}),
         *(behind(n, issued={}, operations={}) for n in (1, 2)),
@@ -164,8 +161,8 @@ def test_single_waiting_rank_is_not_looked_at_first() -> None:
 # -- other ranks make progress
 
 
-def test_stuck_rank_is_named_while_others_make_steps() -> None:
-    """The ranks are independent. The text says that no rank waits for the stuck one."""
+def test_stuck_rank_is_blamed_while_independent_ranks_make_steps() -> None:
+    """The text says that no rank waits for the stuck one."""
     going_on = [rank(number, since_step_s=0.03, since_mark_s=0.0) for number in (0, 1, 3)]
     hang = found(behind(2), *going_on)
 
@@ -176,10 +173,8 @@ def test_stuck_rank_is_named_while_others_make_steps() -> None:
     )
 
 
-def test_idle_server_rank_without_a_request_is_not_stuck() -> None:
-    """A server's rank without a request has no open span, which is not a hang. If it is stopped, it
-    is one.
-    """
+def test_idle_server_rank_is_a_hang_only_if_its_process_is_stopped() -> None:
+    """A server's rank without a request has no open span."""
     going_on = [rank(number, since_step_s=0.03, since_mark_s=0.0) for number in (0, 1, 3)]
 
     assert job(behind(2, inside=()), *going_on) is None
@@ -188,15 +183,15 @@ def test_idle_server_rank_without_a_request_is_not_stuck() -> None:
     assert "stopped by a signal" in text(hang)
 
 
-def test_nothing_is_reported_while_other_ranks_are_about_to_stop() -> None:
+def test_no_hang_is_reported_while_other_ranks_almost_reach_the_limit() -> None:
     """When the first rank reaches the limit, the others may reach it a moment later."""
     others = [rank(number, since_step_s=9.9, since_mark_s=9.8) for number in (0, 1, 3)]
 
     assert job(behind(2), *others) is None
 
 
-def test_hang_is_found_in_one_of_two_independent_halves_of_a_job() -> None:
-    """The two halves do not depend on each other. Only the one that hangs is judged."""
+def test_hang_in_one_of_two_independent_halves_of_a_job_is_found() -> None:
+    """Only the half that hangs is judged."""
     going_on = [
         rank(number, since_step_s=0.03, issued={"b": 900}, operations={}) for number in (4, 5, 6, 7)
     ]
@@ -217,8 +212,8 @@ def test_hang_is_found_in_one_of_two_independent_halves_of_a_job() -> None:
 # -- each finding is reported once
 
 
-def test_hang_keeps_its_key_until_the_next_step() -> None:
-    """A new step, or another blocking rank, makes a new key, but the duration does not."""
+def test_hang_keeps_its_key_until_a_step_ends_or_another_rank_blocks() -> None:
+    """A longer duration does not change the key."""
     first = found(behind(2))
     long = {"since_step_s": 500.0, "since_mark_s": 499.0}
     later = found(behind(2, **long), *(rank(number, **long) for number in (0, 1, 3)))
@@ -234,9 +229,10 @@ def test_hang_keeps_its_key_until_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_longer_pause_has_a_new_key(busy: bool) -> None:
-    """A checkpoint in each thousand steps is reported the first time. One that takes ten times as
-    long is reported again.
+def test_pause_ten_times_as_long_has_a_new_key(busy: bool) -> None:
+    """If a checkpoint follows every thousand steps, only the first one is reported.
+
+    A much longer one is reported again.
     """
 
     def at(step: int, since_s: float) -> Hang:
@@ -257,9 +253,10 @@ def test_longer_pause_has_a_new_key(busy: bool) -> None:
 # -- numbers and long lists
 
 
-def test_times_and_step_cover_all_ranks() -> None:
-    """The duration is that without a step of any rank. The usual time is the slowest rank's, the
-    step the furthest rank's.
+def test_times_and_step_of_a_hang_cover_all_ranks() -> None:
+    """The duration is the time since any rank finished a step.
+
+    The usual step time is the slowest rank's, and the step number the highest.
     """
     hang = found(
         rank(0, since_step_s=30.0, usual_step_s=0.5),
@@ -271,7 +268,7 @@ def test_times_and_step_cover_all_ranks() -> None:
 
 
 def test_collective_of_the_group_with_most_ranks_is_shown() -> None:
-    """The collective is that of the group that most ranks use or wait in."""
+    """The group is the one that most ranks use or wait in."""
     small = {"z": 3}
     both = found(*(rank(number, issued={WORLD: 57, **small}) for number in (0, 1)))
     missed = found(
@@ -290,10 +287,8 @@ def test_operation_is_not_shown_if_ranks_report_different_ones() -> None:
     assert (hang.kind, hang.collective) == ("stopped", Collective(WORLD, 57, ""))
 
 
-def test_operation_is_known_in_a_group_with_one_kind() -> None:
-    """If a group has one kind of collective, the last one has that kind. With several kinds, or for
-    messages, it is unknown.
-    """
+def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
+    """The operation is unknown in a group with several kinds of collectives or with messages."""
     names = [
         "(other)", "forward GPT", "allreduce group=0 dtype=float32", "allreduce group=0 dtype=bfloat16",
         "broadcast group=7 dtype=int64 root=0", "allreduce group=7", "send group=8 dtype=float16 peer=1",
@@ -303,10 +298,8 @@ def test_operation_is_known_in_a_group_with_one_kind() -> None:
     assert sole_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
 
 
-def test_places_beyond_the_fourth_are_counted_and_nested_spans_shortened() -> None:
-    """Places beyond the fourth are only counted. Of nested spans, the outermost and innermost names
-    are shown.
-    """
+def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
+    """Of nested spans, the names of the outermost and the innermost one are shown."""
     deep = tuple(f"m{i}" for i in range(9))
     line = text(
         found(
@@ -318,15 +311,13 @@ def test_places_beyond_the_fourth_are_counted_and_nested_spans_shortened() -> No
     assert "rank 3 is inside p3 > m0 > ... > m6 > m7 > m8; and 2 more places. Next:" in line
 
 
-def test_ways_of_blocking_beyond_the_fourth_are_counted() -> None:
-    """Blocking ranks in more than four ways are only counted."""
+def test_more_than_four_ways_of_blocking_are_counted() -> None:
     line = text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
 
     assert "rank 3 (node-b) did not enter it, last inside p3; 2 more ranks are missing." in line
 
 
 def test_text_of_a_long_cycle_shows_its_start_and_end() -> None:
-    """The text shows the start of the cycle and how it closes."""
     # Each rank waits for the next one.
     ring = [rank(n, issued={f"g{n}": 5, f"g{(n + 5) % 6}": 4}, operations={}) for n in range(6)]
     hang = found(*ring, count=6)

@@ -1,5 +1,5 @@
-"""Joining records by sequence number: records that are joined, records that never are, and counts
-of the rest.
+"""Joining records of one collective by its sequence number, and counts of records that are not
+joined.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def counts(join: CollectiveJoin) -> Counts:
 # -- records that are joined
 
 
-def test_wait_for_a_late_rank_is_counted() -> None:
-    """The row has how often and by how much a rank arrived last, and the wait of the others."""
+def test_joined_row_has_lag_of_the_last_rank_and_wait_of_the_others() -> None:
+    """The row also has how often a rank arrived last."""
     late = joined({0: [Issued(NAME, 4, 90), Issued(NAME, 5, 80)], 1: [Issued(NAME, 4, 10), Issued(NAME, 5, 30)],
                    2: [Issued(NAME, 4, 70), Issued(NAME, 5, 20)]})  # fmt: skip
     row = of(late, "allreduce")
@@ -65,8 +65,8 @@ def test_wait_for_a_late_rank_is_counted() -> None:
     assert row.issue.sum_ns == 6 * 5 * US
 
 
-def test_operations_delayed_by_a_capture_have_no_wait() -> None:
-    """They are joined and counted, but without a wait and without a last rank."""
+def test_operations_delayed_by_a_capture_are_joined_without_waits() -> None:
+    """The operations are counted, but no rank is last."""
     join = CollectiveJoin()
     for rank, first_ns in enumerate((90_000, 10)):
         made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
@@ -81,9 +81,9 @@ def test_operations_delayed_by_a_capture_have_no_wait() -> None:
     }  # fmt: skip
 
 
-def test_asynchronous_waits_are_counted_separately() -> None:
-    """If a rank did not block, or issued on another thread, its earlier issue is not blocked
-    time.
+def test_waits_of_asynchronous_operations_are_counted_separately() -> None:
+    """The time since its issue is not blocked time if a rank did not block or issued on another
+    thread.
     """
     for flag in (Flag.ASYNC, Flag.OTHER_THREAD):
         flags = COMPLETED | int(flag)
@@ -97,8 +97,8 @@ def test_asynchronous_waits_are_counted_separately() -> None:
         assert of(join, "allreduce").asynchronous == 2
 
 
-def test_monitored_barrier_blocks() -> None:
-    """The call returns no handle, so its flag is asynchronous, but it does block."""
+def test_monitored_barrier_counts_as_blocking() -> None:
+    """The call blocks although its flag is asynchronous, because it returns no handle."""
     flags = COMPLETED | int(Flag.ASYNC)
     join = joined(
         {r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))}
@@ -108,10 +108,8 @@ def test_monitored_barrier_blocks() -> None:
     assert of(join, "monitored_barrier").asynchronous == 0
 
 
-def test_bandwidth_is_that_of_the_size_class_with_most_bytes() -> None:
-    """Small and large operations of one name have separate bandwidths. The row shows that of most
-    bytes.
-    """
+def test_row_shows_the_bandwidth_of_the_size_class_with_most_bytes() -> None:
+    """Small and large operations of one name have separate bandwidths."""
     issued = [
         Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100)
         for n in range(20)
@@ -127,9 +125,7 @@ def test_bandwidth_is_that_of_the_size_class_with_most_bytes() -> None:
 
 
 def test_send_is_joined_with_its_receive() -> None:
-    """A send is joined with its receive by sender, receiver and number. Each direction counts
-    separately.
-    """
+    """The key is sender, receiver and number, so each direction counts separately."""
     # Peers are positions in the group.
     groups = {"9": {"ranks": "4,6", "description": "mesh_pp"}}
     join = joined(
@@ -152,9 +148,10 @@ def test_send_is_joined_with_its_receive() -> None:
     assert there.totals()[6] | {"last": 1, "exposed_lag_ns": 70} == there.totals()[6]
 
 
-def test_gather_is_joined_without_a_type_on_other_ranks() -> None:
-    """The other ranks pass no tensors to gather into, so their records have no type and no
-    bytes.
+def test_gather_is_joined_although_other_ranks_record_no_type() -> None:
+    """Only the root passes tensors to gather into.
+
+    Records of other ranks have no type and no bytes.
     """
     join = joined(
         {
@@ -169,7 +166,7 @@ def test_gather_is_joined_without_a_type_on_other_ranks() -> None:
     assert row.main_size().mean_bytes == 4096  # type: ignore[union-attr]
 
 
-def test_uneven_splits_are_no_mismatch() -> None:
+def test_all_to_all_with_different_sizes_is_no_mismatch() -> None:
     """Ranks may receive different sizes of an all-to-all."""
     name = "alltoall_base group=0 dtype=int64"
     join = joined({0: [Issued(name, 0, 90, 100)], 1: [Issued(name, 0, 10, 300)]})
@@ -177,10 +174,8 @@ def test_uneven_splits_are_no_mismatch() -> None:
     assert (counts(join).joined, counts(join).mismatched) == (1, 0)
 
 
-def test_local_ranks_of_a_group_are_joined() -> None:
-    """Local records are joined. A rank that is alone of its group on this node has none to compare
-    with.
-    """
+def test_only_ranks_of_this_node_are_joined() -> None:
+    """A rank that is alone of its group on this node has no partner."""
     groups = {
         "0": {"ranks": "0-15", "description": "default_pg"},
         "1": {"ranks": "0,8", "description": "mesh_dp"},
@@ -196,10 +191,8 @@ def test_local_ranks_of_a_group_are_joined() -> None:
     assert join.pending_operations() == 0
 
 
-def test_rows_of_two_nodes_are_merged() -> None:
-    """Two nodes' halves of one group become one row with all ranks. The transfer is that of the
-    node that saw the last rank.
-    """
+def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
+    """The transfer is that of the node with the last rank to arrive."""
     groups = world(4)
     halves = []
     for ranks, ns in ((range(2), 900), (range(2, 4), 100)):
@@ -216,7 +209,7 @@ def test_rows_of_two_nodes_are_merged() -> None:
         2: 0,
         3: 50,
     }
-    # The inputs are unchanged.
+    # The merged inputs are unchanged.
     assert halves[0][0].joined == 1
     assert sorted(halves[0][0].totals()) == [0, 1]
 
@@ -233,9 +226,7 @@ def test_rows_of_two_nodes_are_merged() -> None:
     ],
 )
 def test_different_operation_at_the_same_number_counts_as_mismatched(other: Issued) -> None:
-    """Ranks that issued different operations, types or sizes count as mismatched, without a
-    wait.
-    """
+    """The operations may differ in name, type or size. They have no wait."""
     join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
 
     assert counts(join) == Counts(mismatched=1)
@@ -250,8 +241,8 @@ def test_different_root_at_the_same_number_counts_as_mismatched() -> None:
     assert counts(join) == Counts(mismatched=1)
 
 
-def test_duplicate_number_is_not_joined() -> None:
-    """One of two records with the same number belongs elsewhere, so neither is joined."""
+def test_records_with_a_duplicate_number_are_not_joined() -> None:
+    """One of two records with the same number must belong to another operation."""
     for other in ([Issued(NAME, 0, 10)], []):
         join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 0, 95)], 1: other})
 
@@ -260,8 +251,8 @@ def test_duplicate_number_is_not_joined() -> None:
 
 @pytest.mark.parametrize("flags", [0, COMPLETED | int(Flag.EXCEPTION), int(Flag.ASYNC)])
 def test_operation_without_an_end_is_not_joined(flags: int) -> None:
-    """A record with only the issuing call's duration, or of a call that raised, would look like the
-    last to arrive.
+    """A record with only the duration of the issuing call would look like the last rank to
+    arrive.
     """
     join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 1, 90)],
                    1: [Issued(NAME, 0, 1, flags=flags), Issued(NAME, 1, 10)]})  # fmt: skip
@@ -271,8 +262,8 @@ def test_operation_without_an_end_is_not_joined(flags: int) -> None:
     assert (of(join, "allreduce").records, of(join, "allreduce").ended) == (4, 3)
 
 
-def test_groups_of_one_name_are_distinguished_by_members() -> None:
-    """Groups created by one split may share a name. Their members differ."""
+def test_groups_with_one_name_are_distinguished_by_members() -> None:
+    """Groups created by one split may share a name, but have different members."""
     join = CollectiveJoin()
     join.set_ranks(range(4))
     for rank in range(4):
@@ -295,8 +286,8 @@ def test_groups_of_one_name_are_distinguished_by_members() -> None:
     assert waits == {0: 0, 1: 10, 2: 0, 3: 10}
 
 
-def test_group_without_known_members_is_joined_by_ranks_seen() -> None:
-    """The ranks seen are joined, unless a group of that name has known members, because it may be
+def test_group_without_known_members_is_joined_by_the_ranks_seen() -> None:
+    """The records are not joined if a group of that name has known members, because it may be
     another group.
     """
     issued = {rank: [Issued(NAME, 0, 10 + rank)] for rank in range(2)}
@@ -317,9 +308,10 @@ def test_group_is_joined_once_its_members_are_published() -> None:
     assert join.counts()[WORLD_OF_3, None].joined == 1
 
 
-def test_ranks_that_count_from_different_starts_are_not_joined() -> None:
-    """Rank 0's number 1 is rank 1's number 0. By the node's clock, one rank left before the other
-    had arrived.
+def test_ranks_that_number_operations_differently_are_not_joined() -> None:
+    """Rank 0's number 1 is rank 1's number 0.
+
+    By the node's clock, one rank left before the other one arrived.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
@@ -337,10 +329,9 @@ def test_ranks_that_count_from_different_starts_are_not_joined() -> None:
     assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
 
 
-def test_kernels_reported_late_by_one_rank_are_skipped() -> None:
-    """Their times on that rank's line are later than on the other's. A millisecond is accepted.
-
-    Later ones are not joined, but the kernels after them are.
+def test_kernels_with_inconsistent_times_on_one_rank_are_not_joined() -> None:
+    """If a kernel on one rank seems to be over a millisecond later than on the other one, only this
+    kernel is skipped.
     """
     ms, device = 1_000_000, int(Flag.COMPLETED | Flag.DEVICE)
     kernels = [
@@ -367,14 +358,14 @@ def test_kernels_reported_late_by_one_rank_are_skipped() -> None:
 
 
 def test_operation_without_waiting_may_end_before_another_rank_arrives() -> None:
-    """In a broadcast, or an all-to-all with empty parts, an early end is possible."""
+    """A root of a broadcast, or a rank with empty parts of an all-to-all, may leave early."""
     for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):
         early, late = Issued(name, 0, 10 * US), Issued(name, 0, 10 * US, start_ns=10_000_000)
         assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
 
 
 def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None:
-    """Once a rank does so, the numbers of messages to it do not identify them."""
+    """After such a receive, numbers no longer identify the messages to that rank."""
     send, any_source = "send group=0 dtype=int8 peer=1", "recv_any_source group=0 dtype=int8"
     join = joined({0: [Issued(send, 0, 10), Issued(send, 1, 10)],
                    1: [Issued(any_source, 0, 10), Issued("recv group=0 dtype=int8 peer=0", 0, 10)]})  # fmt: skip
@@ -383,13 +374,11 @@ def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None
     assert of(join, "recv_any_source").records == 1
 
 
-# -- ranks that differ
+# -- ranks with different operations or processes
 
 
-def test_operations_of_some_ranks_only_stay_pending() -> None:
-    """Operations that only some ranks issued stay pending up to a limit and are counted. The rest
-    is joined.
-    """
+def test_operations_of_some_ranks_stay_pending_and_others_are_joined() -> None:
+    """The number of pending operations is limited, and they are counted."""
     join = joined(
         {rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)}
     )
@@ -403,8 +392,8 @@ def test_operations_of_some_ranks_only_stay_pending() -> None:
     assert join.pending_operations() == 0
 
 
-def test_operations_without_a_rank_that_left_are_dropped() -> None:
-    """Operations that lack the rank do not accumulate. Sub-groups without it continue."""
+def test_pending_operations_are_dropped_after_a_member_left() -> None:
+    """Groups without the member that left continue."""
     groups = {**world(3), "1": {"ranks": "0-1", "description": ""}}
     other = "allreduce group=1 dtype=float32"
     join = CollectiveJoin()
@@ -422,9 +411,7 @@ def test_operations_without_a_rank_that_left_are_dropped() -> None:
 
 
 def test_oldest_pending_operations_are_dropped_and_counted_at_the_limit() -> None:
-    """If a rank never comes, the oldest operations are dropped and counted. Late records of them
-    are not joined.
-    """
+    """The other rank never reports. Late records of dropped operations are not joined."""
     join = CollectiveJoin()
     many = MAX_PENDING + 1000
     add(join, {0: [Issued(NAME, n, 10) for n in range(many)], 1: []}, world(2))
@@ -436,18 +423,16 @@ def test_oldest_pending_operations_are_dropped_and_counted_at_the_limit() -> Non
     assert join.pending_operations() == 0
 
 
-def test_rank_that_is_read_far_ahead_is_joined() -> None:
-    """The limit applies after joining. Long runs of records, first of one rank and then of the
-    other, are all joined.
-    """
+def test_all_records_are_joined_if_one_rank_is_read_far_ahead() -> None:
+    """The limit on pending operations applies after joining."""
     many = 2 * MAX_PENDING
     join = joined({rank: [Issued(NAME, n, 10) for n in range(many)] for rank in range(2)})
 
     assert counts(join) == Counts(joined=many)
 
 
-def test_rank_that_starts_later_is_waited_for() -> None:
-    """A rank whose ring is read later is waited for if it is known."""
+def test_operations_wait_for_a_rank_that_is_read_later() -> None:
+    """The rank is known, but its ring is read later."""
     join = CollectiveJoin()
     join.set_ranks(range(3))
     for rank in (0, 1, 2):
@@ -456,11 +441,8 @@ def test_rank_that_starts_later_is_waited_for() -> None:
         assert counts(join).joined == (rank == 2)
 
 
-def test_restart_begins_a_new_generation() -> None:
-    """Another generation has its own numbers and members.
-
-    Records of the earlier one are dropped.
-    """
+def test_records_of_an_earlier_generation_are_dropped_after_a_restart() -> None:
+    """Another generation has its own numbers and members."""
     join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
     assert join.pending_operations() == 2
     add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), generation=1)
@@ -471,9 +453,10 @@ def test_restart_begins_a_new_generation() -> None:
     assert of(join, "allreduce").totals()[0]["last"] == 1
 
 
-def test_other_processes_have_other_name_ids() -> None:
-    """After nodes joined or left, torch's agents restart all ranks, with other name ids and numbers
-    from 0 on.
+def test_name_ids_of_restarted_ranks_replace_the_old_ones() -> None:
+    """After nodes joined or left, torch's agents restart all ranks.
+
+    Name ids change, and numbers start at 0.
     """
     first, second = NAME, "broadcast group=0 dtype=float32 root=0"
     join = CollectiveJoin()
@@ -499,8 +482,8 @@ def test_other_processes_have_other_name_ids() -> None:
     assert (counts(join), join.outdated_records) == (Counts(joined=5), 2)
 
 
-def test_each_process_has_its_own_name_ids() -> None:
-    """A process that a rank has started may take the same rank and run in parallel to it."""
+def test_name_ids_of_two_processes_with_one_rank_are_separate() -> None:
+    """A process that a rank has started may have the same rank and run in parallel."""
     join = CollectiveJoin()
     join.set_ranks([0])
     for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
@@ -514,7 +497,7 @@ def test_each_process_has_its_own_name_ids() -> None:
 
 
 def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
-    """Records have the low 32 bits. Joining continues in order when they wrap."""
+    """Records have only the low 32 bits of a number."""
     first = (1 << 32) - 3
     join = CollectiveJoin()
     for part in (range(first, first + 4), range(first + 4, first + 8)):
@@ -533,8 +516,8 @@ def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
 # -- a restart of the sidecar
 
 
-def test_join_continues_after_a_restart() -> None:
-    """Pending records are counted as unjoined and not joined with later ones."""
+def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
+    """Pending records are counted as unjoined, and new ones are joined."""
     join = joined(
         {0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]}
     )
@@ -547,9 +530,10 @@ def test_join_continues_after_a_restart() -> None:
     assert of(again, "allreduce").totals()[0]["last"] == 5
 
 
-def test_ranks_that_count_from_different_starts_are_not_joined_after_a_restart() -> None:
-    """Ranks still count from different starts after a restart. Nothing is joined until the next
-    impossible operation.
+def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart() -> None:
+    """Numbers of the ranks still differ after a restart of the sidecar.
+
+    Joining stops at the next impossible operation.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
@@ -561,9 +545,10 @@ def test_ranks_that_count_from_different_starts_are_not_joined_after_a_restart()
     assert counts(again) == Counts(unmatched_records=12)
 
 
-def test_messages_of_different_types_have_one_sequence() -> None:
-    """Both taps number messages by pair and direction, so another type at the same number is
-    another message.
+def test_messages_of_different_types_share_one_sequence_of_numbers() -> None:
+    """Both taps number messages by pair and direction.
+
+    A different type at the same number is a mismatch.
     """
     names = [f"{{}} group=0 dtype={dtype} peer={{}}" for dtype in ("float32", "int8")]
     sent = [Issued(names[n % 2].format("send", 1), n, 10) for n in range(6)]
@@ -576,8 +561,8 @@ def test_messages_of_different_types_have_one_sequence() -> None:
     assert counts(wrong) == Counts(mismatched=2)
 
 
-def test_records_of_steps_and_modules_are_ignored() -> None:
-    """Steps, modules and unknown names are ignored."""
+def test_records_that_are_no_collectives_are_ignored_by_the_join() -> None:
+    """Other records belong to steps, modules and unknown names."""
     made, names = records(
         [Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)]
     )

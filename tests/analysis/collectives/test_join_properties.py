@@ -1,4 +1,7 @@
-"""Joining random jobs: arrival order does not matter, and only matching records are joined."""
+"""Joining records of random jobs:
+
+arrival order does not matter, and only matching records are joined.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ COMPLETED = int(Flag.COMPLETED)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, str]]]:
-    """Draw ranks with two groups, in which some records are missing, have no end, or are of another
-    operation.
+    """Draw ranks with two groups.
+
+    Some records are missing, have no end, or are of another operation.
     """
     names = [NAME, "allgather_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=1"]
     by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(3)}
@@ -50,9 +54,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, 
 def test_any_order_and_split_of_records_joins_the_same_operations(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]], data: st.DataObject
 ) -> None:
-    """Any split and order of a job's records gives the same joined operations, to the same
-    nanosecond.
-    """
+    """The times of the joined operations are equal to the nanosecond."""
     by_rank, groups = job
     whole = joined(by_rank, groups)
 
@@ -83,10 +85,12 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
 
 
 @given(job=jobs())
-def test_result_equals_a_simple_join(
+def test_joined_operations_equal_those_of_a_simple_algorithm(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]],
 ) -> None:
-    """The reference is a simple join: same number, name and bytes, all members, all ended."""
+    """The simple algorithm joins records of one number with equal name and bytes if all members
+    have ended.
+    """
     by_rank, groups = job
     expected: dict[str, int] = {}
     for group, members in (("0", (0, 1, 2)), ("1", (0, 1))):

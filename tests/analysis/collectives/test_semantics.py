@@ -1,4 +1,6 @@
-"""Conclusions from the durations of each operation, against values worked out by hand."""
+"""Waits, transfers and bandwidths from durations of each operation, compared with calculated
+values.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is W
         ("forward Model", None),
     ],
 )
-def test_name_of_a_collective_record_gives_its_operation_and_other_names_none(
+def test_operation_is_read_from_the_name_of_a_collective_only(
     name: str, operation: Operation | None
 ) -> None:
     assert parse(name) == operation
 
 
-def test_every_operator_of_this_torch_has_its_semantics() -> None:
+def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
     """Every operator that c10d dispatches is known, except a receive from any source, which allows
     no conclusion.
     """
@@ -57,24 +59,26 @@ def test_every_operator_of_this_torch_has_its_semantics() -> None:
 
 
 @pytest.mark.parametrize("operation", ALL_FOR_ALL)
-def test_all_wait_for_the_last(operation: str) -> None:
-    """The shortest duration is of the last to arrive, and the others' excess is waiting. The lag is
-    the distance to the second shortest.
+def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> None:
+    """The last rank has the shortest duration.
+
+    Its lag is the distance to the second shortest, and longer durations include waiting.
     """
     found = attribute(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
 
     assert found.wait_ns.tolist() == [[30, 0, 70], [0, 0, 40]]
     assert found.wait_upper_bound_ns.tolist() == found.wait_ns.tolist()
-    # If two arrive together, no rank is last.
+    # If two ranks arrive together, no rank is last.
     assert found.last.tolist() == [1, -1]
     assert found.lag_ns.tolist() == [30, 0]
     assert found.transfer_ns.tolist() == [20, 30]
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "scatter"])
-def test_receivers_wait_for_the_root(operation: str) -> None:
-    """A receiver's excess over the shortest receiver is certain. The common part may be a late
-    root, or the transfer.
+def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
+    """The excess over the shortest receiver is waiting.
+
+    The common part may be a late root or the transfer.
     """
     found = attribute(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
 
@@ -94,7 +98,7 @@ def test_all_seen_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
 
 @pytest.mark.parametrize("operation", ["reduce", "gather"])
 def test_only_the_root_of_a_gather_waits(operation: str) -> None:
-    """Only the root waits, for at most its excess. The others leave when their part is sent."""
+    """The root waits for at most its excess. Other ranks leave when their part is sent."""
     found = attribute(operation, np.array([[5, 200, 8]]), 1)
 
     assert found.wait_ns.tolist() == [[0, 0, 0]]
@@ -110,10 +114,8 @@ def test_only_the_root_of_a_gather_waits(operation: str) -> None:
     assert unseen.transfer_ns.tolist() == [-1]
 
 
-def test_send_that_outlasts_its_receive_waited_for_it() -> None:
-    """A send that outlasts its receive waited for it. A receive that outlasts its send may have
-    waited, or the send was buffered.
-    """
+def test_send_longer_than_its_receive_waited_for_it() -> None:
+    """A receive that is longer than its send may have waited, or the send was buffered."""
     found = attribute(SEND_RECV, np.array([[90, 20], [20, 90]]), None)
 
     assert found.wait_ns.tolist() == [[70, 0], [0, 0]]
@@ -122,8 +124,8 @@ def test_send_that_outlasts_its_receive_waited_for_it() -> None:
     assert found.transfer_ns.tolist() == [20, 20]
 
 
-def test_unknown_operation_allows_no_conclusion() -> None:
-    """An operation of a newer torch has neither a wait nor a transfer."""
+def test_unknown_operation_has_no_wait_and_no_transfer() -> None:
+    """The operation may belong to a newer torch."""
     found = attribute("allshuffle", np.array([[50, 20]]), None)
 
     assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == (
@@ -150,8 +152,8 @@ def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | No
 
 
 def test_size_equals_that_of_nccl_tests() -> None:
-    """Sizes are those of nccl-tests: the whole output of a gather, the whole input of a scatter,
-    the largest share.
+    """The size is the whole output of a gather, the whole input of a scatter, or the largest
+    share.
     """
     record_bytes = np.array([[10, 10, 40]])
 
@@ -165,9 +167,9 @@ def test_size_equals_that_of_nccl_tests() -> None:
     assert semantics_of("barrier").size is Size.NONE
 
 
-def test_bandwidth_is_from_the_transfer() -> None:
-    """1 MB all-reduced by four ranks in 1 ms after the last has arrived: 1 GB/s, and 1.5 GB/s on
-    the bus.
+def test_bandwidth_is_computed_from_the_transfer() -> None:
+    """1 MB all-reduced by four ranks in 1 ms after the last arrival is 1 GB/s, and 1.5 GB/s on the
+    bus.
     """
     durations_us = (5000, 1000, 3000, 2000)
     issued = {
@@ -183,8 +185,8 @@ def test_bandwidth_is_from_the_transfer() -> None:
     assert bandwidth == pytest.approx((1e9, 1.5e9), rel=0.02)
 
 
-def test_limits_of_the_numbers_are_explained() -> None:
-    """Each reason has a text. An all-reduce whose ends are known on all ranks needs none."""
+def test_each_limit_of_the_numbers_has_a_text() -> None:
+    """An all-reduce whose ends are known on all ranks has no such limit."""
     told = {"overlapped": False, "all_seen": True, "ended": True}
 
     assert cannot_tell("allreduce", **told) == ()

@@ -1,6 +1,4 @@
-"""Finding a slow link among comparable groups: simulated ones are found, and jobs without one have
-no finding.
-"""
+"""Finding a slow link in simulated jobs by comparison of similar groups."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def job(
 ) -> list[LinkStatistics]:
     """Return all-reduces on each group, by description.
 
-    slow: factor on the transfers of a group. late: a rank that arrives last everywhere, so that its
-    groups wait for it.
+    `slow` has a factor on the transfers of a group. `late` is a rank that arrives last everywhere,
+    so that its groups wait for it.
     """
     random = np.random.default_rng(seed)
     by_rank: dict[int, list[Issued]] = {}
@@ -77,10 +75,8 @@ def job(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_slow_group_is_found(seed: int) -> None:
-    """One column of the mesh has half of its bandwidth. The finding has both bandwidths and the
-    cost.
-    """
+def test_slow_group_is_found_with_its_bandwidth_and_cost(seed: int) -> None:
+    """One column of the mesh has half of the bandwidth of the others, which is reported too."""
     found = slow_links(
         job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS
     )
@@ -114,8 +110,8 @@ def test_healthy_job_has_no_slow_link() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rank_common_to_all_slow_groups_is_named(seed: int) -> None:
-    """A row and a column are slow. They have one rank in common."""
+def test_rank_common_to_all_slow_groups_is_blamed(seed: int) -> None:
+    """A row and a column of the mesh are slow and have one rank in common."""
     found = slow_links(
         job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {ROWS[1]: 2.5, COLUMNS[2]: 2.5}, seed=seed),
         HOSTS,
@@ -126,8 +122,8 @@ def test_rank_common_to_all_slow_groups_is_named(seed: int) -> None:
     assert "all of them involve rank 6" in slow_link_text(found)
 
 
-def test_node_common_to_all_slow_groups_is_named() -> None:
-    """Pairs between nodes are slow if they include one node."""
+def test_node_common_to_all_slow_groups_is_blamed() -> None:
+    """Pairs of nodes are slow if they include one node."""
     pairs = [(a, b) for a in range(16) for b in (a + 4, a + 8) if b < 16]
     slow = {pair: 3.0 for pair in pairs if any(HOSTS[rank] == "node1" for rank in pair)}
     found = slow_links(job({"mesh_dp": pairs}, dict(list(slow.items())[:8])), HOSTS)
@@ -136,10 +132,8 @@ def test_node_common_to_all_slow_groups_is_named() -> None:
     assert (found.shared_ranks, found.shared_nodes) == ((), ("node1",))
 
 
-def test_nodes_common_to_all_groups_are_not_named() -> None:
-    """If every group reaches both nodes, the nodes that slow groups have in common are no
-    finding.
-    """
+def test_nodes_common_to_all_groups_are_not_blamed() -> None:
+    """Fast groups also use the nodes that all slow groups have in common."""
     pairs = [(rank, rank + 4) for rank in range(4)] + [
         (rank, 4 + (rank + 1) % 4) for rank in range(4)
     ]
@@ -150,7 +144,7 @@ def test_nodes_common_to_all_groups_are_not_named() -> None:
 
 
 def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
-    """If the bandwidths of comparable groups differ a lot, a further one is no outlier."""
+    """A low bandwidth is then no outlier."""
     factors = dict(zip(COLUMNS, (0.6, 1.0, 1.5, 2.3), strict=True))
 
     assert slow_links(job({"x": COLUMNS}, factors, noise=0.02), HOSTS).links == ()
@@ -158,7 +152,7 @@ def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
 
 
 def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[LinkStatistics]:
-    """Each rank of a pipeline sends to the next one, by rendezvous."""
+    """Return sends of each rank of a pipeline to the next one, by rendezvous."""
     random = np.random.default_rng(0)
     by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(ranks)}
     for sender in range(ranks - 1):
@@ -172,8 +166,8 @@ def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[Link
     return link_statistics(joined(by_rank).operations())
 
 
-def test_slow_pair_is_found() -> None:
-    """The slow link of a pipeline is named by its two ranks, in their direction."""
+def test_slow_link_of_a_pipeline_is_found_with_its_direction() -> None:
+    """The link is described by its sender and its receiver."""
     (link,) = slow_links(messages({(2, 3): 2.0})).links
 
     assert (link.ranks, link.pair, link.peers) == ((2, 3), True, 4)
@@ -181,13 +175,13 @@ def test_slow_pair_is_found() -> None:
     assert link.peers_busbw == pytest.approx(2 * link.busbw, rel=0.2)
 
 
-def test_rank_common_to_slow_pairs_is_named() -> None:
+def test_rank_common_to_slow_messages_is_blamed() -> None:
     """Slow messages to and from one rank point to the rank, not to two links."""
     assert slow_links(messages({(2, 3): 2.5, (3, 4): 2.5}, ranks=8)).shared_ranks == (3,)
 
 
 def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
-    """Groups that wait for a slow rank have long operations and usual transfers."""
+    """Its operations are long, but its transfers are as short as usual."""
     for seed in range(8):
         assert (
             slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links
@@ -196,35 +190,33 @@ def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
 
 
 def test_group_whose_ranks_arrive_apart_is_no_slow_link() -> None:
-    """If a group's ranks arrive at very different times, a longer transfer is not blamed on its
-    link.
+    """If a group's ranks arrive at very different times, its link is not the reason for a longer
+    transfer.
     """
     rows = {"mesh_dp": COLUMNS}
     assert slow_links(job(rows, {COLUMNS[2]: 2.0}), HOSTS).links
     assert slow_links(job(rows, {COLUMNS[2]: 2.0}, late=6), HOSTS).links == ()
 
 
-def test_group_with_more_bytes_is_no_slow_link() -> None:
-    """Within one octave of sizes, a group with more bytes takes longer and is not slow."""
+def test_group_with_more_bytes_in_the_same_size_class_is_no_slow_link() -> None:
+    """Sizes in one class differ by up to a factor of two."""
     sizes = {columns: 1_050_000 if columns != COLUMNS[2] else 2_000_000 for columns in COLUMNS}
 
     assert slow_links(job({"mesh_dp": COLUMNS}, sizes=sizes), HOSTS).links == ()
     assert slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, sizes=sizes), HOSTS).links
 
 
-def test_groups_across_nodes_are_no_peers_of_groups_within_nodes() -> None:
-    """Transfers between nodes take longer, which is normal."""
+def test_groups_across_nodes_are_not_compared_with_groups_within_nodes() -> None:
+    """Transfers between nodes normally take longer."""
     groups = [*ROWS, COLUMNS[0]]
 
     assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0}), HOSTS).links == ()
-    # Without known nodes the groups are peers.
+    # If the nodes are unknown, the groups are compared.
     assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links
 
 
 def test_missing_comparison_of_links_is_explained() -> None:
-    """One group of all ranks, two similar groups, or too few operations each have a text. Without
-    operations it is empty.
-    """
+    """The reasons are one group of all ranks, two similar groups, or too few operations."""
     one = slow_links(job({"default_pg": [tuple(range(8))]}, {tuple(range(8)): 9.0}))
     assert (one.links, one.compared) == ((), 0)
     assert "cannot be distinguished from a slow network" in one.undecided
@@ -236,14 +228,14 @@ def test_missing_comparison_of_links_is_explained() -> None:
     assert slow_links([]).undecided == ""
 
 
-def test_findings_survive_json() -> None:
+def test_slow_links_are_unchanged_by_json() -> None:
     found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
 
     assert saved(found) == found
     assert isinstance(found.links[0], SlowLink)
 
 
-def test_text_has_bandwidths_and_cost() -> None:
+def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     """The text has the link, its bandwidth and that of its peers, and the cost, with "at most" if
     it was overlapped.
     """

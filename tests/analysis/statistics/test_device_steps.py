@@ -1,6 +1,4 @@
-"""Steps by the device's clock, from the device's spans and the host's activity while the device had
-no work.
-"""
+"""Steps by the device's clock, with the host's activity while the device had no work."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ Row = tuple[Kind, int, float, float] | tuple[Kind, int, float, float, Kind]
 
 
 def records(*rows: Row, flags: int = 0) -> np.ndarray:
-    """Return records from (kind, step, start in ms, duration in ms), for DEVICE with the kind of
-    its span.
+    """Return records from tuples of kind, step, start in ms and duration in ms.
+
+    A DEVICE record also has the kind of its span.
     """
     made = np.zeros(len(rows), record_dtype())
     for record, row in zip(made, rows, strict=True):
@@ -49,11 +48,8 @@ def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
     }
 
 
-def test_parts_of_a_step_are_its_phases_without_stalls_by_the_device_clock() -> None:
-    """Phases do not include their stalls.
-
-    Recomputation is not part of the enclosing backward pass.
-    """
+def test_phases_of_a_device_step_exclude_stalls_and_recomputation() -> None:
+    """Recomputation is not part of the enclosing backward pass."""
     table = joined(
         records(
             (Kind.FORWARD, 0, 0, 1), (Kind.BACKWARD, 0, 1, 1), (Kind.STEP, 0, 0, 3),
@@ -73,9 +69,9 @@ def test_parts_of_a_step_are_its_phases_without_stalls_by_the_device_clock() -> 
     )
 
 
-def test_gap_is_divided_by_the_hosts_waits() -> None:
-    """A device without work waits for the loader or for a blocking collective of the host. The rest
-    is the host's.
+def test_idle_time_of_the_device_is_divided_by_the_hosts_activity() -> None:
+    """A device without work waits for the loader, for a blocking collective of the host, or for
+    other host code.
     """
     host = (
         (Kind.DATA, 0, 100, 30),
@@ -100,7 +96,7 @@ def test_gap_is_divided_by_the_hosts_waits() -> None:
 
 
 def test_loader_costs_nothing_while_the_device_has_work() -> None:
-    """The loader ran while the device was busy with the previous step, so it costs nothing."""
+    """The device is busy with the previous step while the loader runs."""
     table = joined(
         records(
             (Kind.DATA, 0, 0, 30), (Kind.FORWARD, 0, 30, 1), (Kind.STEP, 0, 0, 31),
@@ -111,8 +107,8 @@ def test_loader_costs_nothing_while_the_device_has_work() -> None:
     assert parts_ms(table) == {"forward": 40, "host": 2}
 
 
-def test_wait_counts_only_where_it_overlaps_the_gap() -> None:
-    """A wait of the host while the device was inside of a phase already counts in the phase."""
+def test_host_wait_counts_only_while_the_device_is_idle() -> None:
+    """A wait of the host while the device is in a phase already counts in the phase."""
     table = joined(
         records(
             (Kind.WAIT, 0, 5, 20),
@@ -126,8 +122,9 @@ def test_wait_counts_only_where_it_overlaps_the_gap() -> None:
 
 
 def test_step_is_complete_when_its_late_device_times_arrive() -> None:
-    """The device is some steps behind. A step is complete with its STEP record, however the records
-    are split.
+    """The device is some steps behind.
+
+    Records arrive split in any way, and a step is complete with its STEP record.
     """
     steps = [
         (
@@ -150,7 +147,7 @@ def test_step_is_complete_when_its_late_device_times_arrive() -> None:
 
 
 def test_step_without_device_times_is_left_out() -> None:
-    """The step was in a capture, or its marks were skipped. It is not waited for forever."""
+    """Later steps do not wait for a step that was in a capture or whose marks were skipped."""
     joiner = DeviceSteps()
     for n in range(3 * MAX_BEHIND_STEPS):
         joined(records((Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10)), joiner)
@@ -163,7 +160,7 @@ def test_step_without_device_times_is_left_out() -> None:
 
 
 def test_spans_of_incomplete_steps_are_limited() -> None:
-    """Each step has lost a mark. Memory is limited, and a late complete step still counts."""
+    """Each step has lost a mark. A complete step that arrives late still counts."""
     joiner, stalls, steps = DeviceSteps(), 5, 3 * MAX_BEHIND_STEPS
     for n in range(steps):
         spans = [device(n, Kind.WAIT, 10 * n + k, 0.5) for k in range(stalls)]
@@ -174,10 +171,8 @@ def test_spans_of_incomplete_steps_are_limited() -> None:
     assert (table.step.tolist(), parts_ms(table)) == ([n], {"communication": 2.5, "host": 7.5})
 
 
-def test_memory_is_linear_in_the_spans_of_a_step() -> None:
-    """With FSDP2, 82 modules and 8 micro-steps, memory does not grow with the square of a step's
-    spans.
-    """
+def test_memory_is_linear_in_the_number_of_spans_of_a_step() -> None:
+    """The example has FSDP2, 82 modules and 8 micro-steps."""
     rows: list[Row] = []
     steps, stalls = 20, 2000
     for n in range(steps):
@@ -198,9 +193,9 @@ def test_memory_is_linear_in_the_spans_of_a_step() -> None:
     assert peak_bytes < 1000 * len(made), "with pairs, 1.3 GB"
 
 
-def test_lack_of_a_cpu_counts_while_the_device_has_no_work() -> None:
-    """Lack of a CPU counts in the gap, and in a phase that the host started 1 ms before the device,
-    but not where the host was far ahead.
+def test_lack_of_a_cpu_counts_only_if_it_delays_the_device() -> None:
+    """Lack of a CPU delays the device in a gap, or in a phase that the host started only 1 ms
+    before. It does not while the host is far ahead.
     """
     made = records(
         (Kind.FORWARD, 0, 9, 2), (Kind.BACKWARD, 0, 11, 2), (Kind.STEP, 0, 0, 30),
@@ -236,12 +231,10 @@ SPAN = st.tuples(
         )
     )
 )
-def test_parts_of_any_step_add_up_to_its_duration(
+def test_parts_of_any_device_step_add_up_to_its_duration(
     steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]],
 ) -> None:
-    """For any phases, stalls and waits, a step's parts add up to its duration and
-    are not negative.
-    """
+    """No part is negative, for any phases, stalls and waits."""
     rows: list[Row] = []
     for number, (spans, waits) in enumerate(steps):
         at = begin = 1000 * number
@@ -262,7 +255,7 @@ def test_parts_of_any_step_add_up_to_its_duration(
 
 
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
-def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(
+def test_stall_that_ends_with_its_phase_is_subtracted_from_it(
     rounding: int,
 ) -> None:
     """A stall that ends with the backward pass shares its mark, except for a rounding error of 1
@@ -279,7 +272,7 @@ def test_stall_that_shares_its_last_mark_with_its_phase_is_subtracted_from_it(
     )
 
 
-# -- the host's time line
+# -- host times of a device step
 
 
 def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
@@ -288,7 +281,7 @@ def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
     }
 
 
-def test_host_time_and_device_lag_are_known_for_each_part() -> None:
+def test_device_step_has_the_hosts_time_and_lag_of_each_part() -> None:
     table = joined(
         records(
             (Kind.DATA, 0, 1, 2), (Kind.FORWARD, 0, 4, 5), (Kind.BACKWARD, 0, 9, 6), (Kind.WAIT, 0, 10, 1),
@@ -303,8 +296,7 @@ def test_host_time_and_device_lag_are_known_for_each_part() -> None:
         "backward": 6 - 1,
         "host": (4 - 2) + 2,
     }
-    # The host has nothing to do 0.2 ms after the forward pass, and 21 - 15 ms after the backward
-    # pass.
+    # The host waits from 0.2 ms after the forward pass, and from 6 ms after the backward pass.
     assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
 
 
@@ -316,8 +308,9 @@ def test_steps_timed_by_the_host_have_no_separate_host_times() -> None:
 
 
 def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 1e9) -> list[float]:
-    """Return a segment's own time in each of these steps: host time, lag at its start, and whether
-    the queue may be full.
+    """Return a segment's own time on the host in each of the given steps.
+
+    A step has the host time, the lag at its start, and whether the queue may be full.
     """
     host_times = HostTimes()
     found = []
@@ -331,7 +324,7 @@ def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 
     return found
 
 
-def test_wait_for_the_device_is_not_the_hosts_own_time() -> None:
+def test_wait_for_the_device_is_not_own_time_of_the_host() -> None:
     """The host synchronizes, so its time is 1 ms plus the lag."""
     lags_ms = [5.0 + 3 * (step % 2) for step in range(40)]
 
@@ -340,10 +333,8 @@ def test_wait_for_the_device_is_not_the_hosts_own_time() -> None:
     assert found[-20:] == [1.0] * 20
 
 
-def test_wait_for_a_steady_lag_is_not_the_hosts_own_time() -> None:
-    """The host takes about as long as the lag, which is gone at the end: a blocking copy between
-    two steps.
-    """
+def test_blocking_copy_between_steps_is_not_own_time_of_the_host() -> None:
+    """The host needs about as long as the lag, and no lag is left at the end."""
     steps = [(81.0, 80.0, False)] * 3
 
     assert hosts_own_ms(steps, lag_at_end_ms=0.0) == [1.0] * 3
@@ -351,30 +342,30 @@ def test_wait_for_a_steady_lag_is_not_the_hosts_own_time() -> None:
     assert hosts_own_ms([(120.0, 80.0, False)], lag_at_end_ms=0.0) == [120.0]
 
 
-def test_time_that_does_not_depend_on_the_lag_is_own_time_of_the_host() -> None:
-    """A host that never waits takes as long with a lag as without."""
+def test_time_independent_of_the_lag_is_own_time_of_the_host() -> None:
+    """A host that never waits needs the same time with and without a lag."""
     found = hosts_own_ms([(8.0, 5.0 + 3 * (step % 2), False) for step in range(40)])
 
     assert found[-20:] == [8.0] * 20
 
 
-def test_host_times_without_a_full_queue_replace_those_with_one() -> None:
+def test_own_time_with_a_full_queue_is_taken_from_other_steps() -> None:
     found = hosts_own_ms([(3.0, 0.0, False)] * 12 + [(20.0, 15.0, True)] * 5)
 
     assert found[-5:] == [3.0] * 5
 
 
-def test_host_time_is_unchanged_if_the_queue_never_had_room() -> None:
+def test_own_time_is_the_host_time_if_the_queue_was_always_full() -> None:
     """No other times are known. A long lag hides the wait (own_time.py)."""
     assert hosts_own_ms([(20.0, 15.0, True)] * 20)[-1] == 20.0
 
 
-def test_device_progresses_if_it_reaches_a_mark() -> None:
+def test_device_makes_progress_when_it_reaches_a_mark() -> None:
     host_times = HostTimes()
 
     found = host_times.progresses(np.array([5, 20]), np.array([0, 6, 18]), np.array([6, 18, 30]))
     later = host_times.progresses(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
 
     assert found.tolist() == [True, False, True]
-    # 20 is known from the previous call.
+    # The mark 20 is known from the previous call.
     assert later.tolist() == [True, True, False]

@@ -1,4 +1,4 @@
-"""Statistics of GPU and port samples over a period. Pure."""
+"""Statistics of GPU and port samples over a period."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SECOND = 1_000_000_000
 
 
 def gpu(count: int, **fields: Any) -> list[GpuSample]:
-    """Return samples a second apart. A counter is given as its increase per second. A gauge may be
-    a list.
+    """Return samples at intervals of a second.
+
+    A counter is given as its increase per second. A gauge may be a list.
     """
     made: list[GpuSample] = []
     for index in range(count):
@@ -47,14 +48,14 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
 
 
 def test_unmeasured_gpu_values_are_missing_and_not_zero() -> None:
-    """No signal of a GPU that reports nothing is 0."""
+    """The GPU in this test reports nothing."""
     assert gpu_signals([]) == {}
     assert gpu_signals(gpu(5)) == {}
     assert link_signals([]) == {}
 
 
 def test_clocks_temperature_and_memory_are_means_over_time() -> None:
-    """They are means over time. The clock is also divided by the GPU's highest clock."""
+    """The clock is also divided by the GPU's highest clock."""
     samples = gpu(
         4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
         memory_used_bytes=30, memory_total_bytes=40,
@@ -65,8 +66,8 @@ def test_clocks_temperature_and_memory_are_means_over_time() -> None:
     }  # fmt: skip
 
 
-def test_throttling_is_computed_from_counters() -> None:
-    """Fractions of time are computed from the driver's counters, not from the samples."""
+def test_throttled_fractions_are_computed_from_the_drivers_counters() -> None:
+    """Counters are exact, unlike samples."""
     samples = gpu(
         11, throttle_power_ns=SECOND // 4, throttle_thermal_ns=SECOND // 10, throttle_hw_thermal_ns=SECOND // 5,
         throttle_hw_power_brake_ns=0, clock_reasons=0,
@@ -79,14 +80,13 @@ def test_throttling_is_computed_from_counters() -> None:
     ) == pytest.approx((0.25, 0.2, 0.2))
 
 
-def test_throttling_without_counters_is_computed_from_samples() -> None:
-    """Without counters, they are fractions of samples with throttled clocks."""
+def test_throttled_fractions_without_counters_are_computed_from_samples() -> None:
     found = gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
     assert found == {"power_share": 0.5, "thermal_share": 0.25, "hw_slowdown_share": 0.25}
 
 
-def test_errors_are_increases_within_the_period() -> None:
-    """Earlier counts do not matter. A row that waits for a reset to be remapped counts as one."""
+def test_gpu_errors_are_increases_within_the_period() -> None:
+    """A memory row that waits for a reset to be remapped counts as one error."""
     samples = gpu(
         5, ecc_uncorrected=1, xids=0, pcie_replays=3, nvlink_errors=1, nvlink_replays=2, remapped_rows=0,
         remapping_pending=True,
@@ -97,10 +97,8 @@ def test_errors_are_increases_within_the_period() -> None:
     }  # fmt: skip
 
 
-def test_decreased_counter_counts_from_zero() -> None:
-    """A reset GPU's counter has increased by its current value. For an unknown counter nothing is
-    known.
-    """
+def test_counter_of_a_reset_gpu_counts_from_zero() -> None:
+    """The increase is the counter's current value. An unknown counter has no increase."""
     assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {
         "a": 2,
         "b": 2,
@@ -108,8 +106,8 @@ def test_decreased_counter_counts_from_zero() -> None:
     assert growth(None, {"a": 1}, "a") == {}
 
 
-def test_totals_survive_json() -> None:
-    """A later sidecar continues with the sums of an earlier one."""
+def test_hardware_totals_continue_after_json() -> None:
+    """A restarted sidecar continues with the sums of the earlier one."""
     samples = gpu(
         6,
         sm_clock_hz=[1, 2, 3, 4, 5, 6],
@@ -136,10 +134,8 @@ def test_totals_survive_json() -> None:
     )
 
 
-def test_network_port_has_its_growth_errors_used_rate_and_time_without_link() -> None:
-    """They are the increase of each counter, the sum of errors, the used rate and the time without
-    a link.
-    """
+def test_network_port_has_growth_errors_used_rate_and_time_without_link() -> None:
+    """Growth is the increase of each counter, and errors are summed."""
     first = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000)
     grown = {
         "transmitted_bytes": 25_000_000_000,

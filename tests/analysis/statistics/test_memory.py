@@ -1,5 +1,6 @@
-"""Statistics of the allocator's numbers: readings over the whole run, growth, and signals for a
-diagnosis.
+"""Statistics of the device allocator over the run:
+
+readings, growth, and signals for a diagnosis.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LIMIT = 80 * GB
 
 
 def records(step: int, **values: int | tuple[int, int]) -> np.ndarray:
-    """Return the records of one reading, with values such as (now, peak)."""
+    """Return the records of one reading. Values are pairs such as (current, peak)."""
     made = np.zeros(len(values), record_dtype())
     for record, (name, value) in zip(made, values.items(), strict=True):
         now, most = value if isinstance(value, tuple) else (value, 0)
@@ -52,7 +53,7 @@ def statistics_of(readings: Sequence[np.ndarray]) -> MemoryStatistics:
 
 
 def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
-    """Return readings with these allocations at the ends of steps, one in `every` steps."""
+    """Return readings with the given allocations at the ends of steps, one in `every` steps."""
     return statistics_of(
         [
             records(every * i, allocated=(int(value), int(value)), limit=LIMIT)
@@ -62,7 +63,7 @@ def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
 
 
 def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
-    """Records of one time are one reading. Lost or unmeasured values are None, not 0."""
+    """Lost or unmeasured values are None, not 0."""
     whole = records(
         16,
         allocated=(3 * GB, 5 * GB),
@@ -82,30 +83,28 @@ def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
     assert (statistics.peak_allocated_bytes, statistics.peak_reserved_bytes) == (5 * GB, 9 * GB)
     newest = newest_reading(np.concatenate([partial, whole]), NAMES)
     assert newest is not None
-    # The number is the allocator's own count, because an exporter has its own start.
+    # The number is the allocator's own count, because an exporter starts to count elsewhere.
     assert (newest.step, newest.alloc_retries) == (16, 2)
     assert newest_reading(partial[:0], NAMES) is None
 
 
 def test_retries_are_counted_from_the_first_reading() -> None:
-    """Earlier retries do not count. If the user resets the counter, counting continues from 0."""
+    """If the user resets the counter, counting continues from 0."""
     counts = [5, 5, 9, 0, 2]
     statistics = statistics_of([records(i, alloc_retries=count) for i, count in enumerate(counts)])
     assert [reading.alloc_retries for reading in statistics.readings] == [0, 0, 4, 4, 6]
 
 
-def test_decreased_peak_counts_as_reset_and_keeps_the_peak_of_the_run() -> None:
-    """Only users reset it. The peak of the run stays."""
+def test_decreased_peak_is_a_reset_and_the_peak_of_the_run_stays() -> None:
+    """Only users reset a peak."""
     peaks = [GB, 3 * GB, 3 * GB, 2 * GB, 4 * GB, GB]
     statistics = statistics_of([records(i, allocated=(GB, peak)) for i, peak in enumerate(peaks)])
     assert statistics.peak_resets == 2
     assert statistics.peak_allocated_bytes == 4 * GB
 
 
-def test_readings_are_thinned_out_and_the_newest_is_kept() -> None:
-    """A long run has as many readings as a short one, evenly spaced. Saving and loading in between
-    changes nothing.
-    """
+def test_readings_of_a_long_run_are_thinned_out_evenly() -> None:
+    """The newest reading stays. Saving and loading in between changes nothing."""
     statistics = MemoryStatistics()
     for i in range(3000):
         statistics.add(records(i, allocated=(i, i)), NAMES)
@@ -121,7 +120,7 @@ def test_readings_are_thinned_out_and_the_newest_is_kept() -> None:
     assert len(steps) > MAX_READINGS / 3
 
 
-def test_steady_growth_is_found_despite_noise() -> None:
+def test_steady_growth_of_memory_is_found_despite_noise() -> None:
     """A list keeps 8 MB a step, while caches fill first and the batch size varies."""
     noise = np.random.default_rng(0).normal(0, 20 * MB, 200)
     allocated = [10 * GB + min(i, 10) * GB + 16 * i * 8 * MB + noise[i] for i in range(200)]
@@ -137,17 +136,17 @@ def test_steady_growth_is_found_despite_noise() -> None:
     ("peaks", "above"),
     [
         (lambda now: [value + 12 * GB for value in now], 12 * GB),
-        # This peak is old. More memory is not needed.
+        # The peak is old, so no more memory is needed.
         (lambda now: [now[-1] + 5 * GB] * len(now), 5 * GB),
         (lambda now: [value + (9 if i == 150 else 4) * GB for i, value in enumerate(now)], 9 * GB),
         # The peak was reset.
         (lambda now: [value + (30 if i < 20 else 4) * GB for i, value in enumerate(now)], 4 * GB),
     ],
 )
-def test_peaks_within_steps_count_for_a_full_device(
+def test_time_until_memory_is_full_is_computed_from_peaks_within_steps(
     peaks: Callable[[list[int]], list[int]], above: int
 ) -> None:
-    """Memory is full in the middle of a step, when more is allocated than at the end."""
+    """More memory is allocated in the middle of a step than at its end."""
     allocated = [10 * GB + i * 16 * 8 * MB for i in range(200)]
     statistics = statistics_of(
         [
@@ -187,8 +186,8 @@ def test_peaks_within_steps_count_for_a_full_device(
         "shrinking",
     ],
 )
-def test_uncertain_growth_is_not_reported(allocated: list[float]) -> None:
-    """Growth is not reported if it is uncertain, or if filling the device would take too long."""
+def test_uncertain_or_very_slow_growth_of_memory_is_not_reported(allocated: list[float]) -> None:
+    """Slow growth would need too long to fill the device."""
     assert filled(allocated).growth() is None
 
 
@@ -196,9 +195,10 @@ def reading(step: int, **values: int) -> MemoryReading:
     return MemoryReading(step, **values)
 
 
-def test_signals_are_retries_per_step_median_fragmentation_and_largest_use() -> None:
-    """Retries since the last reading before the interval, divided by its steps; the median
-    fragmentation; the largest use.
+def test_memory_signals_are_retries_fragmentation_and_largest_use() -> None:
+    """Retries are per step since the last reading before the interval.
+
+    Fragmentation is the median.
     """
     readings = [
         reading(0, reserved_bytes=10, inactive_bytes=9, limit_bytes=100, alloc_retries=0),
@@ -214,8 +214,8 @@ def test_signals_are_retries_per_step_median_fragmentation_and_largest_use() -> 
     }
 
 
-def test_signals_that_were_not_measured_are_missing() -> None:
-    """They are not 0: nothing was read, or the allocator has no such counter."""
+def test_memory_signals_that_were_not_measured_are_missing() -> None:
+    """No reading exists, or the allocator has no such counter. The signals are not 0."""
     one = reading(20, reserved_bytes=50, limit_bytes=100, alloc_retries=7)
     assert memory_signals([], 0, 100) == {}
     assert memory_signals([one], 30, 100) == {}

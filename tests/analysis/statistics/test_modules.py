@@ -1,6 +1,4 @@
-"""Modules that are slower on one rank: compared among ranks with the same modules, with names from
-this node only.
-"""
+"""Modules that are slower on one rank than on other ranks with the same modules."""
 
 from __future__ import annotations
 
@@ -19,17 +17,14 @@ NAMES = ["embedding", "head", "layers.0"]
 
 
 def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -> None:
-    """Add a rank of another node. Its message has room for more modules than it has."""
+    """Add a rank of another node. Its message has room for more modules than it contains."""
     sent = np.zeros(MAX_MODULES, np.float32)
     sent[: len(ns)] = ns
     times.set_remote(rank, digest(names), sent)
 
 
-def test_modules_of_a_rank_on_another_node_are_compared_with_the_median() -> None:
-    """Its modules are compared with the median of all other ranks.
-
-    One of those may be slow, too.
-    """
+def test_modules_of_a_rank_are_compared_with_the_median_of_all_others() -> None:
+    """The rank is on another node. One of the other ranks may be slow, too."""
     times = ModuleTimes()
     times.set_local(0, USUAL)
     times.set_local(1, USUAL)
@@ -45,8 +40,8 @@ def test_modules_of_a_rank_on_another_node_are_compared_with_the_median() -> Non
 
 
 def test_rank_without_comparable_modules_has_no_excess() -> None:
-    """The rank is unknown, has no modules, or has modules that no other rank, or no rank of this
-    node, has.
+    """The rank is unknown, has no modules, or shares its modules with no other rank or no rank of
+    this node.
     """
     times = ModuleTimes()
     times.set_local(0, USUAL)
@@ -60,9 +55,7 @@ def test_rank_without_comparable_modules_has_no_excess() -> None:
 
 
 def test_rank_with_different_module_names_is_not_compared() -> None:
-    """A rank that has not yet run one of the modules has other names and is left out until it
-    has.
-    """
+    """A rank that has not yet run one of the modules is left out until it has."""
     times = ModuleTimes()
     times.set_local(0, USUAL)
     heard(times, 1, 1e6, 6e6, 2e6)
@@ -73,7 +66,7 @@ def test_rank_with_different_module_names_is_not_compared() -> None:
 
 
 def test_modules_beyond_the_limit_are_not_compared() -> None:
-    """The first modules by name are compared. They are the same on all ranks."""
+    """The first modules by name are compared, which are the same on all ranks."""
     many = {f"layers.{i:03d}": 1e6 for i in reversed(range(MAX_MODULES + 6))}
     times = ModuleTimes()
     times.set_local(0, many)
@@ -83,8 +76,8 @@ def test_modules_beyond_the_limit_are_not_compared() -> None:
     assert times.excess_ns(1)["layers.063"] == pytest.approx(2e6)
 
 
-def test_memory_for_many_ranks_is_limited() -> None:
-    """Only a rank's values are kept, not its whole message. 16384 ranks are compared at once."""
+def test_memory_for_modules_of_many_ranks_is_limited() -> None:
+    """For 16384 ranks, only their values are stored, not their whole messages."""
     times = ModuleTimes()
     times.set_local(0, {f"layers.{i:02d}": 1e6 for i in range(64)})
     names = reported_modules({f"layers.{i:02d}": 0.0 for i in range(64)})

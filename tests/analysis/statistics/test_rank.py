@@ -1,4 +1,4 @@
-"""Statistics of a rank and its history of windows."""
+"""Statistics of a rank and its history in windows of steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ NO_RECORDS = records([])
 
 
 def test_windows_are_medians_of_aligned_steps() -> None:
-    """A window has the medians of the steps from a multiple of its width on. Outliers do not change
-    it.
-    """
+    """A window begins at a multiple of its width. Outliers do not change it."""
     history = WindowHistory()
     steps = (
         [{"forward": 10}] * 7
@@ -45,7 +43,7 @@ def test_windows_are_medians_of_aligned_steps() -> None:
     assert windows.parts_ns[:, PARTS.index("data")].tolist() == [0, 2 * MS]
 
 
-def test_window_in_progress_counts_from_half_of_its_steps_on() -> None:
+def test_window_in_progress_is_used_once_half_of_its_steps_exist() -> None:
     history = WindowHistory()
     history.add(step_table([{"forward": 1}] * (FIRST_WINDOW_STEPS + 3)))
     assert len(history.windows().first_step) == 1
@@ -54,7 +52,7 @@ def test_window_in_progress_counts_from_half_of_its_steps_on() -> None:
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED])
-def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
+def test_steps_with_other_work_are_not_in_windows(flag: Flag) -> None:
     history = WindowHistory()
     history.add(step_table([{"forward": 900}] * 4, flags=int(flag)))
     history.add(step_table([{"forward": 10}] * 4, first_step=4))
@@ -63,8 +61,9 @@ def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
 
 
 def test_number_of_windows_is_bounded_in_a_long_run() -> None:
-    """Above the maximum number of windows, neighbors are merged and the width doubles. The values
-    stay the same.
+    """Above the maximum number, neighbors are merged and the width doubles.
+
+    Values stay the same.
     """
     history = WindowHistory()
     for first in range(0, 100_000, 1000):
@@ -81,7 +80,7 @@ def test_number_of_windows_is_bounded_in_a_long_run() -> None:
 def test_windows_are_the_same_however_steps_are_split_into_batches(
     durations: list[int], size: int
 ) -> None:
-    """Steps added one by one or in pieces of any size give the same windows."""
+    """Steps are added one by one or in pieces of any size."""
     whole, pieces = WindowHistory(), WindowHistory()
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
     whole.add(steps)
@@ -91,8 +90,8 @@ def test_windows_are_the_same_however_steps_are_split_into_batches(
     assert encode(whole) == encode(pieces)
 
 
-def test_warm_up_is_counted_separately() -> None:
-    """The first steps are in no distribution of steps, phases or modules, but count as steps."""
+def test_warm_up_steps_are_counted_but_in_no_distribution() -> None:
+    """Warm-up steps are in no distribution of steps, phases or modules."""
     statistics = RankStatistics()
     steps = step_table([{"forward": 500}] * WARM_UP_STEPS + [{"forward": 10}] * 5, first_step=20)
     rows = [(Kind.MODULE, 1, step, 9) for step in range(20, 20 + WARM_UP_STEPS + 5)]
@@ -118,9 +117,9 @@ def test_lost_steps_lower_the_coverage() -> None:
     assert statistics.lost == 321
 
 
-def test_modules_of_evaluation_recomputation_and_other_threads_do_not_count() -> None:
-    """Modules called in an evaluation, in recomputation, on another thread or in the warm-up do not
-    count.
+def test_modules_outside_normal_forward_passes_do_not_count() -> None:
+    """Modules do not count in an evaluation, in recomputation, on another thread or in the
+    warm-up.
     """
     statistics = RankStatistics()
     rows = [(Kind.MODULE, 1, step, 10 * step) for step in (1, 5, 6, 7)]
@@ -179,7 +178,7 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(
 
 
 def test_number_of_kept_step_durations_is_limited() -> None:
-    """The steps have all durations. Those of the typical step are kept."""
+    """All steps have a duration, but only those of typical steps are kept."""
     statistics, rng = RankStatistics(), np.random.default_rng(0)
     for first in range(0, 2000, 100):
         durations = [
@@ -192,8 +191,9 @@ def test_number_of_kept_step_durations_is_limited() -> None:
 
 
 def test_records_are_counted_by_kind_and_name() -> None:
-    """Modules count by own time under the user's name, collectives with their bytes. Unknown names
-    are called unknown.
+    """Modules count by own time under the user's name, collectives with their bytes.
+
+    Unknown names are called unknown.
     """
     statistics = RankStatistics()
     made = records(
@@ -223,7 +223,6 @@ def test_records_are_counted_by_kind_and_name() -> None:
 
 
 def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
-    """Statistics that were written and read continue unchanged."""
     first, second = (
         step_table([{"data": 3, "host": 1}] * 30, memory=5),
         step_table([{"data": 4}] * 2, first_step=30),
@@ -236,7 +235,7 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
         statistics.add(NO_RECORDS, second, [], lost=0)
 
     left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
-    # The window in progress starts again after reading. Its first steps are a separate row.
+    # After reading, the window in progress starts again. Its first steps are a separate row.
     left.pop("history")
     right.pop("history")
     assert left == right
@@ -244,7 +243,7 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
 
 
 def flagged(table: StepTable, *steps: tuple[int, Flag]) -> StepTable:
-    """Return the table with flags on some of its rows."""
+    """Return the table with flags in some of its rows."""
     flags = table.flags.copy()
     for row, flag in steps:
         flags[row] |= int(flag)
@@ -252,15 +251,15 @@ def flagged(table: StepTable, *steps: tuple[int, Flag]) -> StepTable:
 
 
 def test_work_excludes_waits_and_time_without_a_cpu() -> None:
-    """Work is own time without time runnable without a CPU, if that was measured, and without
-    blocked time.
+    """Work is the step without blocked time, and without time runnable without a CPU if that was
+    measured.
     """
     table = step_table([{"forward": 10, "data": 4, "communication": 50}] * (WARM_UP_STEPS + 4))
     ready_ns = np.zeros_like(table.ready_ns)
     ready_ns[:, PARTS.index("forward")] = 3 * MS
     ready_ns[:, PARTS.index("communication")] = 40 * MS
     ready_ns[-2:] = -1
-    # This is more than the part's duration, because it was sampled a moment too late.
+    # The time without a CPU is longer than the part, because it was sampled a moment too late.
     ready_ns[-3, PARTS.index("data")] = 9 * MS
     history = WindowHistory()
     history.add(dataclasses.replace(table, ready_ns=ready_ns))
@@ -271,9 +270,7 @@ def test_work_excludes_waits_and_time_without_a_cpu() -> None:
 
 
 def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
-    """The warm-up, and steps that compile, save or evaluate, have no work. Windows of such steps
-    have a tag.
-    """
+    """Steps that compile, save or evaluate are not compared. Windows of such steps have a tag."""
     table = step_table([{"forward": 10}] * 24)
     tagged = [
         (4, Flag.COMPILED),
@@ -289,8 +286,8 @@ def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
     assert windows.tags == {0: Flag.COMPILED | Flag.CHECKPOINT, 8: Flag.EVALUATION}
 
 
-def test_work_and_tags_survive_merging_and_json() -> None:
-    """Sums, counts and tags of merged windows cover all their steps, also after a restart of the
+def test_work_and_tags_of_windows_survive_merging_and_json() -> None:
+    """A merged window has the sums, counts and tags of all its steps, also after a restart of the
     sidecar.
     """
     straight, restarted = WindowHistory(), WindowHistory()
@@ -303,7 +300,7 @@ def test_work_and_tags_survive_merging_and_json() -> None:
         restarted = saved(restarted)
     left, right = straight.windows(), restarted.windows()
 
-    # The window in progress starts again. Half of it may be missing after a restart, and no step
+    # The window in progress starts again after a restart. Half of it may be missing, but no step
     # counts twice.
     assert (
         left.first_step.tolist()
@@ -319,8 +316,8 @@ def test_work_and_tags_survive_merging_and_json() -> None:
     )
 
 
-def test_tags_do_not_grow_with_the_run() -> None:
-    """A run that evaluates in every step has no windows and a limited number of tags."""
+def test_number_of_tags_does_not_grow_with_the_run() -> None:
+    """A run that evaluates in every step has no windows."""
     history = WindowHistory()
     for first in range(0, 20_000, 1000):
         history.add(

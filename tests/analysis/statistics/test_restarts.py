@@ -1,4 +1,7 @@
-"""Processes of a node that ran together: membership changes, restarts, children, several agents."""
+"""Which processes of a node ran together (a generation):
+
+restarts, membership changes and children.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torchlens_perf.run.identity import Identity
 
 
 class Node:
-    """Start the processes of a node, one after the other."""
+    """A node whose processes are started one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._run = make_run(folder)
@@ -36,12 +39,12 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_ranks_of_one_start_have_one_generation(node: Node) -> None:
-    """The ranks of one start have one generation, also when asked again."""
+    """A second query returns the same generation."""
     processes = [node.process(rank, 4) for rank in range(4)]
     assert [node.generations.of(each) for each in processes * 2] == [0] * 8
 
 
-def test_restart_is_a_new_generation(node: Node) -> None:
+def test_restarted_ranks_are_a_new_generation(node: Node) -> None:
     """Late processes of an earlier attempt have no generation."""
     assert [node.begins(rank, 2, attempt=attempt) for attempt in (0, 1) for rank in (0, 1)] == [
         0,
@@ -52,13 +55,13 @@ def test_restart_is_a_new_generation(node: Node) -> None:
     assert node.begins(0, 2, attempt=0) == UNRELATED
 
 
-def test_same_ranks_again_are_a_new_generation(node: Node) -> None:
+def test_second_start_of_the_same_ranks_is_a_new_generation(node: Node) -> None:
     """Another node was replaced, so this node's agent starts its ranks again."""
     assert [node.begins(rank, 4) for rank in (0, 1, 1, 0)] == [0, 0, 1, 1]
 
 
 def test_changed_ranks_are_a_new_generation(node: Node) -> None:
-    """The agent's position among the nodes has changed, and so have its ranks."""
+    """The agent's position among the nodes, and with it the ranks, have changed."""
     ranks = [(2, 0), (3, 1), (0, 0), (1, 1)]
     assert [
         node.begins(rank, 4, local_rank=local, local_world_size=2) for rank, local in ranks
@@ -66,7 +69,7 @@ def test_changed_ranks_are_a_new_generation(node: Node) -> None:
 
 
 def test_changed_world_size_is_a_new_generation(node: Node) -> None:
-    """The world has become smaller, and this agent has no worker that it had before."""
+    """The world has become smaller, and this agent has none of its earlier ranks."""
     assert [
         node.begins(0, 4),
         node.begins(1, 2, launcher_pid=7),
@@ -74,7 +77,7 @@ def test_changed_world_size_is_a_new_generation(node: Node) -> None:
     ] == [0, 1, 1]
 
 
-def test_restart_of_two_agents_on_one_host_is_one_generation(node: Node) -> None:
+def test_restart_by_two_agents_on_one_host_is_one_generation(node: Node) -> None:
     """Each agent starts its own workers."""
     places = [(0, 7), (1, 8), (0, 7), (1, 8)]
     assert [node.begins(rank, 2, local_rank=0, launcher_pid=agent) for rank, agent in places] == [
@@ -85,15 +88,16 @@ def test_restart_of_two_agents_on_one_host_is_one_generation(node: Node) -> None
     ]
 
 
-def test_launcher_that_gives_local_rank_0_to_all_has_one_generation(node: Node) -> None:
-    """Only torch's agents distinguish their workers by local rank."""
+def test_ranks_that_all_have_local_rank_0_are_one_generation(node: Node) -> None:
+    """Only torch's agents give their workers different local ranks."""
     assert {node.begins(rank, 4, local_rank=0, elastic=False) for rank in range(4)} == {0}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_child_process_of_a_rank_starts_no_new_generation(node: Node, world_size: int) -> None:
-    """The child inherits the rank from the environment, or is a world of its own. The other ranks
-    continue.
+    """A child inherits its rank from the environment, or is in a world of its own.
+
+    The other ranks continue.
     """
     parent = node.process(0, 2)
     assert node.generations.of(parent) == 0
@@ -101,8 +105,8 @@ def test_child_process_of_a_rank_starts_no_new_generation(node: Node, world_size
     assert node.begins(1, 2) == 0
 
 
-def test_ranks_started_by_one_process_are_a_new_generation(node: Node) -> None:
-    """torch.multiprocessing.spawn works like this. Only the ranks count."""
+def test_second_start_of_ranks_by_one_process_is_a_new_generation(node: Node) -> None:
+    """torch.multiprocessing.spawn starts ranks in this way."""
     parent = node.process(0, 1, elastic=False)
     assert node.generations.of(parent) == 0
     assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [

@@ -1,4 +1,4 @@
-"""The windows of several ranks on one grid."""
+"""Windows of several ranks on one grid of columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torchlens_perf.run.records import PARTS
 
 
 def windows(count: int, first: int = 0, **parts: float) -> Windows:
-    """Return windows of a rank whose steps have these parts in ms. cpu: lack of CPU time in its
-    forward part.
+    """Return windows of a rank whose steps have the given parts in ms.
+
+    `cpu` is the time without a CPU in the forward part.
     """
     history = WindowHistory()
     history.add(mixed_table([parts or {"forward": 10.0}] * count, first))
@@ -25,8 +26,8 @@ def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
     return found
 
 
-def test_column_belongs_to_the_steps_of_its_middle() -> None:
-    """A column belongs to the steps of its middle. The last column ends with the last step."""
+def test_column_belongs_to_the_steps_around_its_middle() -> None:
+    """The last column ends with the last step."""
     # Columns start at 0, 8, 16, 24 and 32. The last one has six steps.
     found = grid(windows(40), last_step=37)
 
@@ -38,7 +39,7 @@ def test_column_belongs_to_the_steps_of_its_middle() -> None:
 
 
 def test_column_has_the_mean_of_its_windows() -> None:
-    """The ranks' windows differ in width. Values that no rank has measured are not zero."""
+    """Windows of the ranks differ in width. Values that no rank has measured are not zero."""
     long = windows(8 * 1000, forward=10.0, data=2.0, cpu=4.0)
     found = grid(windows(16, forward=30.0), long)
 
@@ -52,15 +53,15 @@ def test_column_has_the_mean_of_its_windows() -> None:
     assert np.isnan(found.parts_ns[0, 1:]).all()
 
 
-def test_negligible_lack_of_a_cpu_is_not_kept() -> None:
-    """Threads always lack some CPU time, and each value takes space in the node's state."""
+def test_negligible_lack_of_a_cpu_is_not_stored() -> None:
+    """Threads always lack a CPU for some time, and each value needs space in the node's state."""
     assert windows(16, forward=100.0, cpu=1.0).lack_ns == {0: [], 8: []}
     assert windows(16, forward=100.0).lack_ns == {}
     assert set(windows(16, forward=100.0, cpu=3.0).lack_ns) == {0, 8}
 
 
-def test_merged_windows_have_the_first_start_and_the_mean_lack() -> None:
-    """The same holds if only one of two neighbors lacked CPU time."""
+def test_merged_windows_have_the_first_start_and_the_mean_lack_of_a_cpu() -> None:
+    """One or both of the neighbors lacked a CPU."""
     history, steps = WindowHistory(), 8 * 600
     lacks = [{"forward": 10.0, "cpu": 4.0 if step // 8 % 2 else 0.0} for step in range(steps)]
     table = mixed_table(lacks)

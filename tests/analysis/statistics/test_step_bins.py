@@ -1,4 +1,4 @@
-"""Rows: means over as many steps as take twenty milliseconds, however the steps arrive."""
+"""Step bins: means over as many steps as take 20 milliseconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cut(table: StepTable, first: int, end: int) -> StepTable:
 
 
 def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndarray]:
-    """Return all rows, including the last one, as one array per field."""
+    """Return all bins, including the last one, as one array per field."""
     made = [rows for rows in (*map(maker.add, tables), maker.rest()) if rows is not None]
     fields = [field.name for field in dataclasses.fields(StepBins) if field.name != "width"]
     return {name: np.concatenate([getattr(rows, name) for rows in made]) for name in fields}
@@ -58,17 +58,17 @@ def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndar
         (0.0, 1024),
     ],
 )
-def test_row_width_is_the_smallest_power_of_two_that_makes_20_ms(
+def test_bin_width_is_the_smallest_power_of_two_that_makes_20_ms(
     step_ns: float, width: int
 ) -> None:
-    """A width is the smallest power of two that makes 20 ms, and at most 1024 steps."""
+    """A bin has at most 1024 steps."""
     assert row_width(step_ns) == width
     assert row_width(step_ns, 0) == 1
 
 
-def test_row_width_is_chosen_from_the_median_of_the_first_steps() -> None:
-    """The width is chosen after eight steps by their median, so a compiling first step or a stall
-    does not matter.
+def test_bin_width_is_chosen_from_the_median_of_the_first_steps() -> None:
+    """The median is that of eight steps, so a first step that compiles, or a stall, makes no
+    difference.
     """
     table = step_table([{"host": 60_000}] * 2 + [{"host": 5}] * 4 + [{"host": 9_000}] * 2)
     maker = StepBinMaker()
@@ -80,9 +80,10 @@ def test_row_width_is_chosen_from_the_median_of_the_first_steps() -> None:
     assert (maker.width, rows.step.tolist()) == (4, [0, 4])
 
 
-def test_row_values_are_means_per_step() -> None:
-    """Duration, work by part and waiting are per step. Communication and this package's time are
-    not work.
+def test_bin_values_are_means_per_step() -> None:
+    """Bins have duration, work by part and waiting.
+
+    Communication and this package's time are not work.
     """
     table = step_table([{**STEP, "forward": 4.0 + step} for step in range(8)])
     rows = StepBinMaker(4).add(table)
@@ -99,13 +100,14 @@ def test_row_values_are_means_per_step() -> None:
 
 
 def test_time_without_a_cpu_is_not_work() -> None:
-    """Such time is subtracted from its part and stored separately. In a part that waits for other
-    ranks, it is neither.
+    """Time without a CPU is subtracted from its part and stored separately.
+
+    In a part that waits for other ranks, it is not stored.
     """
     ready_ns = np.zeros((4, len(PARTS)), np.int64)
     ready_ns[:, PARTS.index("forward")] = 3 * MS
     ready_ns[:, PARTS.index("communication")] = 2 * MS
-    # This is more than the part's duration, because the clocks differ.
+    # The time without a CPU is longer than the part, because the clocks differ.
     ready_ns[:, PARTS.index("host")] = 50 * MS
     rows = StepBinMaker(4).add(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
 
@@ -114,8 +116,8 @@ def test_time_without_a_cpu_is_not_work() -> None:
     assert rows.ready_ns == pytest.approx([4 * MS])
 
 
-def test_value_unknown_for_one_step_is_unknown_for_its_row() -> None:
-    """Time without a CPU and workload need values of all steps. Work is always known."""
+def test_value_unknown_for_one_step_is_unknown_for_its_bin() -> None:
+    """Time without a CPU and workload may be unknown. Work is always known."""
     table = step_table([STEP] * 8)
     ready_ns = np.full((8, len(PARTS)), 1000)
     ready_ns[1] = -1
@@ -130,8 +132,8 @@ def test_value_unknown_for_one_step_is_unknown_for_its_row() -> None:
     assert np.isfinite(rows.work_ns).all()
 
 
-def test_step_with_other_work_does_not_exclude_its_row() -> None:
-    """The row is the mean of the other steps. Only a row without other steps counts it."""
+def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
+    """A step with other work does not exclude its bin, unless all its steps have other work."""
     flags = np.array(
         [0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0]
     )
@@ -150,8 +152,8 @@ def test_step_with_other_work_does_not_exclude_its_row() -> None:
     assert single.flags.tolist() == flags.tolist()
 
 
-def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
-    """A replay adds all steps at once and gets the same rows as the live run."""
+def test_bin_width_does_not_depend_on_how_many_steps_come_at_once() -> None:
+    """A replay adds all steps at once and gets the same bins as the live run."""
     table = step_table([{"forward": 5.0 if step < 8 else 50.0} for step in range(64)])
     whole, live = StepBinMaker(), StepBinMaker()
     whole.add(table)
@@ -161,9 +163,10 @@ def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
     assert (whole.width, live.width) == (4, 4)
 
 
-def test_rows_start_at_multiples_of_their_width() -> None:
-    """Ranks whose recording started at different steps have the same rows. The first row has fewer
-    steps.
+def test_bins_start_at_multiples_of_their_width() -> None:
+    """Ranks whose recording started at different steps have the same bins.
+
+    The first bin may have fewer steps.
     """
     rows = StepBinMaker(4).add(step_table([{"host": step} for step in range(3, 12)], first_step=3))
 
@@ -172,8 +175,8 @@ def test_rows_start_at_multiples_of_their_width() -> None:
     assert rows.duration_ns == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
 
 
-def test_incomplete_rows_are_returned_only_by_rest() -> None:
-    """Empty tables and incomplete rows give none. A short run gives its rows at the end."""
+def test_incomplete_bin_is_returned_only_at_the_end() -> None:
+    """A short run still has bins at its end."""
     empty = step_table([])
     assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (
         None,
@@ -196,12 +199,10 @@ def test_incomplete_rows_are_returned_only_by_rest() -> None:
     width=st.sampled_from([0, 1, 2, 8]),
     seed=st.integers(0, 1000),
 )
-def test_rows_are_the_same_however_steps_are_split_into_tables(
+def test_bins_are_the_same_however_steps_are_split_into_tables(
     count: int, first: int, cuts: list[int], width: int, seed: int
 ) -> None:
-    """Any split of a rank's steps into tables gives the same rows. No step is lost or counted
-    twice.
-    """
+    """No step is lost or counted twice."""
     random = np.random.default_rng(seed)
     table = step_table(
         [{"forward": 5 + random.random(), "communication": 2} for _ in range(count)], first

@@ -1,6 +1,4 @@
-"""Steps by kind and duration: the typical step, and classes of longer ones, from any mix of
-steps.
-"""
+"""Classes of steps by kind and duration: the typical step and longer ones."""
 
 from __future__ import annotations
 
@@ -43,7 +41,10 @@ def classes(steps: Sequence[dict[str, Any]], **how: Any) -> StepClasses:
 
 
 def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return normal steps. others: by "everyN", the steps that replace every Nth one."""
+    """Return normal steps and some others.
+
+    `others` maps "everyN" to the steps that replace every Nth one.
+    """
     steps = []
     for number in range(count):
         step = dict(NORMAL)
@@ -55,7 +56,7 @@ def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_parts_of_the_typical_step_add_up_to_its_duration() -> None:
-    """Its parts add up to its duration with any noise, and it is close to the median."""
+    """The typical step is close to the median, with any noise."""
     found = classes(loop(500), noise=0.1)
     assert found.typical is not None
     assert sum(found.typical.parts_ns.values()) == pytest.approx(
@@ -96,8 +97,8 @@ def test_single_long_step_does_not_change_the_typical_step(noise: float) -> None
         (Flag.COLLECTED, "garbage collection"),
     ],
 )
-def test_flagged_long_steps_are_a_class(flag: Flag, kind: str) -> None:
-    """A class of flagged steps has a count, a typical excess, a part and a total cost."""
+def test_flagged_long_steps_are_a_class_with_their_cost(flag: Flag, kind: str) -> None:
+    """A class has its count, typical excess, longest part and total cost."""
     found = classes(loop(200, every50={"host": 201.0, "flags": flag}), noise=0.02)
     (long,) = found.long
 
@@ -108,8 +109,11 @@ def test_flagged_long_steps_are_a_class(flag: Flag, kind: str) -> None:
     assert found.total_ns == pytest.approx((200 * 16 + 800) * MS, rel=0.05)
 
 
-def test_several_flags_are_one_class() -> None:
-    """An evaluation followed by saving is one class. A flag with little effect is not named."""
+def test_steps_with_several_flags_are_one_class() -> None:
+    """An evaluation followed by saving is one class.
+
+    A flag with little effect is not in its name.
+    """
     flags = Flag.EVALUATION | Flag.EVALUATED | Flag.CHECKPOINT
     found = classes(
         [
@@ -130,13 +134,12 @@ def test_flagged_steps_of_usual_duration_are_no_class() -> None:
 @pytest.mark.parametrize(
     "part", ["data", "forward", "backward", "optimizer", "communication", "host"]
 )
-def test_long_steps_without_flags_are_named_by_their_part(part: str) -> None:
-    """The steps have no flag. The class has the part that is longer."""
+def test_long_steps_without_flags_are_named_by_their_longer_part(part: str) -> None:
     (long,) = classes(loop(120, every30={part: 100.0}), noise=0.03).long
     assert (long.kinds, long.part, long.count, long.period) == ((), part, 4, 30)
 
 
-def test_long_steps_of_different_parts_are_separate_classes() -> None:
+def test_long_steps_with_different_longer_parts_are_separate_classes() -> None:
     """The most expensive class comes first."""
     found = classes(loop(210, every10={"data": 61.0}, every70={"host": 201.0}))
     assert [(each.part, each.count) for each in found.long] == [("data", 18), ("host", 3)]
@@ -152,18 +155,16 @@ def test_class_of_irregular_steps_has_no_period() -> None:
     assert (long.steps, long.period) == ((7, 8, 30, 77), None)
 
 
-def test_loop_with_more_work_in_every_fourth_step_has_a_period() -> None:
-    """The loop does more work in every fourth step. Most steps are typical, and the others have a
-    period.
-    """
+def test_more_work_in_every_fourth_step_is_a_class_with_a_period() -> None:
+    """Most steps are typical."""
     found = classes(loop(400, every4={"backward": 30.0}), noise=0.05)
     assert found.typical is not None
     assert found.typical.duration_ns == pytest.approx(16 * MS, rel=0.05)
     assert [(each.part, each.count, each.period) for each in found.long] == [("backward", 100, 4)]
 
 
-def test_steps_of_all_lengths_are_one_class() -> None:
-    """The steps take from 10 to 40 ms, equally often. None is cut off."""
+def test_steps_of_evenly_spread_durations_are_one_class() -> None:
+    """The steps take from 10 to 40 ms, equally often. No step is left out as too long."""
     rng = np.random.default_rng(1)
     found = classes([{"forward": each} for each in rng.uniform(10, 40, 600)])
     assert found.long == ()
@@ -171,8 +172,8 @@ def test_steps_of_all_lengths_are_one_class() -> None:
     assert found.typical.duration_ns == pytest.approx(25 * MS, rel=0.05)
 
 
-def test_inference_is_typical_if_all_steps_are_inference() -> None:
-    """In a training run it is a class of its own, with a name."""
+def test_inference_steps_are_typical_if_there_are_no_others() -> None:
+    """In a training run, inference is a separate class with a name."""
     inference = {"forward": 2.0, "flags": Flag.INFERENCE}
     alone = classes([dict(inference) for _ in range(50)])
     assert alone.typical is not None
@@ -182,7 +183,7 @@ def test_inference_is_typical_if_all_steps_are_inference() -> None:
 
 
 class TestKindsOfSteps:
-    """Every step is in a class, whichever class is the largest."""
+    """Classes of steps that differ in kind, whichever class is the largest."""
 
     @pytest.mark.parametrize("short", range(42, 61))
     def test_two_kinds_of_steps_are_found_for_any_ratio(self, short: int) -> None:
@@ -196,7 +197,7 @@ class TestKindsOfSteps:
         assert found.short == ()
 
     @pytest.mark.parametrize("steps", [126, 127, 128])
-    def test_alternating_steps_do_not_depend_on_where_the_run_ends(self, steps: int) -> None:
+    def test_classes_of_alternating_steps_are_the_same_for_any_last_step(self, steps: int) -> None:
         """An actor is trained in every second step."""
         found = classes(
             [{"forward": 9.0, "optimizer": 18.0 * (number % 2)} for number in range(steps)]
@@ -204,7 +205,7 @@ class TestKindsOfSteps:
         (long,) = found.long
         assert (long.period, long.part, round(long.more_ns / MS)) == (2, "optimizer", 18)
 
-    def test_minority_of_shorter_steps_is_a_class(self) -> None:
+    def test_less_frequent_shorter_steps_are_a_class(self) -> None:
         """A warm cache or short sequences make some steps shorter."""
         found = classes([*[{"forward": 60.0}] * 80, *[{"forward": 20.0}] * 20])
         (short,) = found.short
@@ -222,7 +223,7 @@ class TestKindsOfSteps:
         assert (found.typical and found.typical.count, found.long) == (80, ())
 
     def test_three_step_durations_are_three_classes(self) -> None:
-        """Buckets of sequence lengths make three durations."""
+        """Sequence lengths in three buckets give three durations."""
         found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (30, 10)
@@ -235,7 +236,7 @@ class TestKindsOfSteps:
         found = classes(loop(100, every10={"flags": Flag.EVALUATION}))
         assert (found.typical and found.typical.count, found.long, found.short) == (100, (), ())
 
-    def test_ranks_of_different_speed_are_not_kinds_of_steps(self) -> None:
+    def test_ranks_of_different_speed_make_no_separate_classes(self) -> None:
         """Each rank's steps are compared with its own typical step."""
         fast, slow = ([{"forward": each}] * 60 for each in (20.0, 60.0))
         found = classify([mix_of(mixed_table(steps)) for steps in (fast, slow)])
@@ -243,13 +244,13 @@ class TestKindsOfSteps:
 
 
 class TestSizes:
-    """A class's mean describes its members."""
+    """Classes whose mean duration describes all their steps."""
 
     @pytest.mark.parametrize(
         "flags", [0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.EVALUATION | Flag.COMPILED]
     )
-    def test_one_huge_step_is_not_averaged_with_others(self, flags: int) -> None:
-        """One step takes 45 s, another of the same kind 100 ms."""
+    def test_one_huge_step_is_not_averaged_with_others_of_its_kind(self, flags: int) -> None:
+        """One step takes 45 s, and another of the same kind 100 ms."""
         steps = loop(300)
         steps[130] = {**NORMAL, "host": 100.0, "flags": flags}
         steps[250] = {**NORMAL, "host": 45_000.0, "flags": flags}
@@ -257,22 +258,22 @@ class TestSizes:
         assert [(each.count, each.steps) for each in found.long] == [(1, (250,)), (1, (130,))]
         assert found.long[0].more_ns == pytest.approx(45_000 * MS, rel=0.01)
 
-    def test_huge_step_is_a_class_if_others_with_its_flag_take_no_longer(self) -> None:
-        """Other steps with the same flag count as usual steps."""
+    def test_huge_step_is_a_class_if_others_with_its_flag_are_short(self) -> None:
+        """Other steps with the same flag are as short as typical steps."""
         steps = loop(300, every50={"flags": Flag.EVALUATION})
         steps[149] = {**NORMAL, "host": 45_000.0, "flags": Flag.EVALUATION}
         (long,) = classes(steps).long
         assert (long.count, long.steps) == (1, (149,))
 
     def test_long_waits_are_not_averaged_with_short_ones(self) -> None:
-        """All ranks wait 45 s once, and 60 ms now and then."""
+        """All ranks wait once for 45 s, and sometimes for 60 ms."""
         waits = loop(200, every40={"communication": 60.0})
         waits[120] = {**NORMAL, "communication": 45_000.0}
         found = classify([mix_of(mixed_table(waits)) for _ in range(2)])
         assert [(each.count, each.steps[0]) for each in found.long] == [(1, 120), (5, 39)]
 
     def test_evaluations_of_similar_duration_are_one_class(self) -> None:
-        """Evaluations of 0.5 to 1.2 s are one class."""
+        """The evaluations take from 0.5 to 1.2 s."""
         steps = loop(400)
         for number, ms in zip(range(20, 400, 40), np.linspace(500, 1200, 10), strict=True):
             steps[number] = {**NORMAL, "host": float(ms), "flags": Flag.EVALUATION}
@@ -280,14 +281,14 @@ class TestSizes:
         assert long.count == 10
 
     @pytest.mark.parametrize("flags", [Flag.EVALUATION, Flag.EVALUATION | Flag.CHECKPOINT])
-    def test_slow_evaluations_at_irregular_steps_are_no_class(self, flags: int) -> None:
+    def test_slow_evaluations_at_irregular_steps_are_no_separate_class(self, flags: int) -> None:
         steps = loop(400, every20={"host": 500.0, "flags": flags})
         for number in (59, 259, 299):
             steps[number]["host"] = 1_400.0
         (long,) = classes(steps).long
         assert (long.count, long.period) == (20, 20)
 
-    def test_evaluations_of_very_different_durations_are_one_class(self) -> None:
+    def test_evaluations_of_irregular_durations_are_one_class(self) -> None:
         """Other programs may keep a machine busy for a while."""
         sizes = np.linspace(600, 1_700, 14)
         steps = loop(260)
@@ -297,14 +298,14 @@ class TestSizes:
         (long,) = classes(steps).long
         assert (long.count, long.period) == (len(range(19, 260, 16)), 16)
 
-    def test_few_evaluations_that_come_regularly_together_are_one_class(self) -> None:
+    def test_few_evaluations_with_a_common_period_are_one_class(self) -> None:
         steps = loop(80)
         for number, host in ((19, 4_900.0), (39, 1_600.0), (59, 1_650.0)):
             steps[number] = {**NORMAL, "host": host, "flags": Flag.EVALUATION}
         (long,) = classes(steps).long
         assert (long.count, long.period) == (3, 20)
 
-    def test_longer_evaluations_at_regular_steps_are_a_class(self) -> None:
+    def test_longer_evaluations_at_regular_steps_are_a_separate_class(self) -> None:
         steps = loop(800, every20={"host": 500.0, "flags": Flag.EVALUATION})
         for number in range(159, 800, 160):
             steps[number]["host"] = 1_400.0
@@ -313,7 +314,7 @@ class TestSizes:
             (35, 20),
         ]
 
-    def test_slow_steps_of_unknown_kind_keep_their_size(self) -> None:
+    def test_slow_steps_of_unknown_kind_keep_their_durations(self) -> None:
         steps = loop(400, every20={"host": 500.0})
         for number in (59, 259, 299):
             steps[number]["host"] = 1_400.0
@@ -321,12 +322,10 @@ class TestSizes:
 
 
 class TestCauses:
-    """A cause is only named if the extra time is in the part that the cause affects, and of a
-    plausible size.
-    """
+    """Causes of long steps: the extra time must be in the affected part and plausibly long."""
 
     @pytest.mark.parametrize("part", ["data", "host", "optimizer", "communication"])
-    def test_stall_elsewhere_is_not_the_sampled_backward_pass(self, part: str) -> None:
+    def test_stall_in_another_part_is_not_blamed_on_sampling(self, part: str) -> None:
         """The same stall in every 16th step, one of which is sampled, is one class."""
         steps = loop(64)
         for number in (8, 24, 40, 56):
@@ -335,7 +334,7 @@ class TestCauses:
         assert (long.kinds, long.part, long.steps) == ((), part, (8, 24, 40, 56))
 
     def test_sampled_steps_with_longer_backward_passes_are_a_class(self) -> None:
-        """All sampled steps take longer in the backward pass."""
+        """All sampled steps have longer backward passes."""
         (long,) = classes(loop(128, every16={"backward": 16.0, "flags": Flag.SAMPLED})).long
         assert (long.kinds, long.count) == (("sampled backward pass",), 8)
 
@@ -343,8 +342,9 @@ class TestCauses:
     def test_stall_in_one_sampled_backward_pass_is_not_blamed_on_sampling(
         self, more: float
     ) -> None:
-        """The extra time is not the cost of sampling: other sampled steps take no longer, or the
-        extra time is too long.
+        """The extra time is not the cost of sampling:
+
+        other sampled steps are shorter, or it is too long.
         """
         steps = loop(128, every16={"flags": Flag.SAMPLED})
         steps[31] = {**NORMAL, "backward": 8.0 + more, "flags": Flag.SAMPLED}
@@ -359,8 +359,8 @@ class TestCauses:
             (Flag.COLLECTED, "communication"), (Flag.SKIPPED, "host"), (Flag.COLLECTED, "tool"),
         ],
     )  # fmt: skip
-    def test_extra_time_elsewhere_has_no_cause(self, flag: Flag, part: str) -> None:
-        """The extra time is in a part in which the flagged work does not happen."""
+    def test_extra_time_in_an_unaffected_part_has_no_cause(self, flag: Flag, part: str) -> None:
+        """The flagged work does not happen in the part with the extra time."""
         (long,) = classes(loop(120, every30={part: 100.0, "flags": flag})).long
         assert (long.kinds, long.part) == ((), part)
 
@@ -372,7 +372,7 @@ class TestCauses:
             (Flag.CHECKPOINT, 0.0, ("saving",)),
         ],
     )  # fmt: skip
-    def test_flag_is_the_cause_only_if_its_measured_time_explains_the_extra_time(
+    def test_flag_is_the_cause_only_if_its_measured_time_explains_the_excess(
         self, flag: Flag, measured_ms: float, kinds: tuple[str, ...]
     ) -> None:
         """Saving without torch.save() is not measured."""
@@ -386,22 +386,20 @@ class TestCauses:
 
 
 class TestLackOfCpu:
-    def test_lack_of_a_cpu_is_counted_for_each_part(self) -> None:
-        """The wait for a CPU is counted in each part of the typical step."""
+    def test_lack_of_a_cpu_is_counted_for_each_part_of_the_typical_step(self) -> None:
         found = classes([{**NORMAL, "forward": 24.0, "cpu": 20.0} for _ in range(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is not None
         assert found.typical.ready_ns["forward"] == pytest.approx(20 * MS)
         assert found.typical.parts_ns["forward"] == pytest.approx(24 * MS)
 
-    def test_unmeasured_lack_of_a_cpu_is_unknown(self) -> None:
-        """Lack of a CPU is unknown if fewer than half of the steps measured it."""
+    def test_lack_of_a_cpu_is_unknown_if_fewer_than_half_of_the_steps_have_it(self) -> None:
         found = classes([*[{**NORMAL, "cpu": 1.0}] * 10, *loop(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is None
 
-    def test_lack_of_a_cpu_is_the_part_of_a_class(self) -> None:
-        """The lack of a CPU is the class's part, not the part in which it happened."""
+    def test_long_steps_that_lacked_a_cpu_are_classed_by_it(self) -> None:
+        """The lack of a CPU names the class, not the part in which it happened."""
         steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
         steps[20] = {**NORMAL, "forward": 204.0, "cpu": 200.0}
         (long,) = classes(steps).long
@@ -409,8 +407,8 @@ class TestLackOfCpu:
 
 
 class TestSeveralRanks:
-    def test_step_counts_are_those_of_one_rank(self) -> None:
-        """All ranks do the same. The numbers are those of one of them."""
+    def test_step_counts_of_classes_are_those_of_one_rank(self) -> None:
+        """All ranks make the same steps, which must not be added up."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
         together = classify([mix_of(mixed_table(one)) for _ in range(4)])
@@ -418,18 +416,16 @@ class TestSeveralRanks:
         assert (together.count, long.count, long.period) == (100, alone.count, 25)
         assert long.total_ns == pytest.approx(alone.total_ns)
 
-    def test_waits_for_an_evaluation_are_one_class(self) -> None:
-        """One rank evaluates, and the others wait for it in communication. That is one class, with
-        its cause.
-        """
+    def test_wait_for_one_ranks_evaluation_is_one_class_with_its_cause(self) -> None:
+        """The other ranks wait in communication while one rank evaluates."""
         evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION | Flag.EVALUATED})
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
         assert (long.kinds, long.part, long.count, long.period) == (("evaluation",), "host", 4, 25)
 
-    def test_one_evaluation_is_one_class_whatever_part_is_longer_on_each_rank(self) -> None:
-        """On a busy machine it is the forward pass of one rank, and host code or the lack of a CPU
-        of another.
+    def test_one_evaluation_is_one_class_although_ranks_differ_in_longer_parts(self) -> None:
+        """On a busy machine, one rank has a longer forward pass, and another one more host code or
+        lack of a CPU.
         """
         flags, ranks = int(Flag.EVALUATION), []
         for longer in ({"forward": 900.0}, {"host": 950.0}, {"forward": 800.0, "cpu": 780.0}):
@@ -443,7 +439,6 @@ class TestSeveralRanks:
         assert long.part == "host"
 
     def test_wait_without_a_known_cause_is_shown_as_communication(self) -> None:
-        """The part stays communication."""
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
         assert (long.kinds, long.part, long.count) == ((), "communication", 4)
@@ -480,7 +475,7 @@ steps_of_any_kind = st.lists(
 
 @given(steps_of_any_kind, st.integers(1, 79))
 def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: int) -> None:
-    """Steps added in two pieces, through a file, or at once give the same classes."""
+    """Steps are added in two pieces, through a file, or at once."""
     whole = mix_of(mixed_table(steps))
     pieces = mix_of(mixed_table(steps[:cut]))
     rest = mix_of(mixed_table(steps[cut:], first_step=cut))
@@ -495,10 +490,10 @@ def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: 
 
 
 @given(steps_of_any_kind)
-def test_counts_and_times_of_classes_add_up_to_all_steps(steps: list[dict[str, Any]]) -> None:
-    """The typical step adds up. The classes are a partition: counts and times add up to those of
-    all steps.
-    """
+def test_counts_and_times_of_classes_add_up_to_those_of_all_steps(
+    steps: list[dict[str, Any]],
+) -> None:
+    """The parts of the typical step also add up to its duration."""
     given_table = mixed_table(steps)
     found = classes(steps)
     typical = found.typical
@@ -524,7 +519,7 @@ def test_counts_and_times_of_classes_add_up_to_all_steps(steps: list[dict[str, A
             each.duration_ns - typical.duration_ns, rel=1e-6, abs=100
         )
         durations_ns = given_table.duration_ns[list(each.steps)] - typical.duration_ns
-        # The mean describes the members.
+        # The mean describes the members of the class.
         if len(each.steps) == each.count > 1:
             assert np.abs(durations_ns).max() <= 4.2 * max(
                 np.abs(durations_ns).min(), spread_of(found, given_table)

@@ -1,4 +1,4 @@
-"""Steps assembled from records."""
+"""Steps assembled from the records of a rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rig(tmp_path: Path):
     made.close()
 
 
-def test_step_is_divided_into_parts(rig: Rig) -> None:
-    """Phases count without nested phases. Waiting is communication. Charged time is the tool's."""
+def test_step_is_divided_into_parts_without_nested_phases(rig: Rig) -> None:
+    """Waiting is the communication part. Time charged to this package is the tool's part."""
     recorder, intern = rig.recorder, rig.ring.intern
     rig.span(Kind.DATA, "data", 10)
     recorder.begin(Kind.FORWARD, intern("forward"))
@@ -85,9 +85,7 @@ spans = st.recursive(
 def test_parts_of_any_step_add_up_to_its_duration(
     steps: list, index: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """For any nesting, a step's parts add up to its duration and are not negative. Own time is work
-    only.
-    """
+    """No part is negative for any nesting of spans."""
     implementation = IMPLEMENTATIONS[index % len(IMPLEMENTATIONS)]
     rig = Rig(implementation, tmp_path_factory.mktemp("ring"))
 
@@ -114,7 +112,6 @@ def test_parts_of_any_step_add_up_to_its_duration(
 
 
 def test_trace_has_all_spans_of_its_step_and_no_others(rig: Rig) -> None:
-    """A wanted step has all of its spans and no span of another step."""
     for step in range(3):
         rig.span(Kind.DATA, f"data {step}", 5)
         rig.span(Kind.SECTION, "part", 5)
