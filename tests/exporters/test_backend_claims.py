@@ -1,6 +1,7 @@
-"""Claims of docs/internals/backend-tests.md and docs/guides/backends.md match the tests.
+"""The pages on backends agree with the tests.
 
-The tests, variables and versions that these pages name exist.
+The tests, variables and versions named by docs/internals/backend-tests.md and
+docs/guides/backends.md exist.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def functions(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_cell_names_a_test_or_a_reason() -> None:
+def test_every_cell_of_the_table_names_a_test_or_a_reason() -> None:
     """A cell reads "works" with an existing test, or "does not" with a reason."""
     header, *rows = table("backend .* trace tree with all ranks.*")
     assert header == ["backend", *COLUMNS]
@@ -55,8 +56,8 @@ def test_every_cell_names_a_test_or_a_reason() -> None:
             ), f"{backend}: {cell}"
 
 
-def test_guide_claims_exactly_what_tests_show() -> None:
-    """The guide and the internal page have the same rows and columns."""
+def test_guide_and_internal_page_claim_the_same() -> None:
+    """Both pages have the same rows and columns."""
     _, *backed = table("backend .* trace tree with all ranks.*")
     _, *claimed = table("backend .* traces .*", GUIDE)
     assert len(claimed) == len(backed)
@@ -67,7 +68,7 @@ def test_guide_claims_exactly_what_tests_show() -> None:
         ], name
 
 
-def test_named_tests_exist_and_every_backend_test_is_named() -> None:
+def test_named_backend_tests_exist_and_every_backend_test_is_named() -> None:
     named = re.findall(rf"`({_FILE})(?:::({_TEST}))?`", PAGE)
     assert len(named) > 20
     for path, test in named:
@@ -83,7 +84,7 @@ def test_table_of_faults_lists_the_cases_of_the_test() -> None:
     } == set(FAULTS)
 
 
-def test_documented_versions_are_the_installed_ones() -> None:
+def test_documented_backend_versions_are_the_installed_ones() -> None:
     script = (ROOT / "scripts" / "install_backend.sh").read_text()
     versions = re.findall(r'="from_\w+ (?:trixie )?(\w[\w-]*)(?:==|@|=)([\w.]+)', script)
     assert len(versions) == 6
@@ -92,7 +93,7 @@ def test_documented_versions_are_the_installed_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
-def test_documented_settings_are_those_of_the_test(name: str) -> None:
+def test_documented_backend_settings_are_those_of_the_test(name: str) -> None:
     """The page names exactly the variables that the test sets, with the same paths and headers."""
     title = {
         "autotel": "autotel-devtools",

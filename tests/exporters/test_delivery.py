@@ -1,4 +1,4 @@
-"""Delivery of requests: results, the outbox, retries and counts."""
+"""Delivery of OTLP requests: results, the outbox of undelivered requests, retries and counts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RESOURCE = Resource({"host.name": "node-a", "list": ["a", "b"], "share": 0.5, "i
 
 
 def spans_of(*names: str) -> list[Item]:
-    """Return spans with these names."""
+    """Return spans with the given names."""
     return [
         ReadableSpan(
             name,
@@ -85,7 +85,7 @@ class Clock:
         return self.now_s
 
 
-# -- results
+# -- results of an attempt
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ class Clock:
         ("soon", None), ("", None), ("-3", None), ("1.5", None),
     ],
 )  # fmt: skip
-def test_retry_after_is_read_as_seconds_or_date(header: str, expected: float | None) -> None:
-    """Retry-After is a number of seconds or a date. Anything else is ignored."""
+def test_retry_after_is_read_as_seconds_or_as_a_date(header: str, expected: float | None) -> None:
+    """Any other value of Retry-After is ignored."""
     assert wait_of(header, unix_s=10.0) == expected
 
 
 # -- requests
 
 
-def test_halves_of_a_request_contain_every_item_once() -> None:
+def test_halves_of_a_split_request_contain_every_item_once() -> None:
     """A single span cannot be split, and points of a metric stay together."""
     assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
     assert halves(spans_of("alone")) == []
@@ -191,8 +191,7 @@ KEPT: dict[str, list[Item]] = {
 
 
 @pytest.mark.parametrize("signal", KEPT)
-def test_stored_request_is_unchanged(signal: str) -> None:
-    """A request read from disk encodes to the same bytes as the original."""
+def test_request_read_from_disk_encodes_to_the_same_bytes(signal: str) -> None:
     body = encode(signal, KEPT[signal])
     kept = decode(signal, body)
     assert encode(signal, kept) == body
@@ -200,13 +199,13 @@ def test_stored_request_is_unchanged(signal: str) -> None:
 
 
 @pytest.mark.parametrize("signal", KEPT)
-def test_invalid_bytes_are_rejected(signal: str) -> None:
+def test_invalid_bytes_are_rejected_as_a_stored_request(signal: str) -> None:
     with pytest.raises(ValueError, match=f"not a request of {signal}"):
         decode(signal, b"\xff no request")
 
 
 def test_request_is_due_when_full_or_after_the_delay() -> None:
-    """A request is due when it is full, or when its first item has waited for the delay."""
+    """The delay begins with the request's first item."""
     clock = Clock()
     box = Outbox(None, "node", "traces", 3, delay_s=5.0, clock=clock)
     box.put(spans_of("a", "b"))
@@ -242,10 +241,10 @@ def test_outbox_in_memory_drops_and_counts_the_oldest_requests() -> None:
     assert names_in(oldest.items) == ["c", "d", "e"]
 
 
-def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
-    """The next process sends the oldest first.
+def test_outbox_on_disk_is_sent_by_the_next_process(tmp_path: Path) -> None:
+    """The oldest requests are sent first.
 
-    Signals and nodes are separate, and files are private to the user.
+    Signals and nodes have separate files, which are private to the user.
     """
     first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
     for name in ("x", "y"):
@@ -264,8 +263,8 @@ def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
     assert Outbox(tmp_path / "outbox", "node-b", "traces").waiting() == 0
 
 
-def test_oldest_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Path) -> None:
-    """When the files exceed the limit, the oldest are deleted and their items counted."""
+def test_oldest_outbox_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Path) -> None:
+    """The items of deleted files are counted."""
     newest = sum(len(encode("traces", spans_of(*["a"] * count))) for count in (4, 5))
     box = Outbox(tmp_path, "node", "traces", room=Room(disk_bytes=newest))
     for number in range(5):
@@ -275,8 +274,7 @@ def test_oldest_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Pat
     assert [items for _, items, _ in found(tmp_path, "traces")] == [4, 5]
 
 
-def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
-    """A damaged file does not block later ones."""
+def test_damaged_outbox_file_is_counted_and_later_files_are_sent(tmp_path: Path) -> None:
     box = Outbox(tmp_path, "node", "traces", batch_items=1)
     for name in ("x", "y", "z"):
         box.put(spans_of(name))
@@ -293,7 +291,10 @@ def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
-    """During the outage requests go to disk. Afterwards all are delivered once and in order."""
+    """Requests are written to disk during the outage.
+
+    Afterwards all of them are delivered once and in order.
+    """
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
@@ -308,11 +309,8 @@ def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
     assert found(outbox(tmp_path), "traces") == []
 
 
-def test_undelivered_requests_stay_on_disk_at_the_end(tmp_path: Path) -> None:
-    """At the end a dead endpoint gets one attempt.
-
-    The rest stays on disk, which the notes report.
-    """
+def test_undelivered_requests_stay_on_disk_at_shutdown_and_are_noted(tmp_path: Path) -> None:
+    """A dead endpoint gets one last attempt at shutdown."""
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
@@ -333,10 +331,7 @@ def test_undelivered_requests_stay_on_disk_at_the_end(tmp_path: Path) -> None:
 
 
 def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path) -> None:
-    """An endpoint that never answers delays the end by the timeout.
-
-    Its request is also kept on disk.
-    """
+    """The endpoint never answers. The request in progress is also kept on disk."""
     endpoint = Collector("traces", opened=False)
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     sender.add(spans_of("a"))
@@ -351,7 +346,7 @@ def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path
 
 
 def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path) -> None:
-    """Pauses grow up to about a minute, or are as long as the endpoint asks for."""
+    """Pauses grow up to about a minute."""
     clock, endpoint = Clock(), Collector("traces", later("away"))
     sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
     sender.add(spans_of("a"))
@@ -369,9 +364,9 @@ def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path
 
 
 def test_too_large_request_is_halved_until_it_is_accepted() -> None:
-    """Eight spans reach an endpoint that accepts two at a time.
+    """Eight spans are sent to an endpoint that accepts two at a time.
 
-    If it accepts none, they count as refused.
+    If it accepts none, the spans count as refused.
     """
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
     sender = Sender(Outbox(None, "node", "traces"), endpoint)
@@ -389,8 +384,8 @@ def test_too_large_request_is_halved_until_it_is_accepted() -> None:
     ]
 
 
-def test_refused_request_does_not_block_the_next_one() -> None:
-    """A refused request and rejected items are counted, and the next request is sent."""
+def test_refused_request_is_counted_and_the_next_one_is_sent() -> None:
+    """Rejected items of an accepted request are counted too."""
     answers = iter(
         [Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED]
     )

@@ -1,5 +1,5 @@
-"""Robustness of delivery: a nearly full disk, unexpected exceptions, endless responses, a slow
-endpoint, and Ctrl-C.
+"""Delivery continues with a nearly full disk, unexpected exceptions, endless responses and
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPAN = "x" * 400
 
 @contextmanager
 def room_for(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, so writes become partial as on a nearly full disk."""
+    """Limit the size of files. Writes become partial, as on a nearly full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -47,7 +47,7 @@ def room_for(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-# -- a disk that is nearly full
+# -- a nearly full disk
 
 
 def test_request_that_cannot_be_written_completely_stays_in_memory(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_request_that_cannot_be_written_completely_stays_in_memory(tmp_path: Pat
     assert box.to_disk()
 
 
-def test_partial_line_is_removed_from_the_file(tmp_path: Path) -> None:
+def test_partially_written_request_is_removed_from_the_file(tmp_path: Path) -> None:
     """The file has only complete requests, and a retry does not append to a partial line."""
     path = tmp_path / "spans.jsonl"
     transport = FileTransport("traces", path)
@@ -99,7 +99,7 @@ class Failing(Collector):
 
 
 def test_unexpected_exception_of_a_transport_is_retried() -> None:
-    """An unexpected exception is followed by a retry and does not end the thread."""
+    """The exception does not end the sender's thread."""
     endpoint = Failing("traces")
     sender = Sender(Outbox(None, "n", "traces"), endpoint)
     sender.add(spans_of("a"))
@@ -111,8 +111,7 @@ def test_unexpected_exception_of_a_transport_is_retried() -> None:
     assert notes(sender) == []
 
 
-def test_items_after_the_end_of_the_thread_are_kept(tmp_path: Path) -> None:
-    """Items that arrive after the thread has ended are written to disk."""
+def test_items_that_arrive_after_the_senders_end_are_stored(tmp_path: Path) -> None:
     sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
     sender.begin_closing()
     sender._thread.join(20)
@@ -122,8 +121,8 @@ def test_items_after_the_end_of_the_thread_are_kept(tmp_path: Path) -> None:
     assert (names_on_disk(path), items) == (["a"], 1)
 
 
-def test_halves_of_a_stored_request_are_stored(tmp_path: Path) -> None:
-    """They are written before the file is deleted, so a kill loses nothing."""
+def test_halves_of_a_stored_request_are_stored_before_it_is_deleted(tmp_path: Path) -> None:
+    """If the process is killed in between, nothing is lost."""
     endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of("a", "b"))
@@ -139,8 +138,8 @@ def test_halves_of_a_stored_request_are_stored(tmp_path: Path) -> None:
     sender.close(20)
 
 
-def test_outbox_stays_bounded_while_a_request_is_in_flight() -> None:
-    """New items wait in the outbox, within its limits, while a request is in flight."""
+def test_outbox_stays_within_its_limits_while_a_request_is_in_flight() -> None:
+    """New items wait in the outbox."""
     endpoint = Collector("traces", opened=False)
     exporter = exporter_to({"traces": endpoint})
     exporter.export(batch_of(identity(), [0], spans_a_step=510))
@@ -203,7 +202,7 @@ def test_endless_response_is_cut_off(
 def test_request_with_invalid_headers_is_retried(
     over: Callable[[str], sdk_exporters.SdkTransport], header: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request is retried, as for other faults that a user can fix."""
+    """Users can correct the headers, as after other faults of settings."""
     with refusing() as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
@@ -238,7 +237,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("waits_in", ["flush", "close"])
 def test_ctrl_c_interrupts_waiting_for_delivery(waits_in: str) -> None:
-    """Ctrl-C interrupts the wait even if another thread receives the signal."""
+    """The signal may be received by another thread than the waiting one."""
     began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120

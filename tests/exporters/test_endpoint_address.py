@@ -1,4 +1,4 @@
-"""The printable parts of addresses, and their redaction in the log."""
+"""Addresses of endpoints without their secrets, as printed and as logged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_shown_address_has_no_credentials(address: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("address", [address for address, _ in SHOWN if "s3cret" in address])
-def test_log_omits_the_credentials_of_the_address(address: str) -> None:
+def test_log_omits_the_credentials_of_an_address(address: str) -> None:
     """The log filter removes the same parts as shown()."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "cannot reach %s", (address,), None)
     assert Redaction({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address}).filter(record)

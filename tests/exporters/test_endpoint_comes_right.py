@@ -1,8 +1,7 @@
-"""Endpoints that recover from a fault: everything is delivered automatically, and at most one
-request twice.
+"""Recovery of endpoints: everything is delivered automatically, and at most one request twice.
 
-The real exporter, with its outbox on disk, sends to real servers. All faults run at the same time,
-as each costs a pause.
+The real exporter, with its outbox on disk, sends to real servers. Each fault costs a pause, so all
+faults run at the same time.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Taken:
             self.spans.update(ids)
 
     def first(self) -> bool:
-        """Return True for the first request."""
+        """Count a request and return True for the first one."""
         with self.lock:
             self.asked += 1
             return self.asked == 1
@@ -108,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answers(status: int, body: bytes = b"", **headers: str) -> type[_Handler]:
-    """Return a handler that rejects the first request with this response."""
+    """Return a handler that rejects the first request with the given response."""
 
     class Handler(_Handler):
         def wrong(self, _: bytes) -> None:
@@ -118,14 +117,14 @@ def answers(status: int, body: bytes = b"", **headers: str) -> type[_Handler]:
 
 
 class BreaksOff(_Handler):
-    """Closes the connection of the first request without accepting it."""
+    """A handler that closes the connection of the first request without accepting it."""
 
     def wrong(self, body: bytes) -> None:
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class AnswerIsLost(_Handler):
-    """Accepts the first request, and closes the connection before responding."""
+    """A handler that accepts the first request, but closes the connection before responding."""
 
     def wrong(self, body: bytes) -> None:
         self.taken.take(body)
@@ -133,7 +132,7 @@ class AnswerIsLost(_Handler):
 
 
 class AnswersInJson(_Handler):
-    """Accepts everything, and responds in JSON, the other encoding of OTLP."""
+    """A handler that accepts everything and responds in JSON, the other encoding of OTLP."""
 
     def right(self, body: bytes) -> None:
         self.taken.take(body)
@@ -141,7 +140,7 @@ class AnswersInJson(_Handler):
 
 
 class TakesFew(_Handler):
-    """Answers 413 to all requests with more than a few spans."""
+    """A handler that responds 413 to all requests with more than a few spans."""
 
     def right(self, body: bytes) -> None:
         if body.count(b"torchlens_perf.kind") > LARGEST:
@@ -151,7 +150,7 @@ class TakesFew(_Handler):
 
 
 class Rejects(_Handler):
-    """Rejects some spans of the first request."""
+    """A handler that rejects some spans of the first request."""
 
     def wrong(self, body: bytes) -> None:
         self.taken.take(body)
@@ -190,7 +189,10 @@ FAULTS = (*HTTP, *TLS, *GRPC)
 def over_http(
     handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()
 ) -> Iterator[str]:
-    """Run an HTTP endpoint. contexts: one for each TLS connection; the last one is reused."""
+    """Run an HTTP endpoint.
+
+    `contexts` has one TLS context for each connection; the last one is reused.
+    """
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -252,7 +254,7 @@ def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
 
 @dataclasses.dataclass
 class Delivered:
-    """The final state of one run."""
+    """The final state of one exporter and its endpoint."""
 
     taken: Taken
     by_itself: bool
@@ -279,8 +281,8 @@ def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], di
 
     def shows(pair: Any, clients: Any = None) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # With TLS 1.3 a client learns that its certificate was refused only after it has sent its
-        # request.
+        # With TLS 1.3, a client learns only after sending its request that its certificate was
+        # refused.
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(pair.path, pair.key)
         if clients is not None:
@@ -338,7 +340,7 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
 def test_all_spans_arrive_after_the_endpoint_recovers(
     delivered: dict[str, Delivered], fault: str
 ) -> None:
-    """All spans arrive while the exporter is open. Nothing is left on disk or in the notes."""
+    """The spans arrive while the exporter is open. Nothing is left on disk or in the notes."""
     ended = delivered[fault]
     assert ended.taken.asked > 1, "the fault did not occur"
     assert ended.by_itself
@@ -351,6 +353,6 @@ def test_all_spans_arrive_after_the_endpoint_recovers(
 def test_only_a_request_with_a_lost_response_arrives_twice(
     delivered: dict[str, Delivered], fault: str
 ) -> None:
-    """If the response is lost, one request arrives twice, with the same ids."""
+    """The spans of both deliveries have the same ids."""
     doubles = delivered[fault].taken.doubles()
     assert doubles == (IN_A_REQUEST if fault == "answer is lost" else 0)

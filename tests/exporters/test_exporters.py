@@ -1,5 +1,6 @@
-"""Exporters without a network: nesting, ids, resources, metrics, alerts, and the contract of all
-exporters.
+"""Exporters without a network:
+
+spans, ids, resources, metrics, alerts, and rules for every exporter.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def span(
 
 
 def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
-    """Return steps of a rank, each with this number of spans in addition to the step's own."""
+    """Return steps of a rank. Each has the given number of spans in addition to its own."""
     spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
     table = step_table(
         [{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000
@@ -87,14 +88,17 @@ def assessment_of(
     who: Identity | None = None,
     whole_job: bool = True,
 ) -> Assessment:
-    """Return an assessment. If a log is given, its new alerts are included."""
+    """Return an assessment of the job.
+
+    If a log is given, its new alerts are included.
+    """
     alerts = (
         log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
     )
     return Assessment(who or identity(), with_groups(found, PLACES), hung, alerts, whole_job)
 
 
-# -- nesting
+# -- nesting of spans
 
 
 def contains(outer: Span, inner: Span) -> bool:
@@ -115,7 +119,7 @@ intervals = st.builds(
 
 @given(st.lists(intervals, max_size=12))
 def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) -> None:
-    """A parent contains its child and precedes it, and no smaller span contains the child."""
+    """The parent precedes the child."""
     nested = nest(spans)
     assert Counter(spans) == Counter(each for each, _ in nested)
     for index, (each, parent) in enumerate(nested):
@@ -136,8 +140,8 @@ def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) 
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
-    """Draw calls of one thread in the order of their ends, each with the name of its
-    caller, or -1.
+    """Draw calls of one thread in the order of their ends, each with the index of its caller, or
+    -1.
     """
     calls: list[tuple[Span, int]] = []
     clock, names = 0, iter(range(1000))
@@ -166,17 +170,18 @@ def test_parent_of_a_span_of_one_thread_is_its_caller(calls: list[tuple[Span, in
 
 
 def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
-    """If two spans have the same times, the one opened first is the parent."""
+    """Both spans have the same times."""
     inner, outer = span(0, 5, depth=2, name="inner"), span(0, 5, depth=1, name="outer")
     assert nest([inner, outer]) == [(outer, None), (inner, 0)]
 
 
-# -- ids
+# -- ids of spans
 
 
 def test_ids_of_spans_equal_their_pinned_values() -> None:
-    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`), and
-    must never change.
+    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7'
+
+    sha256sum`), and must never change.
     """
     in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
@@ -184,8 +189,7 @@ def test_ids_of_spans_equal_their_pinned_values() -> None:
     assert f"{span_id(in_trace, 'root'):016x}" == "4438057ff3978638"
 
 
-def test_ids_differ_by_run_attempt_step_rank_and_position() -> None:
-    """Run, attempt, step, rank and position each change the id."""
+def test_span_ids_differ_by_run_attempt_step_rank_and_position() -> None:
     traces = {
         trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)
     }
@@ -221,24 +225,22 @@ def test_ids_differ_by_run_attempt_step_rank_and_position() -> None:
 def test_service_name_comes_from_environment_then_job_then_script(
     monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str
 ) -> None:
-    """The sources are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, job and script, in this
-    order.
-    """
+    """In the environment, OTEL_SERVICE_NAME comes before OTEL_RESOURCE_ATTRIBUTES."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert rank_resource(who).attributes["service.name"] == expected
     assert node_resource(who).attributes["service.name"] == expected
 
 
-def test_replay_without_state_omits_unknown_attributes() -> None:
-    """A replay without the node's state omits unknown values, or sends them as unknown."""
+def test_replay_without_the_nodes_state_omits_unknown_attributes() -> None:
+    """Required attributes are sent as unknown."""
     attributes = rank_resource(identity(program="", pid=0)).attributes
     assert "process.pid" not in attributes
     assert str(attributes["service.name"]).startswith("unknown_service")
 
 
-def test_node_resource_has_no_rank() -> None:
-    """The resource of a node's metrics has no rank, process or attempt."""
+def test_resource_of_node_metrics_has_no_rank() -> None:
+    """The resource has no process and no attempt either."""
     rank, node = rank_resource(identity(1)).attributes, node_resource(identity(1)).attributes
     of_rank = {semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, "process.pid"}
     of_rank |= {semantics.LENS_RANK, semantics.LENS_LOCAL_RANK}
@@ -246,7 +248,7 @@ def test_node_resource_has_no_rank() -> None:
     assert rank["service.instance.id"] != node["service.instance.id"] == "node-a/node"
 
 
-# -- the contract of an exporter
+# -- rules for every exporter
 
 
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
@@ -259,7 +261,7 @@ def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 
 def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
-    """Return the OTLP exporter, and a function that counts what its endpoint got."""
+    """Return the OTLP exporter, and a function that counts what its endpoint has received."""
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
@@ -272,10 +274,7 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_every_exporter_has_delivered_everything_after_shutdown(make: Callable[[], Any]) -> None:
-    """Everything is delivered after shutdown(), which returns no notes.
-
-    A flush before does no harm.
-    """
+    """shutdown() returns no notes, also after a flush."""
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
@@ -299,7 +298,7 @@ def test_every_exporter_accepts_a_batch_without_traces(make: Callable[[], Any]) 
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_every_exporter_delivers_an_assessment_before_any_batch(make: Callable[[], Any]) -> None:
-    """An assessment may precede all batches, with or without alerts, and is delivered."""
+    """The assessment may or may not have alerts."""
     exporter, delivered = make()
     log = FindingLog("run")
     exporter.on_assessment(assessment_of(NOTHING, log))
@@ -318,10 +317,8 @@ def test_every_unused_exporter_shuts_down_without_notes(make: Callable[[], Any])
     assert delivered() == (0, 0)
 
 
-def test_internal_error_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in the code that creates spans is counted and does not reach
-    the sidecar's loop.
-    """
+def test_exception_while_spans_are_created_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception does not reach the sidecar's loop."""
 
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("on purpose")
@@ -339,8 +336,8 @@ def test_internal_error_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch
 # -- spans
 
 
-def test_step_with_gradient_accumulation_is_sent_whole() -> None:
-    """A step with several thousand spans is sent completely, in several requests."""
+def test_step_with_thousands_of_spans_is_sent_in_several_requests() -> None:
+    """Gradient accumulation can give a step several thousand spans."""
     endpoint = Collector("traces")
     exporter = exporter_to({"traces": endpoint})
     exporter.export(batch_of(identity(), [0], spans_a_step=8190))
@@ -350,10 +347,7 @@ def test_step_with_gradient_accumulation_is_sent_whole() -> None:
 
 
 def test_span_without_a_name_is_named_after_its_kind() -> None:
-    """A span without a name is named after its kind.
-
-    A span that an exception left has the status ERROR.
-    """
+    """A span that ended with an exception has the status ERROR."""
     endpoint = Collector("traces")
     sender = exporter_to({"traces": endpoint})
     full = batch_of(identity(), [0])
@@ -369,7 +363,7 @@ def test_span_without_a_name_is_named_after_its_kind() -> None:
 
 
 def test_only_rank_0_sends_the_root_span() -> None:
-    """Only rank 0 sends the root span. The root of an inference step has its own name."""
+    """The root span of an inference step has its own name."""
     for rank, expected in ((0, ["inference step", "rank 0"]), (1, ["rank 1"])):
         endpoint = Collector("traces")
         sender = exporter_to({"traces": endpoint})
@@ -387,7 +381,7 @@ class Metrics(NodeMetrics):
     """A node's metrics, and the points that would be sent."""
 
     def sent(self) -> dict[str, list[ReceivedPoint]]:
-        """Return points by metric name."""
+        """Return the points by metric name."""
         endpoint = Collector("metrics")
         data = self.collect(Resource({}))
         endpoint.taken += [] if data is None else [[data]]
@@ -397,10 +391,8 @@ class Metrics(NodeMetrics):
         return found
 
 
-def test_ranks_share_a_series_above_64_ranks() -> None:
-    """Above 64 ranks, points have no rank, and the memory gauge is that of the
-    node's fullest rank.
-    """
+def test_ranks_share_a_series_in_jobs_with_more_than_64_ranks() -> None:
+    """Points have no rank, and the memory gauge is that of the node's fullest rank."""
     sender = Metrics()
     many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
@@ -414,7 +406,7 @@ def test_ranks_share_a_series_above_64_ranks() -> None:
 
 
 def test_phase_counts_are_the_same_however_steps_are_batched() -> None:
-    """A phase counts the steps that had it, however the steps were split into batches."""
+    """A phase counts the steps that had it."""
     table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
     found = []
     for cuts in ([0, 3], [0, 1, 2, 3]):
@@ -430,7 +422,7 @@ def test_phase_counts_are_the_same_however_steps_are_batched() -> None:
 
 
 def test_slow_rank_of_a_large_job_has_its_own_series() -> None:
-    """Its steps are not in the shared series."""
+    """The rank's steps are not in the shared series."""
     sender, slow = Metrics(), episode(1)
     many = MAX_RANK_SERIES + 1
 
@@ -465,8 +457,8 @@ def test_slow_rank_of_a_large_job_has_its_own_series() -> None:
     }
 
 
-def test_shared_memory_gauge_excludes_ranks_with_their_own_series() -> None:
-    """While a rank is slow, its memory is not part of the shared gauge."""
+def test_shared_memory_gauge_excludes_a_rank_with_its_own_series() -> None:
+    """A rank has its own series while it is slow."""
     sender = Metrics()
     for rank, memory_bytes in ((1, 900), (0, 100)):
         sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
@@ -499,10 +491,9 @@ def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
     }
 
 
-def test_gauges_describe_current_problems() -> None:
-    """The cost by rank and phase, the stragglers by class and the detectable slowdown are sent.
-
-    After the end they are 0 for a while, and then missing.
+def test_problem_gauges_are_zero_after_the_problems_end_and_then_missing() -> None:
+    """The gauges have the cost by rank and phase, the stragglers by class and the detectable
+    slowdown.
     """
     sender, slow = Metrics(), episode(3)
     sender.on_assessment(assessment_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
@@ -532,10 +523,7 @@ def test_gauges_describe_current_problems() -> None:
 def test_each_rank_of_a_slow_node_has_the_joint_cost(
     shared_cost_ns: float | None, cost_s: float | None
 ) -> None:
-    """Each rank of a slow node has the joint cost of all its ranks.
-
-    There is no point if that is unknown.
-    """
+    """The joint cost is that of all ranks of the node. If it is unknown, there is no point."""
     sender = Metrics()
     node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))
@@ -546,15 +534,14 @@ def test_each_rank_of_a_slow_node_has_the_joint_cost(
 
 
 def test_gauge_of_a_rank_that_is_slow_again_is_not_zero() -> None:
-    """A rank that is slow again is no longer sent as 0."""
     sender = Metrics()
     for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
         sender.on_assessment(assessment_of(found))
     assert gauges(sender)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
 
 
-def test_hang_gauge_grows_while_the_job_hangs() -> None:
-    """The gauge grows while the job hangs. Afterwards it is 0 for a while."""
+def test_hang_gauge_grows_during_a_hang_and_is_zero_afterwards() -> None:
+    """The gauge is missing some time after the hang."""
     now_s = [1000.0]
     sender, hung = Metrics(clock=lambda: now_s[0]), hang(since_s=12)
     found = []
@@ -572,11 +559,8 @@ def test_hang_gauge_grows_while_the_job_hangs() -> None:
     ]
 
 
-def test_no_gauge_is_sent_before_the_first_comparison() -> None:
-    """Before the first comparison no gauge is sent.
-
-    Afterwards all classes are, also if they are 0.
-    """
+def test_no_problem_gauge_is_sent_before_the_first_comparison() -> None:
+    """After the first comparison all classes have a gauge, also if it is 0."""
     sender = Metrics()
     sender.on_assessment(assessment_of(NOTHING))
     assert sender.sent() == {}
@@ -589,7 +573,6 @@ def test_no_gauge_is_sent_before_the_first_comparison() -> None:
 
 
 def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
-    """Only the sidecar that assesses the whole job sends these gauges."""
     sender = Metrics()
     sender.on_assessment(assessment_of(findings(episode()), hung=hang(), whole_job=False))
     assert gauges(sender) == {}
@@ -599,10 +582,7 @@ def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
 
 
 def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
-    """An alert is a log record with event name, sentence, severity, ids and numbers.
-
-    The end of a problem is no warning.
-    """
+    """The event is a log record. The end of a problem is no warning."""
     endpoint, log, slow = Collector("logs"), FindingLog("run"), episode()
     exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))
@@ -653,15 +633,15 @@ def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
         ((104,), 180, 104),
     ],
 )
-def test_alert_links_to_the_suspects_trace(
+def test_alert_links_to_the_slow_ranks_first_traced_step(
     traced: tuple[int, ...], until: int | None, expected: int | None
 ) -> None:
-    """An alert has the context of the suspect's span in the first traced step since it was slow."""
+    """The alert has the context of the rank's span in the first traced step since it was slow."""
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     for step in traced:
         exporter.export(batch_of(identity(0), [step]))
-    exporter.export(batch_of(identity(0, attempt=1), [102]))  # a step of another attempt
+    exporter.export(batch_of(identity(0, attempt=1), [102]))  # A step of another attempt.
     exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), FindingLog("run")))
     assert exporter.shutdown(10) == []
     in_trace = trace_id("run", 0, expected) if expected is not None else 0
@@ -669,8 +649,9 @@ def test_alert_links_to_the_suspects_trace(
     assert {(each.trace_id, each.span_id) for each in endpoint.events()[-1:]} == {context}
 
 
-def test_number_of_remembered_traced_steps_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alerts can link only to a limited number of recent steps."""
+def test_alerts_link_only_to_a_limited_number_of_recent_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_LINKABLE_STEPS", 3)
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
@@ -680,8 +661,8 @@ def test_number_of_remembered_traced_steps_is_limited(monkeypatch: pytest.Monkey
     assert endpoint.events()[0].trace_id == trace_id("run", 0, 102)
 
 
-def test_alerts_do_not_wait_for_the_endpoint() -> None:
-    """Alerts are accepted at once while the endpoint blocks. Undelivered alerts are counted."""
+def test_alerts_are_accepted_at_once_while_the_endpoint_blocks() -> None:
+    """Undelivered alerts are counted."""
     endpoint, log = Collector("logs", opened=False), FindingLog("run")
     exporter = exporter_to({"logs": endpoint})
     for rank in range(8):
@@ -694,8 +675,7 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
     endpoint.opened.set()
 
 
-def test_in_memory_exporter_keeps_alerts() -> None:
-    """The exporter keeps all alerts and the newest assessment."""
+def test_in_memory_exporter_keeps_alerts_and_the_newest_assessment() -> None:
     exporter, log = InMemoryExporter(), FindingLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
@@ -712,7 +692,7 @@ def test_in_memory_exporter_keeps_alerts() -> None:
 
 def test_documented_names_and_limits_equal_those_of_the_code() -> None:
     """docs/reference/telemetry.md has every name and bound; docs/guides/opentelemetry.md has the
-    limits of the code.
+    limits.
     """
     page = (ROOT / "docs/reference/telemetry.md").read_text()
     names = {

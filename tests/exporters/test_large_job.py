@@ -1,6 +1,4 @@
-"""Exports of all nodes of a large job: bounded, consistent between nodes, and with counts of what
-is left out.
-"""
+"""Exports of all nodes of a large job: bounded, consistent, and with counts of omitted data."""
 
 from __future__ import annotations
 
@@ -40,17 +38,15 @@ def attribute(point: Any, name: str) -> int | None:
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
-def test_spans_and_series_are_bounded_at_any_job_size(ranks: int, steps: int) -> None:
-    """The spans per second and the series of all nodes stay below the configured limits."""
+def test_spans_and_series_stay_within_their_limits_at_any_job_size(ranks: int, steps: int) -> None:
+    """The spans per second and the series are counted over all nodes."""
     job = sent(ranks, steps)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
     assert 0 < len(job.series) <= Config.export_limit
 
 
 def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
-    """A job with twice the nodes sends no more ranks per trace, and more series only of
-    hardware.
-    """
+    """A job with twice the nodes has more series only of hardware."""
 
     def of_steps(job: Sent) -> int:
         return sum(not name.startswith("hw.") for _, name, *_ in job.series)
@@ -62,10 +58,7 @@ def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
 
 @pytest.mark.parametrize("ranks", [16, LARGE])
 def test_each_trace_has_exactly_the_ranks_that_its_root_lists(ranks: int) -> None:
-    """Each trace has exactly the ranks that its root lists, from all nodes.
-
-    If rank 0 is not selected, it sends only the root.
-    """
+    """The ranks are on all nodes. If rank 0 is not selected, it sends only the root."""
     job = sent(ranks, STEPS)
     some = 0
     for of_step in job.traces().values():
@@ -81,10 +74,10 @@ def test_each_trace_has_exactly_the_ranks_that_its_root_lists(ranks: int) -> Non
     ) == (ranks == 16)
 
 
-def test_steps_are_sent_with_the_reason_and_a_rank_for_comparison() -> None:
-    """Steps are sent by number, because they are slow, and when a rank is found slow.
+def test_sent_steps_have_a_reason_and_a_rank_for_comparison() -> None:
+    """The reason is the step's number, a slow step, or a rank that was found slow.
 
-    The trace then has the slow rank and a rank for comparison.
+    The trace of a slow rank also has a rank for comparison.
     """
     traces = sent(LARGE, STEPS).traces()
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in traces.items()}
@@ -113,8 +106,8 @@ def test_steps_are_sent_with_the_reason_and_a_rank_for_comparison() -> None:
     assert roles["reference"] != roles["slow"]
 
 
-def test_each_step_is_in_one_histogram_sent_by_node_0() -> None:
-    """Each step is in one histogram: the shared one or that of a slow rank."""
+def test_each_step_is_in_exactly_one_histogram() -> None:
+    """Node 0 sends the shared histogram and those of slow ranks."""
     job = sent(LARGE, STEPS)
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
         counts: Counter[int | None] = Counter()
@@ -138,7 +131,7 @@ def test_each_step_is_in_one_histogram_sent_by_node_0() -> None:
 
 
 def test_quantiles_over_ranks_show_the_rank_that_others_wait_for() -> None:
-    """The rank that the others wait for has the maximum work and the minimum wait."""
+    """That rank has the maximum work and the minimum wait."""
     found = {
         (metric, next(iter(point.attributes.values()))): point.value
         for metric in (semantics.RANKS_WORK, semantics.RANKS_WAIT)
@@ -153,8 +146,8 @@ def test_quantiles_over_ranks_show_the_rank_that_others_wait_for() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, LARGE])
-def test_exemplars_link_to_sent_spans(ranks: int) -> None:
-    """Each exemplar has the ids of a span that was sent, and its duration in seconds."""
+def test_exemplars_link_to_spans_that_were_sent(ranks: int) -> None:
+    """Each exemplar has the ids of a span and its duration in seconds."""
     job = sent(ranks, STEPS)
     ids = {key: duration_ns for node in job.nodes for key, duration_ns in node.ids.items()}
     found = [each for point in points(job, semantics.STEP_DURATION) for each in point.exemplars]
@@ -163,8 +156,8 @@ def test_exemplars_link_to_sent_spans(ranks: int) -> None:
         assert each.value == pytest.approx(ids[each.trace_id, each.span_id] / 1e9)
 
 
-def test_small_job_has_all_ranks_and_their_series() -> None:
-    """Eight ranks are sent with complete traces of the numbered steps and a histogram each."""
+def test_small_job_sends_all_ranks_and_their_series() -> None:
+    """Eight ranks have complete traces of the numbered steps and a histogram each."""
     job = sent(8, STEPS)
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in job.traces().items()}
     whole = {
@@ -198,7 +191,7 @@ def test_all_ranks_and_series_are_sent_without_limits() -> None:
 
 
 def test_omitted_steps_are_counted_in_the_next_root() -> None:
-    """With a small budget, omitted steps are counted in the next root and in a counter."""
+    """The budget in this test is small. A counter also has the omitted steps."""
     job = sent(SMALL, STEPS, export_limit=200)
     left_out = sum(point.value for point in points(job, semantics.STEPS_NOT_TRACED))
     chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]
@@ -215,7 +208,7 @@ def test_omitted_steps_are_counted_in_the_next_root() -> None:
 
 
 def _root(job: Sent, batch: Any) -> dict[str, Any]:
-    """Return the attributes of a step's root."""
+    """Return the attributes of the root span of a step."""
     spans, _, _ = next(iter(job.nodes[0].spans_of.of(batch).values()))
     (root,) = (span for span in spans if span.parent is None)
     return dict(root.attributes or {})

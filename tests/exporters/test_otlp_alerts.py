@@ -1,4 +1,4 @@
-"""Delivery of alerts and gauges to a real receiver, and behaviour with an endpoint that is down."""
+"""Delivery of alerts and gauges to a real receiver, and behaviour if the endpoint is down."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Make = Callable[..., Exporter]
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a function that creates the exporter for these variables, as the sidecar does."""
+    """Return a function that creates the exporter for the given variables, as the sidecar does."""
 
     def make(**told: str) -> Exporter:
         for name, value in told.items():
@@ -51,14 +51,14 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def judge(exporter: Exporter, log: FindingLog, found: Findings, hung: dict | None = None) -> int:
-    """Run one round of the sidecar. Return the number of alerts."""
+    """Assess the job once, as the sidecar does, and return the number of alerts."""
     alerts = log.changes(0, found, hung, PLACES, time.time_ns())
     exporter.on_assessment(Assessment(identity(), found, hung, alerts))
     return len(alerts)
 
 
 def a_run(exporter: Exporter) -> int:
-    """A rank is slow and recovers, then the job hangs and recovers. Return the number of alerts."""
+    """Assess a job with a slow rank and a hang, which both end. Return the number of alerts."""
     log, slow = FindingLog("run"), episode()
     exporter.export(batch_of(identity(), [100, 110]))
     count = judge(exporter, log, findings(slow))
@@ -72,7 +72,7 @@ def a_run(exporter: Exporter) -> int:
 def test_each_alert_arrives_as_one_event_with_its_attributes(
     receiver: Receiver, exporter: Make, protocol: str
 ) -> None:
-    """Each alert is one event with all its attributes, its resource and its trace."""
+    """The event also has the resource and the trace of the alert."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
     began_ns = time.time_ns()
     assert a_run(sender) == 4
@@ -111,9 +111,7 @@ def test_each_alert_arrives_as_one_event_with_its_attributes(
     assert [event.trace_id for event in events[2:]] == [0, 0], "a step that hangs has no span"
 
 
-def test_replayed_events_have_the_same_ids(receiver: Receiver, exporter: Make) -> None:
-    """Events that are sent again, as by a replay, have the same ids."""
-
+def test_replayed_alert_events_have_the_same_ids(receiver: Receiver, exporter: Make) -> None:
     def ids(events: list[ReceivedEvent]) -> list[str]:
         return [str(event.attributes[semantics.ALERT_UID]) for event in events]
 
@@ -128,8 +126,10 @@ def test_replayed_events_have_the_same_ids(receiver: Receiver, exporter: Make) -
     assert len(set(sent[0])) == 4
 
 
-def test_alerts_are_sent_while_the_job_runs(receiver: Receiver, exporter: Make) -> None:
-    """An alert is sent while the job runs, after OTEL_BLRP_SCHEDULE_DELAY."""
+def test_alerts_are_sent_after_the_delay_while_the_job_runs(
+    receiver: Receiver, exporter: Make
+) -> None:
+    """OTEL_BLRP_SCHEDULE_DELAY sets the delay."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_SCHEDULE_DELAY": "50"})
     judge(sender, FindingLog("run"), findings(episode()))
     assert wait_for(receiver.events, 10)
@@ -137,10 +137,10 @@ def test_alerts_are_sent_while_the_job_runs(receiver: Receiver, exporter: Make) 
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_current_problems_are_sent_as_gauges(
+def test_current_problems_arrive_as_gauges(
     receiver: Receiver, exporter: Make, protocol: str
 ) -> None:
-    """Current problems are sent as gauges, so alert rules need no logs."""
+    """Gauges allow alert rules without logs."""
     sender = exporter(
         **{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"}
     )
@@ -176,7 +176,7 @@ exporter.shutdown(10)
 
 
 def test_console_exporter_prints_events_without_an_endpoint() -> None:
-    """OTEL_LOGS_EXPORTER=console prints events and needs no endpoint."""
+    """OTEL_LOGS_EXPORTER=console enables the exporter."""
     told = {"OTEL_LOGS_EXPORTER": "console", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _PRINTED],
@@ -204,7 +204,7 @@ DOWN: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 
 @pytest.mark.parametrize("fault", DOWN)
 def test_undelivered_alerts_are_counted_if_the_endpoint_is_down(exporter: Make, fault: str) -> None:
-    """Alerts are accepted at once, shutdown is in time, and undelivered alerts are counted."""
+    """Alerts are accepted at once, and shutdown is in time."""
     context, protocol = DOWN[fault]
     with context() as address:
         sender = exporter(
@@ -219,11 +219,10 @@ def test_undelivered_alerts_are_counted_if_the_endpoint_is_down(exporter: Make, 
         notes = sender.shutdown(3)
         took_s = time.monotonic() - started_s
     assert notes[0] == "OTLP: 200 of 200 alerts were not delivered"
-    assert took_s - judged_s < 5  # the limit of shutdown(); each request alone may take a second
+    assert took_s - judged_s < 5  # The limit of shutdown(); each request alone may take a second.
 
 
-def test_events_rejected_in_a_successful_response_are_counted(exporter: Make) -> None:
-    """Events that the endpoint rejects in a successful response count as not delivered."""
+def test_events_rejected_in_a_successful_response_count_as_undelivered(exporter: Make) -> None:
     answer = ExportLogsServiceResponse(
         partial_success=ExportLogsPartialSuccess(rejected_log_records=1)
     )
@@ -240,10 +239,10 @@ def test_events_rejected_in_a_successful_response_are_counted(exporter: Make) ->
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
-def test_invalid_number_is_logged_and_the_default_is_used(
+def test_invalid_event_setting_is_logged_and_the_default_is_used(
     receiver: Receiver, exporter: Make, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
-    """An invalid value of OTEL_BLRP_* is logged, and the default is used."""
+    """The settings are OTEL_BLRP_*."""
     sender = exporter(
         **{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": value}
     )

@@ -1,4 +1,4 @@
-"""Trace context of the job's caller: the run's span in its trace, and links of steps to it."""
+"""Trace context of the job's caller: a span of the run in the caller's trace, and links."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def roots_of(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
 def test_recorded_run_is_one_span_in_the_callers_trace(
     sidecar: Callable[..., Sidecar], receiver: Receiver
 ) -> None:
-    """A recorded run has one span in the caller's trace, as long as its steps and with links to the
-    traced ones. A replay sends it with the same ids."""
+    """The span is as long as the run's steps and links to the traced ones.
+
+    A replay sends it with the same ids.
+    """
     endpoint = receiver.endpoint("http/protobuf")
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
     spans = receiver.spans()
@@ -80,7 +82,7 @@ def test_recorded_run_is_one_span_in_the_callers_trace(
 
 
 def test_steps_have_no_links_and_no_run_span_without_a_caller() -> None:
-    """Steps are traces without links, and there is no run span."""
+    """Each step is a trace."""
     spans = sent("")
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
 
@@ -91,7 +93,7 @@ def test_steps_have_no_links_and_no_run_span_without_a_caller() -> None:
 def test_invalid_traceparent_is_ignored_and_logged_once(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid traceparent is ignored and logged once, for any number of ranks and steps."""
+    """The log has one line for any number of ranks and steps."""
     caller.cache_clear()
     with caplog.at_level(logging.WARNING):
         spans = sent(text)
@@ -103,11 +105,8 @@ def test_invalid_traceparent_is_ignored_and_logged_once(
     assert text[:40] in line
 
 
-def test_no_run_span_if_the_callers_trace_is_not_sampled() -> None:
-    """If the caller's trace is not sampled, there is no run span.
-
-    Steps are still sent as traces.
-    """
+def test_no_run_span_is_sent_if_the_callers_trace_is_not_sampled() -> None:
+    """Steps are still sent as traces."""
     spans = sent(NOT_SAMPLED)
     assert runs_of(spans) == []
     assert {((TRACE_ID, SPAN_ID),)} == {root.links for root in roots_of(spans)}
@@ -117,26 +116,26 @@ def test_no_run_span_if_the_callers_trace_is_not_sampled() -> None:
 def test_sampler_of_the_environment_applies_to_the_run_span(
     sampler: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OTEL_TRACES_SAMPLER applies to the run's span as to any span with that parent."""
+    """OTEL_TRACES_SAMPLER applies as to any other span with the same parent."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)  # The SDK reads the variable itself.
     spans = sent(TRACEPARENT, environ={"OTEL_TRACES_SAMPLER": sampler})
     assert [span.name for span in spans] == [semantics.SPAN_RUN] * count
 
 
-def test_no_run_span_while_ranks_run() -> None:
+def test_run_span_is_sent_after_the_ranks_have_ended() -> None:
     """If a sidecar ends before the ranks, the next sidecar sends the run's span."""
     assert runs_of(sent(TRACEPARENT, ended=False)) == []
 
 
 def test_number_of_links_of_a_long_run_is_bounded() -> None:
-    """The span of a long run links to its first steps and to some later ones."""
+    """The span of the run links to the first steps and to some later ones."""
     (run,) = runs_of(sent(TRACEPARENT, steps=1000))
     assert len(set(run.links)) == len(run.links) <= MAX_LINKS
     assert len(run.links) > MAX_LINKS // 4
 
 
 def test_run_span_has_the_tracestate_and_flags_of_the_caller() -> None:
-    """The run's span has the TRACESTATE, and OTLP's flags mark the caller as remote."""
+    """The flags of OTLP mark the caller as remote."""
     traces = Collector("traces")
     exporter = exporter_to({"traces": traces})
     who = identity(0, traceparent=TRACEPARENT, tracestate="vendor=a1")
@@ -172,7 +171,7 @@ def test_run_span_has_the_tracestate_and_flags_of_the_caller() -> None:
 def test_traceparent_of_the_environment_is_used_without_an_active_span(
     environ: dict[str, str], expected: tuple[str, str]
 ) -> None:
-    """Without an active span the environment is used, if the propagators include trace context."""
+    """The propagators must include trace context."""
     assert calling_span(environ) == expected
 
 
@@ -187,12 +186,10 @@ def test_active_span_has_priority_over_the_environment() -> None:
     assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
 
 
-def test_broken_api_falls_back_to_the_environment(
+def test_environment_is_used_if_the_opentelemetry_api_is_broken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the program's OpenTelemetry API is broken, the environment is used
-    and training continues.
-    """
+    """Training continues if the program's OpenTelemetry API is broken."""
     monkeypatch.delenv("TORCHLENS_PERF_RAISE", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", logging)
     assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
@@ -200,8 +197,9 @@ def test_broken_api_falls_back_to_the_environment(
     assert swallowed.by_place.pop("reading the active span") == 1
 
 
-def test_opentelemetry_is_not_imported_into_the_program(tmp_path: object) -> None:
-    """OpenTelemetry's API is not imported into a program that does not use it."""
+def test_opentelemetry_is_not_imported_into_a_program_that_does_not_use_it(
+    tmp_path: object,
+) -> None:
     code = (
         "import sys; from torchlens_perf.run.place.caller import calling_span; "
         f"assert calling_span({{'TRACEPARENT': '{TRACEPARENT}'}})[0]; "

@@ -1,6 +1,4 @@
-"""The OTEL_* variables: which signals they enable, what they change, and the effect of invalid
-values.
-"""
+"""The OTEL_* variables: which signals they enable, what they change, and invalid values."""
 
 from __future__ import annotations
 
@@ -74,10 +72,7 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
 def test_endpoint_or_exporter_name_enables_a_signal(
     told: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """An endpoint or an exporter's name enables a signal.
-
-    "none", OTEL_SDK_DISABLED and unknown names disable it.
-    """
+    """The exporter "none", OTEL_SDK_DISABLED and unknown names disable the signal."""
     assert expected == wanted_signals(told)
 
 
@@ -95,16 +90,13 @@ def test_endpoint_or_exporter_name_enables_a_signal(
     ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
 )
 def test_sdk_is_not_imported_without_an_endpoint(sidecar: Run, told: dict[str, str]) -> None:
-    """Without an endpoint, the sidecar imports neither the OpenTelemetry SDK nor
-    gRPC nor requests.
-    """
+    """The sidecar imports neither the OpenTelemetry SDK nor gRPC nor requests."""
     loaded = f"print([name for name in sys.modules if name.partition('.')[0] in {LIBRARIES}])"
     ended = sidecar(then=loaded, **told)
     assert (ended.returncode, ended.stdout) == (0, "[]\n")
 
 
-def test_global_providers_are_not_set(sidecar: Run, receiver: Receiver) -> None:
-    """The sidecar does not set OpenTelemetry's global providers."""
+def test_global_opentelemetry_providers_are_not_set(sidecar: Run, receiver: Receiver) -> None:
     asked = (
         "from opentelemetry import _logs, metrics, trace\nproviders = trace.get_tracer_provider(),"
         " metrics.get_meter_provider(), _logs.get_logger_provider()\nprint(*(type(each).__name__"
@@ -120,10 +112,10 @@ def arrived(receiver: Receiver) -> tuple[bool, bool]:
     return bool(receiver.spans()), bool(receiver.points())
 
 
-def test_signals_have_endpoints_and_protocols_of_their_own(
+def test_signals_may_have_different_endpoints_and_protocols(
     sidecar: Run, receiver: Receiver
 ) -> None:
-    """Traces go to one endpoint over gRPC while metrics go to another over HTTP."""
+    """Traces are sent to one endpoint over gRPC, and metrics to another over HTTP."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint("grpc"),
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="grpc",
@@ -138,10 +130,10 @@ def test_signals_have_endpoints_and_protocols_of_their_own(
     [("TRACES", (False, True)), ("METRICS", (True, False))],
     ids=["traces", "metrics"],
 )
-def test_one_signal_can_be_disabled(
+def test_exporter_none_disables_one_signal_and_keeps_the_other(
     sidecar: Run, receiver: Receiver, protocol: str, signal: str, expected: tuple[bool, bool]
 ) -> None:
-    """OTEL_*_EXPORTER=none disables one signal and keeps the other. gzip works."""
+    """The test also uses gzip."""
     ended = sidecar(
         **{
             ENDPOINT: receiver.endpoint(protocol),
@@ -153,8 +145,8 @@ def test_one_signal_can_be_disabled(
     assert (0, expected) == (ended.returncode, arrived(receiver))
 
 
-def test_console_exporter_needs_no_endpoint(sidecar: Run) -> None:
-    """OTEL_*_EXPORTER=console prints to the sidecar's output and needs no endpoint."""
+def test_console_exporter_prints_without_an_endpoint(sidecar: Run) -> None:
+    """OTEL_*_EXPORTER=console prints to the sidecar's output."""
     ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
     assert ended.returncode == 0
     assert f"{semantics.SPAN_RANK} {0}" in ended.stdout
@@ -166,10 +158,10 @@ def test_console_exporter_needs_no_endpoint(sidecar: Run) -> None:
     [("true", True), (None, False), *long(("false", False))],
     ids=["insecure", "default", "tls"],
 )
-def test_grpc_without_scheme_is_tls(
+def test_grpc_endpoint_without_a_scheme_uses_tls(
     sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool
 ) -> None:
-    """A gRPC endpoint without http:// uses TLS, unless OTEL_EXPORTER_OTLP_INSECURE is set."""
+    """OTEL_EXPORTER_OTLP_INSECURE switches TLS off."""
     told = {} if insecure is None else {"OTEL_EXPORTER_OTLP_INSECURE": insecure}
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=f"127.0.0.1:{receiver.grpc_port}",
@@ -182,7 +174,8 @@ def test_grpc_without_scheme_is_tls(
 
 
 OFF = "exporting traces over OTLP failed and was skipped"
-WRONG = [  # variable, value, protocol, text in the log, and whether spans and metrics arrive nevertheless
+# Variable, value, protocol, text in the log, and whether spans and metrics arrive nevertheless.
+WRONG = [
     (
         "OTEL_EXPORTER_OTLP_PROTOCOL",
         "carrier-pigeon",
@@ -239,7 +232,7 @@ WRONG = [  # variable, value, protocol, text in the log, and whether spans and m
         f"{name.removeprefix('OTEL_')}={value}-{protocol}" for name, value, protocol, _, _ in WRONG
     ],
 )
-def test_invalid_value_disables_at_most_its_signal_and_is_logged(
+def test_invalid_value_is_logged_and_disables_at_most_its_signal(
     sidecar: Run,
     receiver: Receiver,
     variable: str,
@@ -248,7 +241,7 @@ def test_invalid_value_disables_at_most_its_signal_and_is_logged(
     logged: str,
     expected: tuple[bool, bool],
 ) -> None:
-    """An invalid value disables at most its signal and is logged. The run's report is complete."""
+    """The run's report is complete."""
     told = {
         ENDPOINT: receiver.endpoint("grpc" if protocol == "grpc" else "http/protobuf"),
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
@@ -261,7 +254,7 @@ def test_invalid_value_disables_at_most_its_signal_and_is_logged(
 
 
 def everything_written(run: RunDirectory) -> str:
-    """Return everything in the run directory as text.
+    """Return all contents of the run directory as text.
 
     Parquet files become their rows and footers.
     """
@@ -293,7 +286,7 @@ ADDRESSES = {
 def test_header_values_are_in_no_log_report_state_or_record(
     sidecar: Run, receiver: Receiver, name: str, protocol: str
 ) -> None:
-    """The value of a header, valid or not, is in no log, report, state or record."""
+    """The headers may be valid or invalid."""
     ended = sidecar(
         **{
             ENDPOINT: receiver.endpoint(protocol),
@@ -311,7 +304,7 @@ def test_header_values_are_in_no_log_report_state_or_record(
 def test_only_host_and_path_of_an_address_are_shown(
     sidecar: Run, address: str, protocol: str
 ) -> None:
-    """Logs, reports, states and records have only host and path of an address."""
+    """This applies to logs, reports, states and records."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
         OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
@@ -322,8 +315,7 @@ def test_only_host_and_path_of_an_address_are_shown(
     assert CANARY not in ended.log + ended.stdout + everything_written(ended.run)
 
 
-def test_valid_header_is_decoded_and_sent(sidecar: Run) -> None:
-    """A valid header reaches the endpoint, decoded."""
+def test_endpoint_receives_a_valid_header_decoded(sidecar: Run) -> None:
     seen: list[str | None] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -343,7 +335,7 @@ def test_valid_header_is_decoded_and_sent(sidecar: Run) -> None:
 
 @pytest.mark.long
 def test_training_finishes_with_invalid_variables(tmp_path: Path) -> None:
-    """Training finishes with invalid variables, and no output has the secret."""
+    """No output contains the secret in a variable."""
     told = {
         ENDPOINT: f"http://127.0.0.1:{free_port()}",
         HEADERS: f"Authorization: Bearer {CANARY}",
@@ -375,7 +367,7 @@ def test_training_finishes_with_invalid_variables(tmp_path: Path) -> None:
 def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
     sidecar: Run, receiver: Receiver, sampler: str, rate: float
 ) -> None:
-    """OTEL_TRACES_SAMPLER selects traces by id, so both ranks send the same steps."""
+    """OTEL_TRACES_SAMPLER selects traces by id."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_TRACES_SAMPLER=sampler,
@@ -384,7 +376,7 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
     rows = pq.read_table(ended.run.path / "spans").to_pylist()
     rows = [
         row for row in rows if row["kind"] != "thread_time"
-    ]  # These rows are counters, not spans.
+    ]  # The excluded rows are counters, not spans.
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
@@ -404,8 +396,10 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
     assert receiver.points()
 
 
-def test_batch_size_limits_the_spans_of_a_request(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_BSP_MAX_EXPORT_BATCH_SIZE limits the spans of a request."""
+def test_batch_size_of_the_environment_limits_the_spans_of_a_request(
+    sidecar: Run, receiver: Receiver
+) -> None:
+    """The variable is OTEL_BSP_MAX_EXPORT_BATCH_SIZE."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7",
@@ -427,7 +421,7 @@ def one_step() -> ExportBatch:
 def test_export_intervals_of_the_environment_apply(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL apply during a run."""
+    """The variables are OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL."""
     told = {
         ENDPOINT: receiver.endpoint("http/protobuf"),
         "OTEL_BSP_SCHEDULE_DELAY": "50",
@@ -445,8 +439,8 @@ def test_export_intervals_of_the_environment_apply(
     assert took_s < 4  # The defaults are 5 s for spans and 60 s for metrics.
 
 
-def test_delta_points_add_up_to_the_totals(sidecar: Run, receiver: Receiver) -> None:
-    """With delta temporality, the points of histograms and counters add up to the totals."""
+def test_delta_points_of_metrics_add_up_to_the_totals(sidecar: Run, receiver: Receiver) -> None:
+    """The test has histograms and counters with delta temporality."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta",
@@ -455,7 +449,6 @@ def test_delta_points_add_up_to_the_totals(sidecar: Run, receiver: Receiver) -> 
 
 
 def test_each_value_is_in_its_explicit_bucket(sidecar: Run, receiver: Receiver) -> None:
-    """With explicit buckets, each value is in the right one."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION="explicit_bucket_histogram",
@@ -480,7 +473,7 @@ def test_each_value_is_in_its_explicit_bucket(sidecar: Run, receiver: Receiver) 
 def test_service_name_of_the_user_overrides_detected_attributes(
     sidecar: Run, receiver: Receiver
 ) -> None:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes."""
+    """The variables are OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_SERVICE_NAME="my-job",
@@ -498,7 +491,7 @@ def test_service_name_of_the_user_overrides_detected_attributes(
 
 
 def test_only_root_spans_link_to_the_traceparent(sidecar: Run, receiver: Receiver) -> None:
-    """Only the root of each step links to the trace in which the job was started."""
+    """The linked trace is the one in which the job was started."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     _, in_trace, of_span, _ = TRACEPARENT.split("-")
     spans = [span for span in receiver.spans() if span.name != semantics.SPAN_RUN]
@@ -508,7 +501,7 @@ def test_only_root_spans_link_to_the_traceparent(sidecar: Run, receiver: Receive
     assert {()} == {span.links for span in others}
 
 
-def test_secrets_are_removed_from_tracebacks() -> None:
+def test_secrets_are_removed_from_logged_tracebacks() -> None:
     record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", ("Bearer " + CANARY,), None)
     try:
         raise ValueError(f"invalid metadata {CANARY!r}")
@@ -520,8 +513,8 @@ def test_secrets_are_removed_from_tracebacks() -> None:
     assert "invalid metadata '***'" in text
 
 
-def test_short_values_are_not_redacted() -> None:
-    """A header value that is too short to be a secret is not removed from the log."""
+def test_short_header_values_are_not_redacted_in_the_log() -> None:
+    """A short header value is no secret, and replacing it could make the log unreadable."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "%d spans in 10 s", (2020,), None)
     Redaction({HEADERS: "x-experiment-id=0"}).filter(record)
     assert record.getMessage() == "2020 spans in 10 s"

@@ -1,6 +1,4 @@
-"""Export of a live run of two ranks to a real receiver: span tree, ids, attributes, durations,
-metrics and a replay.
-"""
+"""Export of a live run of two ranks to a real receiver, and a replay."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class Exported:
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
         return [
             row for row in rows if row.get("kind") != "thread_time"
-        ]  # These rows are counters, not spans.
+        ]  # The excluded rows are counters, not spans.
 
     def traces(self) -> dict[int, list[ReceivedSpan]]:
         """Return the spans by trace id."""
@@ -82,10 +80,8 @@ def sampled(exported: Exported) -> set[int]:
     return traced_steps([int(str(row["step"])) for row in exported.rows("steps")], TRACE_EVERY)
 
 
-def test_one_trace_per_sampled_step(exported: Exported) -> None:
-    """Each sampled step is one trace of both ranks, with the id derived from run,
-    attempt and step.
-    """
+def test_each_sampled_step_is_one_trace_of_both_ranks(exported: Exported) -> None:
+    """The trace id is derived from run, attempt and step."""
     steps = sampled(exported)
     expected = {trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
     found = {
@@ -100,7 +96,7 @@ def test_one_trace_per_sampled_step(exported: Exported) -> None:
 
 
 def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported) -> None:
-    """A trace has one root with one child per rank, and each other span lies within its parent."""
+    """Each span other than the root lies within its parent."""
     for spans in exported.traces().values():
         by_id = {span.span_id: span for span in spans}
         roots = [span for span in spans if span.parent_id is None]
@@ -129,9 +125,10 @@ def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported)
             assert parent.attributes.get(semantics.SPAN_KIND) != "collective"
 
 
-def test_phases_and_modules_are_nested(exported: Exported) -> None:
+def test_modules_and_collectives_are_children_of_their_phase(exported: Exported) -> None:
     """Phases are children of the rank's step, modules of the forward phase, and DDP's all-reduce
-    and its wait of the backward phase."""
+    and its wait of the backward phase.
+    """
     for spans in exported.traces().values():
         children: dict[object, set[object]] = defaultdict(set)
         by_id = {span.span_id: span for span in spans}
@@ -145,8 +142,8 @@ def test_phases_and_modules_are_nested(exported: Exported) -> None:
         assert {"collective", "wait"} <= children["backward"]
 
 
-def test_every_span_has_rank_step_and_run(exported: Exported) -> None:
-    """Rank, step and run are attributes of each span, because some backends drop the resource."""
+def test_every_span_has_rank_step_and_run_as_attributes(exported: Exported) -> None:
+    """Some backends drop the attributes of the resource."""
     for span in exported.spans:
         assert span.attributes[semantics.RANK] in RANKS
         assert (
@@ -157,7 +154,7 @@ def test_every_span_has_rank_step_and_run(exported: Exported) -> None:
         assert exported.run.run_id == span.attributes[semantics.RUN_ID]
 
 
-def test_durations_equal_the_run_directory(exported: Exported) -> None:
+def test_span_durations_equal_the_run_directory(exported: Exported) -> None:
     """Each row of the run directory has a span with the same duration to the nanosecond."""
     steps = sampled(exported)
     expected = Counter(
@@ -188,7 +185,7 @@ def starts_on_disk(exported: Exported) -> list[int]:
     table = pq.read_table(exported.run.path / "spans", columns=["step", "kind", "time"])
     table = table.filter(
         pc.not_equal(table.column("kind").cast("string"), "thread_time")
-    )  # counters, no spans
+    )  # The excluded rows are counters, not spans.
     steps = sampled(exported)
     times = table.column("time").cast("int64").to_pylist()
     return sorted(
@@ -206,7 +203,7 @@ def test_span_starts_equal_the_run_directory(exported: Exported) -> None:
 
 
 def test_step_spans_have_own_time_and_micro_steps(exported: Exported) -> None:
-    """A rank's step span has the own time and the micro-steps from the run directory."""
+    """Both numbers equal those in the run directory."""
     steps = sampled(exported)
     expected = {
         (row["rank"], row["step"]): (int(str(row["own_ns"])) / 1e9, row["micro_steps"])
@@ -224,8 +221,8 @@ def test_step_spans_have_own_time_and_micro_steps(exported: Exported) -> None:
     assert expected == found
 
 
-def test_collectives_have_size_and_sequence(exported: Exported) -> None:
-    """A collective's span has the bytes and the sequence number from the run directory."""
+def test_collective_spans_have_size_and_sequence_number(exported: Exported) -> None:
+    """The bytes and the sequence number equal those in the run directory."""
     steps = sampled(exported)
     expected = Counter(
         (row["rank"], row["name"], row["value0"], int(str(row["value1"])) & 0xFFFFFFFF)
@@ -272,9 +269,7 @@ def test_resource_of_spans_identifies_process_rank_host_and_job(exported: Export
 
 
 def test_duration_histograms_count_each_step_of_each_rank_in_seconds(exported: Exported) -> None:
-    """Durations are in seconds, in the right exponential buckets, one for each step of each
-    rank.
-    """
+    """Each duration is in the right exponential bucket."""
     for metric, column in (
         (semantics.STEP_DURATION, "duration_ns"),
         (semantics.STEP_OWN_TIME, "own_ns"),
@@ -302,7 +297,7 @@ def _histogram(values: list[float], point: ReceivedPoint) -> tuple[int, ...]:
 
 
 def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported) -> None:
-    """A phase counts the steps that had it, and its sum equals the column in the run directory."""
+    """The sum of the histogram equals the column in the run directory."""
     points = {
         (point.attributes[semantics.RANK], point.attributes[semantics.PHASE]): point
         for point in exported.of_metric(semantics.PHASE_DURATION)
@@ -325,7 +320,7 @@ def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported)
 
 
 def test_exemplars_have_ids_and_duration_of_the_step_span(exported: Exported) -> None:
-    """Exemplars of histograms have the ids and the duration of the rank's span."""
+    """Exemplars belong to the histograms of durations."""
     spans = {
         (span.trace_id, span.span_id): span.duration_ns / 1e9
         for span in exported.spans
@@ -338,7 +333,7 @@ def test_exemplars_have_ids_and_duration_of_the_step_span(exported: Exported) ->
 
 
 def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Exported) -> None:
-    """The counter has each rank's steps, and the gauge the memory at the last step in bytes."""
+    """The gauge is the memory at the last step in bytes."""
     for rank in RANKS:
         rows = [row for row in exported.rows("steps") if row["rank"] == rank]
         of_rank = {semantics.RANK: rank}
@@ -351,7 +346,7 @@ def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Expor
 def test_replay_sends_the_same_spans(
     exported: Exported, receiver: Receiver, tmp_path: Path
 ) -> None:
-    """A replay sends all spans again with the same ids, parents and durations."""
+    """Ids, parents and durations are the same."""
     replayed = Sidecar(exported.run, tmp_path, exported.told)
     assert replayed.returncode == 0
 
@@ -364,10 +359,10 @@ def test_replay_sends_the_same_spans(
     assert starts_on_disk(exported) == starts(receiver.spans())
 
 
-def test_replay_without_the_nodes_state(
+def test_replay_without_the_nodes_state_sends_the_same_ids(
     sidecar: Callable[..., Sidecar], receiver: Receiver
 ) -> None:
-    """Records without the node's state are sent under the same ids, without invented attributes."""
+    """The spans have no invented attributes."""
     endpoint = receiver.endpoint("http/protobuf")
     run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
     # Only the node's state has the caller's trace.
@@ -385,7 +380,6 @@ def test_replay_without_the_nodes_state(
 
 
 def test_report_and_log_do_not_mention_otlp_if_everything_was_delivered(exported: Exported) -> None:
-    """If everything was delivered, neither the report nor the log mentions OTLP."""
     assert "OTLP" not in exported.run.report.read_text()
     log = exported.run.node_log(node_name()).read_text()
     assert [line for line in log.splitlines() if "WARNING" in line or "ERROR" in line] == []

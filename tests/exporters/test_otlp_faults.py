@@ -1,5 +1,6 @@
-"""Endpoints that are down, silent, slow or wrong: training is not delayed, and all losses are
-reported.
+"""Endpoints that are down, silent, slow or wrong:
+
+training is not delayed, and losses are reported.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ pytestmark = pytest.mark.distributed
 
 Run = Callable[..., Sidecar]
 Fault = Callable[[], AbstractContextManager[str]]
-LONGEST_EXIT_S = 1.5  # on an idle machine: LONGEST_WAIT_S and half a second
-LONGEST_WAIT_S = 1.0  # the longest wait for the report
+LONGEST_EXIT_S = 1.5  # On an idle machine: LONGEST_WAIT_S and half a second.
+LONGEST_WAIT_S = 1.0  # The longest wait for the report.
 TRIES = 6
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP = "http/protobuf"
-TIMEOUT_S = 3  # of one export: longer than a training process may take to end
+TIMEOUT_S = 3  # The timeout of one export, which is longer than a training process may need to end.
 
 LIVE: dict[str, tuple[Fault, str]] = {
     "no endpoint": (lambda: nullcontext(""), HTTP),
@@ -110,10 +111,10 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def live(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Ended]]:
-    """Run one training process after the other, each with its faulty endpoint. Their sidecars end
-    at the same time.
+    """Run training processes one after the other, each with a faulty endpoint.
 
-    Only the faults of the selected tests are run."""
+    Their sidecars end at the same time. Only the faults of the selected tests are run.
+    """
     tests = [
         item
         for item in request.session.items
@@ -143,12 +144,12 @@ def live(
 def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
     live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str
 ) -> None:
-    """From the end of the watch's body to the exit, the process takes at most 1.5 s longer than
+    """The delay is measured from the end of the watch's body to the exit, compared with a run
     without a watch.
 
-    Other programs may slow down the exit and the sidecar whose report it waits for. So a faulty
-    endpoint may also cost as much as a watch without an endpoint at that time. The cost of the
-    fault itself is always visible."""
+    Other programs may slow down the exit and the sidecar whose report the process waits for. A
+    faulty endpoint may therefore cost as much as a watch without an endpoint at that time.
+    """
     slack_s = (LONGEST_EXIT_S - LONGEST_WAIT_S) * slowdown()
     longest_s = LONGEST_WAIT_S + slack_s
     more_s = [live[fault].exit_s - unwatched.exit_s]
@@ -169,18 +170,17 @@ def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
 
 
 @pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
-def test_training_gets_no_thread_and_no_socket(live: dict[str, Ended], fault: str) -> None:
-    """A watch adds no thread, socket or exporting library to the training process."""
+def test_watch_adds_no_thread_and_no_socket_to_the_training_process(
+    live: dict[str, Ended], fault: str
+) -> None:
+    """A watch also imports no exporting library there."""
     (before, inside, after), libraries = live[fault].threads_and_sockets, live[fault].libraries
     assert (before, before, []) == (inside, after, libraries)
 
 
 @pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
-def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str) -> None:
-    """The sidecar ends soon after the job.
-
-    Its state and report have the number of undelivered spans.
-    """
+def test_report_counts_undelivered_spans(live: dict[str, Ended], fault: str) -> None:
+    """The sidecar ends soon after the job. Its state and its report have the number."""
     run = live[fault].run
     assert run is not None
     count = spans_of(run, Config.trace_every)
@@ -206,12 +206,10 @@ def test_slow_endpoint_loses_nothing_and_is_not_reported(
 
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
-def test_replay_delivers_everything_later(
+def test_replay_delivers_everything_that_a_run_could_not(
     live: dict[str, Ended], receiver: Receiver, protocol: str
 ) -> None:
-    """When a receiver is available, a replay delivers all spans and metrics that the
-    run could not.
-    """
+    """A receiver is available at the time of the replay."""
     run = live[REPLAYED].run
     assert run is not None
     replayed = Sidecar(
@@ -249,9 +247,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
 def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault: str) -> None:
-    """Every response that is no success counts as not delivered, also if the SDK considers it
-    one.
-    """
+    """The SDK considers some of these responses successful."""
     context, protocol = WRONG[fault]
     with context() as address:
         ended = sidecar(
@@ -262,8 +258,7 @@ def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault
     assert "traces are not delivered: " in ended.log
 
 
-def test_spans_rejected_in_a_successful_response_are_counted(sidecar: Run) -> None:
-    """Spans that the endpoint rejects in a successful response count as not delivered."""
+def test_spans_rejected_in_a_successful_response_count_as_undelivered(sidecar: Run) -> None:
     answer = answering(200, PARTIAL.SerializeToString(), Content_Type="application/x-protobuf")
     with serving(answer) as address:
         ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address)
@@ -297,7 +292,6 @@ print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), n
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 @pytest.mark.parametrize("endpoint", [silent, dropping])
 def test_shutdown_ends_in_time_with_a_long_export_timeout(endpoint: Fault, protocol: str) -> None:
-    """Shutdown ends in time even if the export timeout is very long."""
     root = str(ROOT)
     slow = slowdown()
     with endpoint() as address:
@@ -326,7 +320,6 @@ def test_shutdown_ends_in_time_with_a_long_export_timeout(endpoint: Fault, proto
 
 
 def test_replay_to_a_dead_endpoint_ends_and_reports_the_loss(sidecar: Run) -> None:
-    """A replay to a dead endpoint ends and reports what did not arrive."""
     sidecar()
     with refusing() as address:
         ended = sidecar(**{ENDPOINT: address, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
@@ -334,8 +327,8 @@ def test_replay_to_a_dead_endpoint_ends_and_reports_the_loss(sidecar: Run) -> No
     assert f"OTLP: {count} of {count} spans were not delivered" in ended.stdout
 
 
-def test_replay_stops_at_a_dead_endpoint(sidecar: Run) -> None:
-    """A replay stops after some time without an endpoint, and reports how much is left."""
+def test_replay_stops_if_the_endpoint_dies_and_reports_what_is_left(sidecar: Run) -> None:
+    """The replay waits for the endpoint for some time."""
     run = sidecar().run
 
     class Dead(InMemoryExporter):

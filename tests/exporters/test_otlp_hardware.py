@@ -1,4 +1,4 @@
-"""Hardware metrics from a scripted NVML to a real receiver, files and report."""
+"""Hardware metrics from a scripted NVML, in a real receiver, the files and the report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def values(
 def test_gpu_shared_by_two_ranks_is_reported_once(
     run: RunDirectory, receiver: Receiver, tmp_path: Path
 ) -> None:
-    """A GPU that two ranks share is reported once in backend, files and report."""
+    """The backend, the files and the report have the GPU once."""
     compile_nvml(tmp_path / "libnvidia-ml.so.1")
     nvml = FakeNvml(tmp_path / "gpus.txt")
     nvml.gpus = [{**HOPPER}, {**HOPPER, "sm_mhz": 990, "temperature": 88, "busy": 98}, {**HOPPER}]
@@ -73,8 +73,8 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
         nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
         nvml.write("gpu 1 xid 79")
         # The library may reread its script in the middle of a sample, so only the next sample is
-        # complete. On a busy machine a sample takes long, and the sidecar then waits longer before
-        # the next.
+        # complete. On a busy machine a sample is slow, and the sidecar then waits longer before the
+        # next one.
         assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 60) == 1
         assert (
             wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
@@ -114,7 +114,7 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
 
 
 class Exported:
-    """The instruments, which the test can read at any time."""
+    """The instruments of an exporter, which the test can read at any time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -138,7 +138,7 @@ class Exported:
 SAME = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME, semantics.HARDWARE_TYPE)
 
 
-def test_missing_value_has_no_point() -> None:
+def test_missing_hardware_value_has_no_point() -> None:
     """A missing value is neither sent as 0 nor as the previous value."""
     exported = Exported()
     exported.metrics.measured(Hardware((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {}))
@@ -148,10 +148,7 @@ def test_missing_value_has_no_point() -> None:
 
 
 def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
-    """Clocks, power and activity are means over all samples since the last export.
-
-    Other gauges have the newest value.
-    """
+    """Clocks, power and activity are means over all samples. Other gauges have the newest value."""
     exported = Exported()
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
         exported.metrics.measured(
@@ -166,7 +163,9 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
 
 
 def test_port_metrics_have_growth_rate_and_link_state() -> None:
-    """Increments of bytes and errors, the link's rate in bytes, and whether the link is up."""
+    """The metrics are increases of bytes and errors, the link's rate in bytes, and whether the link
+    is up.
+    """
     exported = Exported()
     grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}
     link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)

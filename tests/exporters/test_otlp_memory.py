@@ -1,4 +1,4 @@
-"""Metrics of device memory."""
+"""OTLP metrics of device memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ def sent(
 
 
 def test_memory_gauges_are_current_and_counters_survive_a_reset() -> None:
-    """Gauges have the newest reading.
-
-    Counters stay correct if the user resets the allocator's statistics.
-    """
+    """The user resets the allocator's statistics. Gauges have the newest reading."""
     points = sent(
         [MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)]
     )
@@ -55,11 +52,8 @@ def test_memory_gauges_are_current_and_counters_survive_a_reset() -> None:
     assert points[semantics.OUT_OF_MEMORY] == [({semantics.RANK: 0}, 1)]
 
 
-def test_unmeasured_memory_is_not_sent() -> None:
-    """Missing values are not sent as 0.
-
-    In a large job there is no gauge, as all ranks would write the same series.
-    """
+def test_unmeasured_memory_is_not_sent_as_zero() -> None:
+    """A large job has no gauge, because all ranks would write to the same series."""
     points = sent([MemoryReading(0, allocated_bytes=5)])
     assert [
         attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]

@@ -31,9 +31,9 @@ TRACE_EVERY = 50
 def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
     seconds: int, tmp_path: Path, receiver: Receiver
 ) -> None:
-    """The report counts what did not arrive.
+    """The report counts undelivered spans.
 
-    A replay delivers all of it after the outage and reports that.
+    After the outage a replay delivers all of them and reports that.
     """
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
     stop = tmp_path / "stop"
@@ -89,7 +89,7 @@ def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
 def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(
     seconds: int, tmp_path: Path
 ) -> None:
-    """Everything is delivered once and automatically, and the report has no notes."""
+    """The delivery is automatic, and the report has no notes."""
     if not PROGRAM.exists():
         pytest.skip(MISSING)
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)

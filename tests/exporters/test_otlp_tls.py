@@ -1,4 +1,4 @@
-"""An OTLP endpoint without a valid certificate receives no spans, no headers and no plain text."""
+"""OTLP endpoints without a valid certificate receive no spans, no headers and no plain text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNDELIVERED = "2 of 2 spans were not delivered"
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """Accepts everything and records the headers."""
+    """An endpoint that accepts everything and records the headers."""
 
     seen: list[str] = []  # noqa: RUF012 - of one test
 
@@ -52,9 +52,9 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
-    """Run an HTTP endpoint with this certificate.
+    """Run an HTTP endpoint with the given certificate and return its address.
 
-    It may require client certificates. Return its address.
+    It may require client certificates.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*shown)
@@ -81,7 +81,7 @@ def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterato
 
 @contextlib.contextmanager
 def over_grpc(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
-    """Run a gRPC endpoint for spans in the same way."""
+    """Run a gRPC endpoint for spans with the given certificate and return its address."""
     pair = [(shown.key.read_bytes(), shown.path.read_bytes())]
     asked = None if clients is None else clients.path.read_bytes()
     server = grpc.server(ThreadPoolExecutor(2))
@@ -105,8 +105,7 @@ SERVING = {HTTP: over_http, GRPC: over_grpc}
 def test_self_signed_certificate_is_accepted_only_if_the_user_trusts_it(
     trusted: bool, sidecar: Callable[..., Sidecar], tmp_path: Path
 ) -> None:
-    """A self-signed certificate is accepted only if the user trusts it, whatever the machine
-    trusts. Undelivered spans are counted."""
+    """Certificates that the machine trusts make no difference. Undelivered spans are counted."""
     shown = certificate(tmp_path / "tls")
     told = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(shown.path)} if trusted else {}
     bundle = requests.certs.where()
@@ -123,7 +122,7 @@ def test_self_signed_certificate_is_accepted_only_if_the_user_trusts_it(
 
 
 def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Send the spans of a step with these variables. Return the exporter's notes."""
+    """Send the spans of a step with the given variables. Return the exporter's notes."""
     told = {
         **told,
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
@@ -146,10 +145,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("protocol", SERVING)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_expired_or_foreign_certificate_receives_no_span(
+def test_endpoint_with_an_expired_or_foreign_certificate_receives_no_span(
     fault: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certificate that has expired or is for another host gets no span."""
+    """A foreign certificate is one for another host."""
     shown = certificate(tmp_path / "tls", **FAULTS[fault])
     with SERVING[protocol](shown) as address:
         notes = exported(
@@ -170,10 +169,7 @@ def test_expired_or_foreign_certificate_receives_no_span(
 def test_spans_are_delivered_only_with_the_required_client_certificate(
     has_key: bool, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a client certificate nothing is delivered, and it is counted.
-
-    With one, everything is.
-    """
+    """Without a client certificate, the undelivered spans are counted."""
     shown, own = certificate(tmp_path / "tls"), certificate(tmp_path / "own", "DNS:client")
     told = {
         "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path),

@@ -1,4 +1,4 @@
-"""Unit tests of the selection of traced steps and ranks, with hand-made values."""
+"""Selection of the steps and ranks that are sent as traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps(durations_ms: Sequence[float], first_step: int = 0, start_s: float = 0
 def rows(
     work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width: int = 1
 ) -> BinBatch:
-    """Return rows with one bin of all ranks."""
+    """Return a row with one step bin for all ranks."""
     count = len(work_ms)
     parts = np.zeros((count, 1, 6))
     parts[:, 0, 1] = np.array(work_ms) * MS
@@ -54,7 +54,10 @@ def known(
     world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RankRows | None = None,
     slow: Sequence[int] = (), complete: bool = True,
 ) -> JobSnapshot:  # fmt: skip
-    """Return the state from which steps are selected. By default all ranks run on this node."""
+    """Return the state from which steps are selected.
+
+    By default all ranks run on this node.
+    """
     ranks = range(world_size) if here is None else here
     there = dict.fromkeys(ranks if complete else list(ranks)[:-1], spans)
     places: Mapping[int, Placement] = {
@@ -65,7 +68,7 @@ def known(
     )
 
 
-# -- the budget
+# -- the budget of spans
 
 
 @given(
@@ -88,8 +91,8 @@ def test_span_budget_is_not_exceeded_in_any_minute(
         )
 
 
-def test_budget_is_refilled_by_step_timestamps() -> None:
-    """A timestamp that goes back, because steps arrive late, does not change the budget."""
+def test_span_budget_is_refilled_by_step_timestamps() -> None:
+    """An earlier timestamp, because steps arrive late, does not change the budget."""
     budget = SpanBudget(100)
     budget.spend(budget.at(50.0))
     assert budget.at(50.0) == 0
@@ -101,8 +104,8 @@ def test_budget_is_refilled_by_step_timestamps() -> None:
 # -- slow steps
 
 
-def test_step_is_slow_compared_with_earlier_steps() -> None:
-    """The limit is the 99th percentile of at least 64 earlier steps."""
+def test_step_is_slow_if_it_exceeds_the_99th_percentile_of_earlier_steps() -> None:
+    """At least 64 earlier steps are needed."""
     draw = np.random.default_rng(1)
     usual = (100 + draw.normal(0, 1, 300)).tolist()
     watch = SlowSteps()
@@ -113,7 +116,7 @@ def test_step_is_slow_compared_with_earlier_steps() -> None:
 
 
 def test_lasting_slowdown_becomes_the_new_baseline() -> None:
-    """When all steps get slower, they count as slow until they fill the window."""
+    """When all steps get slower, they count as slow until they fill the window of earlier steps."""
     watch = SlowSteps()
     watch.add(steps([100] * 512))
     assert watch.add(steps([200] * 40)).all()
@@ -121,7 +124,7 @@ def test_lasting_slowdown_becomes_the_new_baseline() -> None:
     assert watch.add(steps([240] * 10)).all()
 
 
-# -- ranks
+# -- selection of ranks
 
 
 def test_selected_ranks_are_slow_last_or_have_most_or_median_work() -> None:
@@ -136,8 +139,8 @@ def test_selected_ranks_are_slow_last_or_have_most_or_median_work() -> None:
     assert ranks_that_matter(None, [], places) == {}
 
 
-def test_step_is_found_in_rows_of_different_widths() -> None:
-    """A step is found in the row of its bin, and rows of different widths are merged."""
+def test_step_is_found_in_bins_of_different_widths() -> None:
+    """Bins of different widths are merged."""
     found = RankRows()
     found.add(rows([10, 20], [5, 1], key=2, width=4))
     late = dataclasses.replace(rows([70], [0], key=1, width=8), ranks=np.array([2]))
@@ -149,13 +152,11 @@ def test_step_is_found_in_rows_of_different_widths() -> None:
     assert found.spread_s()["work", "max"] == pytest.approx(0.02)
 
 
-# -- the selection
+# -- selection of steps
 
 
 def test_all_ranks_of_a_small_job_are_sent() -> None:
-    """All ranks of the first steps and of every tenth step are sent once all records have
-    arrived.
-    """
+    """The first steps and every tenth step are sent once all records have arrived."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 1.0) == []
@@ -168,16 +169,17 @@ def test_all_ranks_of_a_small_job_are_sent() -> None:
     assert chooser.choose(0, known(), 2.0) == []
 
 
-def test_step_is_sent_without_a_silent_rank_after_a_timeout() -> None:
-    """After three seconds a step is sent without the records of a silent rank."""
+def test_step_is_sent_without_a_silent_rank_after_three_seconds() -> None:
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 2.9) == []
     assert len(chooser.choose(0, known(complete=False), 3.0)) == 1
 
 
-def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
-    """Once the rows of all ranks have arrived, the selected ranks share the budget of spans."""
+def test_large_job_sends_only_the_ranks_that_explain_the_step() -> None:
+    """Once the step bins of all ranks have arrived, the selected ranks share the budget of
+    spans.
+    """
     found = RankRows()
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
@@ -193,16 +195,15 @@ def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
 
 
 def test_step_with_very_many_spans_is_sent_in_part() -> None:
-    """A step with 100,000 spans is sent in part, and does not use the whole budget."""
+    """The step has 100,000 spans and does not use the whole budget."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     (chosen,) = chooser.choose(0, known(1, 100_000), 9.0)
     assert 0 < chosen.max_spans < 2100
 
 
-def test_steps_beyond_the_budget_are_counted() -> None:
-    """The next traced step reports how many steps exceeded the budget."""
-    chooser = StepSampler(30)  # It allows 600 spans at once and 20 per second.
+def test_steps_beyond_the_budget_are_counted_in_the_next_traced_step() -> None:
+    chooser = StepSampler(30)  # The budget allows 600 spans at once and 20 per second.
     chooser.add_steps(steps([100] * 50), 1, 0.0)
     chosen = chooser.choose(0, known(), 9.0)
     assert len(chosen) < 50
@@ -214,8 +215,8 @@ def test_steps_beyond_the_budget_are_counted() -> None:
 
 
 def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
-    """Both are sent with their reason. Slow steps leave room in the budget for a later verdict."""
-    chooser = StepSampler(20)  # It allows 400 spans at once.
+    """The slow step and the step of the verdict are sent with their reasons."""
+    chooser = StepSampler(20)  # The budget allows 400 spans at once.
     chooser.add_steps(steps([100] * 100), 1000, 0.0)
     chooser.choose(0, known(), 1.0)
     chooser.add_steps(steps([200] * 40, first_step=100, start_s=60.0), 1000, 60.0)
@@ -229,7 +230,7 @@ def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
 
 
 def test_no_step_is_sent_if_sampling_is_off() -> None:
-    """With `every=0` no step is sent, and slow steps can be switched off."""
+    """`every=0` switches numbered steps off, and slow steps have their own switch."""
     chooser = StepSampler(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
     assert chooser.choose(0, known(), 9.0) == []
@@ -239,11 +240,11 @@ def test_no_step_is_sent_if_sampling_is_off() -> None:
     assert chooser.choose(0, known(), 9.0) == []
 
 
-# -- the message of node 0
+# -- messages of node 0
 
 
 def test_oldest_steps_are_dropped_until_the_message_fits() -> None:
-    """The oldest steps are dropped until the message fits. The remaining steps are unchanged."""
+    """The remaining steps are unchanged."""
     traced = [
         TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2)
         for step in range(90)
@@ -264,12 +265,12 @@ def test_oldest_steps_are_dropped_until_the_message_fits() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_invalid_messages_are_rejected(data: bytes) -> None:
+def test_invalid_sampling_messages_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="node 0"):
         TraceDecision.decode(data)
 
 
-# -- the buffer
+# -- the buffer of traces
 
 
 def shelved(rank: int, first_step: int, key: str = "") -> BufferedSteps:
@@ -283,8 +284,8 @@ def shelved(rank: int, first_step: int, key: str = "") -> BufferedSteps:
     )
 
 
-def test_buffer_keeps_the_newest_steps() -> None:
-    """The buffer keeps the newest steps within its limit, and the newest process of a rank."""
+def test_trace_buffer_keeps_the_newest_steps_within_its_limit() -> None:
+    """The buffer keeps only the newest process of a rank."""
     shelf = TraceBuffer(max_bytes=5 * shelved(0, 0).records.nbytes)
     for first in range(0, 40, 4):
         for rank in (0, 1):

@@ -57,7 +57,7 @@ class Sent:
 
 
 def everything() -> Sent:
-    """Send everything that exporters can send, from hand-made input of a small and a large job."""
+    """Send everything that exporters can send, for a small and a large job."""
     small, large = of_two_ranks(), of_many_ranks()
     return Sent(small.spans + large.spans, small.points + large.points, small.events + large.events)
 
@@ -134,7 +134,7 @@ def made() -> Sent:
 
 
 def wrong(sent: Sent) -> list[str]:
-    """Return the names that were sent and are missing in the list, or differ from it."""
+    """Return the sent names that are missing in the list or differ from it."""
     found = set()
     for point in sent.points:
         metric = METRICS.get(point.metric)
@@ -161,16 +161,16 @@ def wrong(sent: Sent) -> list[str]:
     return sorted(found)
 
 
-def test_every_sent_name_is_listed(made: Sent) -> None:
-    """If this fails: describe the name in semantics.py and run scripts/write_semantics.py."""
+def test_every_sent_name_is_listed_in_semantics(made: Sent) -> None:
+    """If this fails, describe the name in semantics.py and run scripts/write_semantics.py."""
     assert wrong(made) == []
 
 
 @pytest.mark.distributed
-def test_recorded_run_sends_every_unconditional_name(
+def test_recorded_run_sends_every_unconditional_name_and_only_listed_ones(
     sidecar: Callable[..., Sidecar], receiver: Receiver
 ) -> None:
-    """A run of two ranks sends only listed names, and all names without a condition."""
+    """The run has two ranks."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     sent = Sent(receiver.spans(), receiver.points(), receiver.events())
     assert wrong(sent) == []
@@ -187,7 +187,7 @@ def test_recorded_run_sends_every_unconditional_name(
 
 
 def test_every_listed_name_can_be_sent(made: Sent) -> None:
-    """Other names belong to launchers, schedulers or clouds that are missing here."""
+    """Excluded names belong to launchers, schedulers or clouds that are missing here."""
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
         seen = {
@@ -201,7 +201,7 @@ def test_every_listed_name_can_be_sent(made: Sent) -> None:
     assert names == set(SPANS)
     came = {name for holder in made.holders() for name in holder}
     elsewhere = set(ATTRIBUTES) - came
-    # tests/run checks these names, which come from the launcher's variables and files.
+    # tests/run checks the names that come from the launcher's variables and files.
     from_environment = set(run_identity._ATTRIBUTES) | {
         "network.switch", "host.rack", "host.id", "host.type", "cloud.provider", "cloud.availability_zone",
         "container.id", "service.name",
@@ -210,14 +210,14 @@ def test_every_listed_name_can_be_sent(made: Sent) -> None:
     assert set(run_identity._ATTRIBUTES) <= set(ATTRIBUTES)
 
 
-def test_every_instrument_is_listed() -> None:
+def test_every_instrument_is_listed_in_semantics() -> None:
     """Instruments without a point in these tests are listed too."""
     meter = Meter()
     NodeMetrics(meter)
     assert {each.name for each in meter._instruments} == set(METRICS)
 
 
-def test_every_constant_is_listed() -> None:
+def test_every_constant_with_a_name_is_listed_in_semantics() -> None:
     listed = set(METRICS) | set(ATTRIBUTES) | set(SPANS) | {semantics.SCOPE}
     listed |= {
         semantics.OPENTELEMETRY,
@@ -237,8 +237,8 @@ def test_every_constant_is_listed() -> None:
 
 
 def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
-    """Return OpenTelemetry's attributes, and its instruments and units by metric,
-    from its package.
+    """Return OpenTelemetry's attributes, and its instruments and units by metric, from its
+    package.
     """
     attributes: set[str] = set()
     metrics: dict[str, tuple[str, str]] = {}
@@ -257,7 +257,7 @@ def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
 
 
 def test_names_listed_as_opentelemetrys_are_in_its_package() -> None:
-    """Names listed as OpenTelemetry's are in its package with this unit and instrument."""
+    """Unit and instrument are the same as in OpenTelemetry's package."""
     attributes, metrics = conventions()
     assert len(attributes) > 300
     assert len(metrics) > 100
@@ -275,13 +275,13 @@ def test_names_listed_as_opentelemetrys_are_in_its_package() -> None:
         )
 
 
-def test_page_equals_the_output_of_its_script() -> None:
-    """If this fails: run python scripts/write_semantics.py."""
+def test_semantics_page_equals_the_output_of_its_script() -> None:
+    """If this fails, run python scripts/write_semantics.py."""
     assert PAGE.read_text() == page()
 
 
-def test_names_of_metrics_only_are_not_sent_over_otlp() -> None:
-    """Names that only /metrics has are on its page, and are not sent over OTLP."""
+def test_names_only_in_prometheus_metrics_are_not_sent_over_otlp() -> None:
+    """The page of /metrics lists these names."""
     names = [value for name, value in vars(node_semantics).items() if name.isupper()]
     assert len(names) > 10
     text = (ROOT / "docs/guides/prometheus.md").read_text()

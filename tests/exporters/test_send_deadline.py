@@ -1,6 +1,4 @@
-"""Each attempt to send ends within its timeout, however slow the server is; and limits on the wait
-that an endpoint asks for.
-"""
+"""Each attempt to send ends within its timeout, and a requested wait before a retry is limited."""
 
 from __future__ import annotations
 
@@ -100,7 +98,10 @@ def says_nothing(connection: socket.socket) -> None:
 def server(
     behaves: Callable[[socket.socket], None], context: ssl.SSLContext | None = None
 ) -> Iterator[int]:
-    """Run a server and return its port. With a context it uses TLS."""
+    """Run a server and return its port.
+
+    With a context it uses TLS.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []
 
@@ -135,9 +136,9 @@ def server(
 
 
 def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
-    """Send once, with a span name of that size.
+    """Send once, with a span name of the given size. Return the result and the duration.
 
-    Return the result and the duration. No thread may remain.
+    No thread may remain.
     """
     transport = transport_for("http/protobuf", ENDPOINT=address, TIMEOUT=str(TIMEOUT_S), **told)
     began_s = time.monotonic()
@@ -157,7 +158,9 @@ def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
     [head_byte_by_byte, continue_for_ever, headers_for_ever, body_byte_by_byte, chunks_byte_by_byte,
      chunk_size_byte_by_byte, reads_slowly, says_nothing],
 )  # fmt: skip
-def test_send_ends_within_its_timeout(behaves: Callable[[socket.socket], None]) -> None:
+def test_send_to_a_slow_server_ends_within_its_timeout(
+    behaves: Callable[[socket.socket], None],
+) -> None:
     size = _LARGE if behaves is reads_slowly else 1
     with server(behaves) as port:
         answer, took_s = sent(f"http://127.0.0.1:{port}", size)
@@ -167,7 +170,7 @@ def test_send_ends_within_its_timeout(behaves: Callable[[socket.socket], None]) 
 
 
 @pytest.mark.parametrize("behaves", [head_byte_by_byte, chunks_byte_by_byte, reads_slowly])
-def test_send_over_tls_ends_within_its_timeout(
+def test_send_over_tls_to_a_slow_server_ends_within_its_timeout(
     behaves: Callable[[socket.socket], None], tmp_path: Path
 ) -> None:
     shown = certificate(tmp_path / "ca")
@@ -191,7 +194,7 @@ def test_endless_tls_handshake_ends_within_the_timeout() -> None:
 
 
 def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
-    """After a cut-off attempt, the same transport delivers and reuses connections."""
+    """The same transport delivers and reuses connections."""
     slow = threading.Event()
     slow.set()
 

@@ -40,7 +40,7 @@ def point_of(meter: Meter) -> Any:
 
 
 def check(point: Any, values_ns: Durations) -> None:
-    """Check that the point has these durations in the right buckets."""
+    """Check that the point has the given durations in the right buckets."""
     values_s = values_ns / 1e9
     assert point.count == len(values_ns)
     assert (point.min, point.max) == (values_s.min(), values_s.max())
@@ -90,10 +90,7 @@ def check(point: Any, values_ns: Durations) -> None:
 def test_exponential_points_have_exact_count_sum_and_buckets(
     values_ns: Durations, scale: int
 ) -> None:
-    """Count, sum, extremes and buckets are right.
-
-    A wide distribution has fewer buckets per octave.
-    """
+    """The extremes are exact too. A wide distribution has fewer buckets per octave."""
     meter = Meter()
     series = histogram(meter)
     for some in np.array_split(values_ns, 3):
@@ -112,7 +109,7 @@ def test_duration_on_a_bound_is_in_the_right_explicit_bucket() -> None:
     check(point_of(meter), values_ns)
 
 
-def test_negative_durations_are_left_out() -> None:
+def test_negative_durations_are_left_out_of_histograms() -> None:
     """A negative duration comes from a clock that stepped back, and is no measurement."""
     meter = Meter()
     histogram(meter).record(np.array([-5, 10**9, -1]), {})
@@ -134,7 +131,7 @@ class Node:
 
 
 class Clock:
-    """A clock that stands still."""
+    """A clock that does not advance."""
 
     now_s = 1000.0
 
@@ -157,7 +154,10 @@ class Node0:
 def deliver_messages(
     clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30
 ) -> None:
-    """Deliver each message at once. So many messages contain each piece once."""
+    """Deliver each message at once.
+
+    There are so many messages that they contain each piece once.
+    """
     for _ in range(times):
         clock.now_s += EVERY_S
         data = node.tally.next(0)
@@ -167,7 +167,7 @@ def deliver_messages(
 
 @pytest.mark.parametrize("explicit_bounds", [False, True])
 def test_series_of_node_0_has_the_durations_of_all_nodes(explicit_bounds: bool) -> None:
-    """The series of node 0 have all durations of all nodes, however wide their distributions."""
+    """The distributions may be wide."""
     clock = Clock()
     nodes = {name: Node(clock, explicit_bounds=explicit_bounds) for name in ("a", "b")}
     node_0, everything = Node0(clock, explicit_bounds=explicit_bounds), []
@@ -180,7 +180,7 @@ def test_series_of_node_0_has_the_durations_of_all_nodes(explicit_bounds: bool) 
 
 
 def test_counts_of_months_fit_into_a_message() -> None:
-    """The counts are those of a node that has run for months."""
+    """The node in this test has run for months."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     counts = [10**12] * 1800
@@ -204,7 +204,7 @@ def test_counts_of_lost_messages_arrive_with_later_ones() -> None:
 
 
 def test_message_without_new_counts_adds_no_sum() -> None:
-    """A piece without new counts adds no sum, which a delta export would lose."""
+    """A delta export would lose a sum without counts."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock, delta=True)
     parts_ns = durations(1e2, 1e13, 3000), durations(1e7, 2e7)
@@ -249,7 +249,7 @@ def test_restarted_node_0_does_not_send_old_counts_again() -> None:
     assert (point.count, point.sum) == (len(later_ns), pytest.approx(later_ns.sum() / 1e9))
 
 
-def test_histograms_with_other_bounds_are_ignored() -> None:
+def test_histograms_of_nodes_with_other_bounds_are_ignored() -> None:
     """A node with explicit bounds adds nothing to exponential histograms."""
     clock = Clock()
     node, node_0 = Node(clock, explicit_bounds=True), Node0(clock)
@@ -258,7 +258,9 @@ def test_histograms_with_other_bounds_are_ignored() -> None:
     assert node_0.meter.collect() == []
 
 
-def test_invalid_messages_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_histogram_messages_are_dropped_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     node.series.record(np.array([10**9]), {})

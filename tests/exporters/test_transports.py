@@ -67,7 +67,7 @@ def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
 def test_http_status_decides_between_retry_and_refusal(
     status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None
 ) -> None:
-    """Responses are classified by the specification.
+    """OTLP's specification defines the classes.
 
     If the server is no endpoint or the credentials are wrong, data is kept.
     """
@@ -78,7 +78,7 @@ def test_http_status_decides_between_retry_and_refusal(
 
 
 def test_reason_of_a_refusal_is_the_message_of_the_endpoint() -> None:
-    """The endpoint's message is logged if it has one, without terminal control characters."""
+    """Terminal control characters in the message are removed before it is logged."""
     with serving(
         answering(400, Status(message="bad \x1b[2J field").SerializeToString(), **PROTOBUF)
     ) as address:
@@ -87,19 +87,16 @@ def test_reason_of_a_refusal_is_the_message_of_the_endpoint() -> None:
     assert "\x1b" not in reason
 
 
-def test_items_rejected_over_http_are_counted() -> None:
-    """Accepted items are delivered, and rejected ones counted.
-
-    A response that is no OTLP is ignored.
-    """
+def test_items_rejected_over_http_are_counted_and_others_delivered() -> None:
+    """A response body that is no OTLP is ignored."""
     with serving(answering(200, PARTIAL.SerializeToString(), **PROTOBUF)) as address:
         assert over_http(address) == Answer(Outcome.DELIVERED, rejected=3)
     with serving(answering(200, b"\xff\xff\xff", **PROTOBUF)) as address:
         assert over_http(address) == Answer(Outcome.DELIVERED)
 
 
-def test_broken_connection_is_retried() -> None:
-    """Refused connections, missing responses and broken connections are retried."""
+def test_refused_or_broken_connection_is_retried() -> None:
+    """A missing response is retried too."""
 
     class BreaksOff(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -160,8 +157,8 @@ def nothing():
 def test_requests_are_sent_by_the_session_of_the_credential_provider(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session of the user's entry point sends, and its responses are classified
-    like any other.
+    """The user's entry point creates the session, and its responses are classified like any
+    other.
     """
     (tmp_path / "of_the_user.py").write_text(_PROVIDER)
     package = tmp_path / "of_the_user-1.dist-info"
@@ -227,7 +224,7 @@ def test_grpc_status_decides_between_retry_and_refusal(
 
 
 def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
-    """RetryInfo, partial success and the server's limit on sizes work."""
+    """The server can ask for a pause, accept a part of the items, or limit the size of messages."""
     asked = Status(code=8)
     asked.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=2, nanos=500_000_000)))
     busy = threading.Event()
@@ -258,10 +255,10 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
 
 @pytest.mark.parametrize("signal", KEPT)
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_each_signal_arrives_over_both_protocols(
+def test_each_signal_arrives_unchanged_over_http_and_grpc(
     signal: str, protocol: str, receiver: Receiver
 ) -> None:
-    """A real endpoint receives what was sent, for all signals over both protocols."""
+    """The endpoint is a real one."""
     answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
     assert answer == Answer(Outcome.DELIVERED)
     found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[
