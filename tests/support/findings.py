@@ -48,7 +48,9 @@ def findings(*episodes: Episode, **changed: Any) -> Findings:
 
 
 def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
-    """Return findings with slow links between the ranks of the given groups, the costliest first."""
+    """Return findings with slow links between the ranks of the given groups, the
+    costliest first.
+    """
     links = tuple(
         SlowLink(
             str(group),

@@ -110,7 +110,9 @@ def run(
     timeout_s: float = 150,
     **environment: str,
 ) -> Done:
-    """Run commands in parallel, each of which starts a part of the job, and wait for the sidecars."""
+    """Run commands in parallel, each of which starts a part of the job, and wait for
+    the sidecars.
+    """
     folder.mkdir(exist_ok=True)
     environ = clean_environ(
         {

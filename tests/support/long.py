@@ -1,4 +1,6 @@
-"""Markers for cases that run only in `make test-long`, because they are rare, slow or repetitive."""
+"""Markers for cases that run only in `make test-long`, because they are rare, slow or
+repetitive.
+"""
 
 from __future__ import annotations
 

@@ -474,7 +474,9 @@ def autocast(watching: Watching) -> Outcome:
 
 @case_of(5)
 def gradient_scaler(watching: Watching) -> Outcome:
-    """Train with a gradient scaler that skips the third of five steps, whose gradient is infinite."""
+    """Train with a gradient scaler that skips the third of five steps, whose gradient
+    is infinite.
+    """
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -546,7 +548,9 @@ def two_optimizers(watching: Watching) -> Outcome:
 
 @case
 def double_backward(watching: Watching) -> Outcome:
-    """Train with a gradient penalty, which differentiates a gradient through the watched modules."""
+    """Train with a gradient penalty, which differentiates a gradient through the
+    watched modules.
+    """
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(batch: Tensor) -> Tensor:
@@ -721,7 +725,9 @@ def own_state(watching: Watching) -> Outcome:
 
 @case
 def graph_module(watching: Watching) -> Outcome:
-    """Trace a model with torch.fx, which copies a module's dictionary without calling __getstate__."""
+    """Trace a model with torch.fx, which copies a module's dictionary without calling
+    __getstate__.
+    """
     model = torch.fx.symbolic_trace(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -859,7 +865,9 @@ def own_autograd_function(watching: Watching) -> Outcome:
 
 @case
 def saved_tensor_hooks(watching: Watching) -> Outcome:
-    """Train with activations that are packed until the backward pass, and with anomaly detection."""
+    """Train with activations that are packed until the backward pass, and with anomaly
+    detection.
+    """
     model = mlp()
 
     def loss(batch: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ class Steps:
         return decoded(self._of["work"], len(self.ranks))
 
     def excess(self) -> Floats:
-        """Return each rank's work above the median of comparable ranks, as a share of the median."""
+        """Return each rank's work above the median of comparable ranks, as a share of
+        the median.
+        """
         excess: Floats = self.work_s / decoded(self._of["others"], len(self.ranks)) - 1
         return excess

@@ -81,7 +81,9 @@ class Recording:
         reader.close()
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """Return the records of a kind, optionally only those of one name, ordered by their ends."""
+        """Return the records of a kind, optionally only those of one name, ordered by
+        their ends.
+        """
         return [each for each in self.records if each.kind == kind and name in (None, each.name)]
 
     def names(self, kind: Kind) -> list[str]:

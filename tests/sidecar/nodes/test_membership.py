@@ -19,7 +19,9 @@ from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generat
 def node(
     run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4
 ) -> Membership:
-    """Return a membership. sets: start time and the launcher's restart count of each process set."""
+    """Return a membership. sets: start time and the launcher's restart count of each
+    process set.
+    """
     made = Membership(run_id)
     if leads:
         made.lead()

@@ -64,7 +64,9 @@ def compile_nvml(target: Path) -> Path:
 
 
 class FakeNvml:
-    """A file with the library's readings, and the library itself once this process has loaded it."""
+    """A file with the library's readings, and the library itself once this process has
+    loaded it.
+    """
 
     def __init__(self, script: Path) -> None:
         """Set the path of the file with the readings. The caller puts this path into FAKE_NVML."""
