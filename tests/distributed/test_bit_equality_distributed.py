@@ -1,4 +1,4 @@
-"""A watch changes no result of a distributed run, and adds no collective to those of the job."""
+"""Tests that a watch changes no result of a distributed run, and adds no collective to it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.model_zoo import Outcome, Watching, batches, train
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.run.ring import Kind
 
-# Names of gloo's operators in the flight recorder. These three are missing in it.
+# Names of gloo's operators in the flight recorder, which lacks these three.
 IN_FLIGHT_RECORDER = {
     "allreduce": "gloo:all_reduce",
     "broadcast": "gloo:broadcast",
     "allgather": "gloo:all_gather",
     "allgather_base": "gloo:all_gather",
-    "reduce_scatter_base": "gloo:all_reduce",  # gloo implements it this way
+    "reduce_scatter_base": "gloo:all_reduce",  # gloo implements the operator this way.
     "monitored_barrier": "",
     "send": "",
     "recv": "",
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 def data_parallel(watching: Watching) -> Outcome:
-    """Several buckets, and buffers that are broadcast."""
+    """Train with DDP, several buckets, and buffers that are broadcast."""
     model = DistributedDataParallel(
         nn.Sequential(Block(), nn.BatchNorm1d(8), Block()), bucket_cap_mb=1e-4
     )
@@ -64,7 +64,7 @@ def data_parallel(watching: Watching) -> Outcome:
 
 
 def data_parallel_accumulating(watching: Watching) -> Outcome:
-    """Three batches per step. Only the last one's gradients are reduced."""
+    """Train with three batches per step. Only the last batch's gradients are reduced."""
     model = DistributedDataParallel(nn.Sequential(Block(), Block()), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
@@ -81,7 +81,7 @@ def data_parallel_accumulating(watching: Watching) -> Outcome:
 
 
 def data_parallel_with_hook(watching: Watching) -> Outcome:
-    """A communication hook of the user, parameters without a gradient, and checkpointing."""
+    """Train with a user's communication hook, parameters without a gradient, and checkpointing."""
     inner = nn.Sequential(Block(checkpointed=True), nn.Linear(8, 8))
     inner.unused = nn.Linear(8, 8)
     model = DistributedDataParallel(inner, find_unused_parameters=True)
@@ -95,7 +95,7 @@ def data_parallel_compiled(watching: Watching) -> Outcome:
 
 
 def fully_sharded(watching: Watching) -> Outcome:
-    """FSDP2, block by block, with checkpointing and an optimizer on shards."""
+    """Train with FSDP2, block by block, with checkpointing and an optimizer on shards."""
     model = nn.Sequential(Block(), Block(checkpointed=True), nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
@@ -106,8 +106,8 @@ def fully_sharded(watching: Watching) -> Outcome:
 
 
 def own_collectives(watching: Watching) -> Outcome:
-    """Collectives of every form by the user, also in a subgroup, asynchronous, functional and point
-    to point.
+    """Call collectives of every form, also in a subgroup, asynchronous, functional and point to
+    point.
     """
     (group,) = GROUPS
     results = []
@@ -174,7 +174,9 @@ GROUPS: list[dist.ProcessGroup] = []
 
 
 class Collectives:
-    """The job's collectives from c10d's flight recorder, which does not use the dispatcher."""
+    """The job's collectives, read from c10d's flight recorder, which does not use the
+    dispatcher.
+    """
 
     def __init__(self) -> None:
         self._seen = self._newest()
@@ -257,15 +259,17 @@ def run_case(
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
     """Return the results by rank and case.
 
-    All cases run in one pair of processes, because the start is slow.
+    One pair of processes runs all cases, because its start is slow.
     """
     return run_ranks(one_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_distributed_run_is_bit_identical(name: str, results: list[dict[str, Result]]) -> None:
-    """On every rank all parameters, buffers, gradients, optimizers, losses, results and random
-    numbers are equal.
+def test_watched_distributed_run_is_bit_identical(
+    name: str, results: list[dict[str, Result]]
+) -> None:
+    """All parameters, buffers, gradients, optimizers, losses, results and random numbers are equal
+    on every rank.
     """
     for rank in results:
         assert rank[name].difference == ""
@@ -274,7 +278,7 @@ def test_distributed_run_is_bit_identical(name: str, results: list[dict[str, Res
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_watch_adds_no_collective(name: str, results: list[dict[str, Result]]) -> None:
+def test_watch_adds_no_collective_to_the_job(name: str, results: list[dict[str, Result]]) -> None:
     """c10d recorded the same operations, groups and sizes in the same order."""
     for rank in results:
         assert len(rank[name].plain) >= STEPS

@@ -1,5 +1,6 @@
-"""`torchlens-perf capture` on live two-rank runs: the files, their cost, and a capture triggered by
-a verdict.
+"""Tests of `torchlens-perf capture` on live two-rank runs.
+
+Tested are the files, their cost, and a capture triggered by a verdict.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ def traced_steps(trace: Path) -> set[int]:
 
 
 def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Path) -> None:
-    """Compare with the same training without a capture: bits, Python threads, sockets and step time
-    are the same.
+    """Compare with the same training without a capture: bits, Python threads, sockets and step
+    time.
 
-    The shortest later step must not take 1.5 times the processor time. Kineto keeps a thread, which
-    Python does not count. Smaller slowdowns are measured by benchmarks/capture_cost.py.
+    The shortest later step may need up to 1.5 times the processor time. benchmarks/capture_cost.py
+    measures smaller slowdowns.
+
+    Kineto keeps a thread that Python does not count.
     """
     request = Request("one", BY_USER, time.time(), 0, (1,), from_step=STEPS + 20, steps=3)
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
@@ -89,7 +92,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         assert captured["parameters"] == plain["parameters"]
         assert captured["threads"] == plain["threads"]
         assert captured["sockets"] == plain["sockets"]
-        # Use the shortest step, because other work of the thread makes steps longer.
+        # Other work of the thread makes steps longer, so use the shortest step.
         before, after = (min(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
         assert after < 1.5 * before
     assert (code, error) == (
@@ -100,16 +103,16 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
 
 @pytest.mark.long
 def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_path: Path) -> None:
-    """A slow rank is named, and captured together with the healthy one, once.
+    """The verdict captures the slow rank together with a healthy one.
 
-    Then the command captures another rank.
+    The command captures another rank later.
     """
     with LiveRanks(
         tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict"
     ) as job:
         run = job.run_directory()
-        # On a busy machine this may not be the first verdict, because CPU contention of all ranks
-        # may cost more.
+        # On a busy machine another verdict may be first, because CPU contention of all ranks may
+        # cost more.
         job.wait_for(
             lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S
         )

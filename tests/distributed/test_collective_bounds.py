@@ -1,4 +1,4 @@
-"""Ranks with different operations: no deadlock, the job's own results, and consistent collective
+"""Tests of ranks with different operations: no deadlock, the job's own results, and consistent
 numbers.
 
 Each call's payload has a unique size, so a collective's record identifies the job's call.
@@ -44,7 +44,7 @@ GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def scenario(run: Callable[[Job, Watching], None]) -> Callable[[Job, Watching], None]:
-    """Register a scenario that all ranks run once unwatched and once watched."""
+    """Register a scenario that all ranks run once without and once with a watch."""
     SCENARIOS[run.__name__] = run
     return run
 
@@ -82,7 +82,7 @@ class Job:
 
 @scenario
 def one_rank_stops_earlier(job: Job, watching: Watching) -> None:
-    """Rank 2 makes three steps, leaves its watch and waits.
+    """Let rank 2 make three steps, leave its watch and wait.
 
     The other ranks continue in a separate group.
     """
@@ -98,7 +98,7 @@ def one_rank_stops_earlier(job: Job, watching: Watching) -> None:
 
 @scenario
 def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
-    """Each rank has one batch more than the rank before it.
+    """Give each rank one batch more than the previous rank.
 
     DDP shadows the collectives of ended ranks.
     """
@@ -117,7 +117,7 @@ def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
 
 @scenario
 def groups_that_some_ranks_use(job: Job, watching: Watching) -> None:
-    """Each pair of ranks uses its own group at its own pace.
+    """Let each pair of ranks use its own group at its own pace.
 
     One group was created by its members alone.
     """
@@ -132,7 +132,7 @@ def groups_that_some_ranks_use(job: Job, watching: Watching) -> None:
 
 @scenario
 def barriers(job: Job, watching: Watching) -> None:
-    """Barriers of every kind between other collectives, on groups of some ranks and of all."""
+    """Run barriers of every kind between other collectives, on groups of some ranks and of all."""
     pair = GROUPS[1, 2]
     with watching():
         for _ in range(3):
@@ -149,7 +149,7 @@ def barriers(job: Job, watching: Watching) -> None:
 
 @scenario
 def ring(job: Job, watching: Watching) -> None:
-    """Messages around the ranks: batched, asynchronous, blocking, with tags, and from any
+    """Send messages around the ranks: batched, asynchronous, blocking, with tags, and from any
     source.
     """
     after, before = (job.rank + 1) % RANKS, (job.rank - 1) % RANKS
@@ -180,9 +180,9 @@ def ring(job: Job, watching: Watching) -> None:
 
 @scenario
 def watches_that_begin_at_different_calls(job: Job, watching: Watching) -> None:
-    """Rank r misses the first r rounds of every form.
+    """Start the watch on rank r after the first r rounds of every form.
 
-    Its numbers continue from the backend's count.
+    Each rank's numbers continue from the backend's count.
     """
     with watching() if job.rank == 0 else nullcontext():
         every_form(job)
@@ -224,7 +224,7 @@ def parts_like(tensor: Tensor) -> list[Tensor]:
 
 @scenario
 def group_that_is_made_again(job: Job, watching: Watching) -> None:
-    """The world is destroyed and created again inside a watch, twice."""
+    """Destroy and create the world inside a watch, twice."""
     with watching():
         job.all_reduce()
         for again in range(2):
@@ -237,8 +237,10 @@ def group_that_is_made_again(job: Job, watching: Watching) -> None:
 
 @scenario
 def watch_after_what_only_some_ranks_count(job: Job, watching: Watching) -> None:
-    """Before the watch, two ranks exchange messages, and a barrier needs more of them on rank 0.
-    gloo counts both.
+    """Start the watch after messages and barriers that only some ranks have counted.
+
+    Before the watch, two ranks exchange messages, and a barrier needs more messages on rank 0. gloo
+    counts both kinds.
     """
     if job.rank != 2:
         one = torch.ones(1)
@@ -254,7 +256,7 @@ def watch_after_what_only_some_ranks_count(job: Job, watching: Watching) -> None
 
 
 class Outcome(NamedTuple):
-    """Outcome of one scenario on one rank."""
+    """The result of one scenario on one rank."""
 
     same_results: bool
     """True if the run with a watch had bit-equal results to the one without."""
@@ -267,7 +269,7 @@ class Outcome(NamedTuple):
 def make_groups(path: str) -> None:
     """Create a new world and a group for each pair of ranks.
 
-    One of them is created by its members alone.
+    One group is created by its members alone.
     """
     rank, store = dist.get_rank(), dist.FileStore(path, RANKS)
     # Close no old connections while another rank still waits in the last collective.
@@ -289,7 +291,7 @@ def one_rank(folder: Path) -> dict[str, Outcome]:
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Outcome]:
-    """Run with the Python tap, which is used if the native one is not built."""
+    """Run with the Python tap, which is used if the native tap is not built."""
     tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
@@ -324,7 +326,7 @@ def outcomes(
 ) -> list[dict[str, Outcome]]:
     """Return the outcomes by rank and scenario, for each tap.
 
-    One set of processes, because their start is slow.
+    One set of processes runs all scenarios, because its start is slow.
     """
     if request.param == "native":
         tap_build.build()
@@ -345,7 +347,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
         if operation.operation not in BETWEEN_TWO:
             group = found.setdefault(operation.group, {})
             assert sequence(each) not in group, f"two operations are number {sequence(each)}"
-            # A rank that gathers nothing has no size.
+            # A rank that receives no gathered data has no size.
             size = each.value0 if SEMANTICS[operation.operation].equal_bytes else 0
             group[sequence(each)] = (operation.operation, size)
     return found
@@ -355,9 +357,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
 def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
-    """There is no deadlock and no error of ours, and every rank has the tensors of the unwatched
-    run.
-    """
+    """There is no deadlock and no error of the watch."""
     for rank in outcomes:
         assert rank[name].same_results
         assert (rank[name].recording.internal_errors, rank[name].recording.unbalanced) == (0, 0)
@@ -367,7 +367,7 @@ def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(
 def test_order_group_and_size_of_collectives_are_unchanged(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
-    """Order, group and size are the same in c10d's flight recorder on each rank."""
+    """c10d's flight recorder on each rank has the same entries."""
     for rank in outcomes:
         assert rank[name].plain
         assert rank[name].plain == rank[name].watched
@@ -379,9 +379,7 @@ def test_order_group_and_size_of_collectives_are_unchanged(
 def test_collective_has_the_same_number_on_every_member_of_its_group(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
-    """A call of the job has the same number on every member of its group, and no other call has
-    this number.
-    """
+    """No other call has this number."""
     compared = 0
     for index, one in enumerate(outcomes):
         for other in outcomes[index + 1 :]:
@@ -418,8 +416,10 @@ def test_differently_counted_calls_are_not_joined(outcomes: list[dict[str, Outco
     assert len(join.uncomparable()) == 1
 
 
-def test_uneven_ranks_number_each_group_separately(outcomes: list[dict[str, Outcome]]) -> None:
-    """A rank's numbers in a group are not affected by operations of groups that it is not in."""
+def test_numbers_of_a_group_ignore_operations_of_other_groups(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    """Ranks are in different groups and issue different numbers of operations."""
     found = [numbered(rank["groups_that_some_ranks_use"].recording) for rank in outcomes]
     sizes = [sorted((len(numbers) for numbers in rank.values()), reverse=True) for rank in found]
 
@@ -427,9 +427,7 @@ def test_uneven_ranks_number_each_group_separately(outcomes: list[dict[str, Outc
 
 
 def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outcome]]) -> None:
-    """The n-th message that a rank sends to another one is the n-th that this one
-    receives from it.
-    """
+    """The n-th message that a rank sends to a peer is the n-th that the peer receives from it."""
     messages: dict[tuple[int, int], list[dict[int, int]]] = {}
     for rank, outcome in enumerate(outcomes):
         for each in outcome["ring"].recording.of(Kind.COLLECTIVE):
@@ -450,10 +448,8 @@ def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outc
     assert sum(len(received) == 8 for _, received in messages.values()) == RANKS - 1
 
 
-def test_group_members_are_recorded(outcomes: list[dict[str, Outcome]]) -> None:
-    """The file lists the members of each group that a rank has used, also of a group made by its
-    members alone.
-    """
+def test_members_of_each_used_group_are_recorded(outcomes: list[dict[str, Outcome]]) -> None:
+    """A group made by its members alone is recorded too."""
     for rank, outcome in enumerate(outcomes):
         groups = outcome["groups_that_some_ranks_use"].recording.metadata["groups"]
         expected = {"0-2"} | {

@@ -1,7 +1,7 @@
-"""A group with a backend per device: whether an operation's end is recorded depends on its tensors'
-device.
+"""Tests that an operation's end is recorded depending on its tensors' device, in a group with
+several backends.
 
-The device is a stand-in. Its tensors have a device and no data, and its backend does nothing.
+The device is fake: its tensors have no data, and its backend does nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_CPU, ON_DEVICE = 16, 32
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that passes the tap as a CUDA tensor does."""
+    """A tensor that passes through the tap as a CUDA tensor does."""
 
     @staticmethod
     def __new__(cls) -> OnDevice:
@@ -55,7 +55,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend()
-    # No real backend's class overrides Work's wait().
+    # No real backend's class overrides Work.wait().
     del torch._C._distributed_c10d.FakeWork.wait
     results: dict[str, Any] = {}
     for order in ("cpu first", "device first"):
@@ -82,7 +82,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
-    """Run with the Python tap, which is used if the native one is not built."""
+    """Run with the Python tap, which is used if the native tap is not built."""
     tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
@@ -103,11 +103,11 @@ def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("order", ["cpu first", "device first"])
-def test_recorded_end_depends_on_the_tensors_device(
+def test_end_of_an_operation_is_recorded_only_for_cpu_tensors(
     order: str, tap: str, ranks: list[dict[str, Any]]
 ) -> None:
-    """Waiting for a device's operation only orders streams, so it has no end, whatever was issued
-    first.
+    """Waiting for a device's operation only orders streams, so no end is recorded, whatever was
+    issued first.
     """
     for rank in ranks:
         recording: Recording = rank[order]
@@ -131,7 +131,7 @@ def test_recorded_end_depends_on_the_tensors_device(
 def test_device_of_a_gather_without_outputs_is_that_of_its_input(
     ranks: list[dict[str, Any]],
 ) -> None:
-    """The device is that of the input if the operation's first argument has no tensor."""
+    """The first argument of such an operation contains no tensor."""
     recording = ranks[1]["cpu first"]
     (gathered,) = (each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("gather"))
 
@@ -140,13 +140,13 @@ def test_device_of_a_gather_without_outputs_is_that_of_its_input(
 
 
 def test_backend_of_a_mixed_group_is_found_by_device(ranks: list[dict[str, Any]]) -> None:
-    """The name of a mixed group does not tell its backends."""
+    """The name of a mixed group does not identify its backends."""
     for rank in ranks:
         assert rank["name"] == "undefined"
         assert rank["backends"] == ["gloo", "fake", ""]
 
 
-def test_native_tap_gets_ends_only_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
+def test_native_tap_records_ends_only_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
     """A future and the end of a wait show the operation's end only on the CPU."""
     for rank in ranks:
         assert rank["described cpu"] == (True, True)

@@ -1,4 +1,4 @@
-"""Join the records of three real gloo ranks without a common clock."""
+"""Tests that records of three real gloo ranks are joined without a common clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 RANKS = 3
 REPEATED = 8
-# Longer than other programs usually delay a rank.
+# This delay is longer than other programs usually delay a rank.
 LATE_S = 0.15
 FLOATS = 4096
 
@@ -83,7 +83,7 @@ def of(join: CollectiveJoin, operation: str, ranks: tuple[int, ...]) -> Operatio
     return row
 
 
-def test_all_reduce_names_the_late_rank(join: CollectiveJoin) -> None:
+def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> None:
     """The late rank is nearly always last, by about its delay.
 
     Only the two other ranks waited that long.
@@ -101,7 +101,7 @@ def test_all_reduce_names_the_late_rank(join: CollectiveJoin) -> None:
 
 
 def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
-    """Rank 1 is late in the subgroup. Its numbers are not mixed with the world's."""
+    """Rank 1 is late in the subgroup. Its numbers are not mixed with those of the world."""
     row = of(join, "allreduce", (1, 2))
 
     assert row.joined == REPEATED
@@ -109,10 +109,7 @@ def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
 
 
 def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: CollectiveJoin) -> None:
-    """Both receivers waited equally, at least somewhat and at most the delay.
-
-    No rank is blamed on this evidence.
-    """
+    """The two receivers waited equally, and at most as long as the delay."""
     row = of(join, "broadcast", (0, 1, 2))
     totals, late_ns = row.totals(), REPEATED * LATE_S * 1e9
 
@@ -122,10 +119,12 @@ def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: Coll
     assert [each["last"] for each in totals.values()] == [0, 0, 0]
 
 
-def test_messages_without_a_known_end_are_matched(join: CollectiveJoin) -> None:
+def test_messages_without_a_known_end_are_matched_without_a_conclusion(
+    join: CollectiveJoin,
+) -> None:
     """gloo has no callback for sends.
 
-    Each is counted and matched with its receive, without a conclusion.
+    Each send is counted and matched with its receive.
     """
     row = of(join, "send/recv", (0, 1))
     (counts,) = [counts for (_, pair), counts in join.counts().items() if pair == (0, 1)]

@@ -1,6 +1,6 @@
-"""Two ranks on the asynchronous device.
+"""Tests of two ranks on the asynchronous device.
 
-One works longer, so the other's stream stalls, but its work is the same.
+One rank works longer, so the other's stream stalls, but its work is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUIET, STEADY = range(4, LATE_FROM), range(LATE_FROM + 2, 23)
 LATE_MS = LATE_S * 1e3
 # Tolerance for transfers and the device's time for events.
 OVER_MS = 1.0
-# Watched and unwatched.
+# The watched and the unwatched run.
 Both = tuple[Trained, Trained]
 
 
@@ -59,8 +59,9 @@ def late_s(number: int) -> float:
 
 
 class Block(nn.Module):
-    """Works 10 ms forward and 5 ms backward, plus late_s, so that the host stays ahead on a busy
-    machine.
+    """A block that works 10 ms forward and 5 ms backward, plus late_s.
+
+    These times keep the host ahead on a busy machine.
     """
 
     late_s = 0.0
@@ -85,7 +86,7 @@ def model_and_optimizer(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], 
 
 
 def usual_step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
-    # There are two blocks.
+    # The model has two blocks.
     Block.late_s = late_s(number) / 2
     loss: torch.Tensor = model(torch.ones(8, 32, device=DEVICE)).square().mean()
     loss.backward()
@@ -113,7 +114,7 @@ class Result:
 
 
 class Returning(nn.Module):
-    """Two blocks with several results. The loss does not use the first one."""
+    """Two blocks with several results. The loss does not use the first result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Returning(nn.Module):
 
 
 class Recomputing(Returning):
-    """The last gradients come from a checkpoint, in which the engine runs again."""
+    """Two blocks whose last gradients come from a checkpoint, in which the engine runs again."""
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, Result]:
         value = checkpoint(self.first, value.requires_grad_(), use_reentrant=True)
@@ -224,7 +225,7 @@ def tensor_parallel_ranks(folder: Path) -> Both:
 
 
 def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Run one operation between the ranks and use its result."""
+    """Run one operation between the ranks, and use its result."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
         other = 1 - dist.get_rank()
@@ -232,7 +233,7 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
             dist.all_reduce(value)
         elif how == "Work.wait":
             work = dist.all_reduce(value, async_op=True)
-            # Overlaps with the operation.
+            # The multiplication overlaps with the operation.
             device.spin(0.001)
             work.wait()
         elif how == "wait_tensor":
@@ -296,7 +297,7 @@ def exchanging_ranks(folder: Path) -> dict[str, Both]:
 
 
 def check(ranks: list[Both]) -> tuple[Trained, Trained]:
-    """Check the conditions that hold for any way of communication. Return the two watched ranks."""
+    """Check the conditions that apply to any way of communication. Return the two watched ranks."""
     for watched, alone in ranks:
         assert watched.loss == alone.loss
         assert len(watched.loss) == 3
@@ -319,7 +320,7 @@ def check(ranks: list[Both]) -> tuple[Trained, Trained]:
 
 
 def steady(trained: Trained, steps: range) -> float:
-    """Return the median of the device's own work in these steps."""
+    """Return the median of the device's own work in the given steps."""
     work = trained.work_ms()
     return middle(work[step] for step in steps)
 
@@ -330,9 +331,7 @@ def middle(values: Iterable[float]) -> float:
 
 
 def in_order(trained: Trained, step: int) -> None:
-    """Check a step's records: its stalls do not overlap, and all come before the step's record,
-    which completes it.
-    """
+    """Check that a step's stalls do not overlap and all precede the step's record."""
     spans = [(index, each) for index, each in enumerate(trained.spans) if each.step == step]
     (boundary,) = [index for index, each in spans if each.value0 == Kind.STEP]
     assert all(index <= boundary for index, _ in spans)
@@ -342,7 +341,7 @@ def in_order(trained: Trained, step: int) -> None:
 
 
 def names(trained: Trained) -> dict[str, float]:
-    """Return the number of stalls per step by name."""
+    """Return the number of stalls per step, by name."""
     found = Counter(each.name for each in trained.of(Kind.WAIT) if each.step in STEADY)
     return {name: count / len(STEADY) for name, count in found.items()}
 
@@ -367,7 +366,9 @@ def test_ddp_waits_for_gradients_and_buffers_are_stalls(tmp_path: Path) -> None:
 
 @host_is_ahead
 def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path: Path) -> None:
-    """The tail starts where the engine has computed the last gradient, also inside a checkpoint."""
+    """The stall starts where the engine has computed the last gradient, also inside a
+    checkpoint.
+    """
     ranks = run_ranks(ddp_forms_ranks, tmp_path)
     for form in FORMS:
         check([rank[form.__name__] for rank in ranks])
@@ -377,10 +378,8 @@ def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path:
 
 
 @host_is_ahead
-def test_step_on_a_side_stream_is_never_complete(tmp_path: Path) -> None:
-    """Stalls of a side stream are not in the steps' stream, so no step of these
-    counts as complete.
-    """
+def test_step_on_a_side_stream_never_counts_as_complete(tmp_path: Path) -> None:
+    """Stalls of a side stream are not in the stream of the steps."""
     for rank in run_ranks(side_stream_ranks, tmp_path):
         trained = rank["ddp"]
         assert len(trained.of(Kind.FORWARD)) > 10
@@ -391,7 +390,7 @@ def test_step_on_a_side_stream_is_never_complete(tmp_path: Path) -> None:
 @host_is_ahead
 def test_fsdp2_waits_for_parameters_and_gradients_are_stalls(tmp_path: Path) -> None:
     """The rank waits by Stream.wait_event, which no tap records, for each module's parameters and
-    its gradients.
+    gradients.
     """
     ranks = run_ranks(fsdp_ranks, tmp_path)
     check(ranks)
@@ -414,8 +413,8 @@ def test_tensor_parallel_waits_are_stalls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("function", [exchanging_ranks, *long(exchanging_ranks_in_python)])
 @host_is_ahead
 def test_each_kind_of_wait_is_a_stall(tmp_path: Path, function: Callable[[Path], Any]) -> None:
-    """Cases: collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and
-    receives.
+    """The kinds are collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends
+    and receives.
     """
     ranks = run_ranks(function, tmp_path)
     for how in HOWS:

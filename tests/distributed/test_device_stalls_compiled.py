@@ -1,4 +1,4 @@
-"""Device stalls as in test_device_stalls.py, for compiled graphs that contain collectives.
+"""Tests of device stalls in compiled graphs that contain collectives.
 
 The backends call the graph's operators one by one, as Inductor's code calls collectives.
 """
@@ -89,8 +89,9 @@ def compiled(
 ) -> Compiled:
     """Train the model of `make`, which has `parts` blocks that are late in the backward pass.
 
-    The watched run comes first, so it is also the first watch of the process. `evaluates` adds one
-    evaluation, when the device's times are available.
+    The watched run comes first, so it is also the first watch of the process.
+
+    `evaluates` adds one evaluation, when the device's times are available.
     """
 
     def made() -> tuple[Any, Any]:
@@ -206,7 +207,7 @@ class Exchanging(nn.Module):
                 functional.reduce_scatter_tensor(torch.cat([value, value]), "sum", 0, world) * 0.5
             )
         else:
-            # Dynamo converts it to a functional collective.
+            # Dynamo converts the call to a functional collective.
             dist.all_reduce(value)
         result: torch.Tensor = self.linear(value)
         return result
@@ -242,7 +243,7 @@ def test_ddp_stalls_are_recorded_with_several_graphs(tmp_path: Path) -> None:
 
     A bucket is sent after its graph's backward pass.
 
-    The evaluation adds a graph without gradients, which reaches to the broadcast of DDP's buffers.
+    The evaluation adds a graph without gradients, which ends at the broadcast of DDP's buffers.
     """
     stalls = check_compiled(run_ranks(ddp_ranks, tmp_path), graphs=2 + 1)
     assert stalls == [{"backward tail": 1, "ddp buffers": 1}] * 2

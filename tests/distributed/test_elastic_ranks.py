@@ -1,4 +1,4 @@
-"""Ranks leave, or fail and return, in the same world or a smaller one.
+"""Tests that ranks leave, or fail and return, in the same world or a smaller one.
 
 The job continues as without a watch.
 """
@@ -24,8 +24,8 @@ from torchlens_perf.run.ring import Kind
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(SCRIPTS / "elastic_ranks.py")
-# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
-# with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
+# without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -60,11 +60,8 @@ def numbers(recording: Recording) -> dict[str, dict[int, int]]:
 
 
 @pytest.mark.long
-def test_job_continues_after_a_rank_leaves(tmp_path: Path) -> None:
-    """Its process ends.
-
-    The other ranks continue in a new group with the same sums and consistent numbers.
-    """
+def test_job_continues_after_the_process_of_a_rank_ends(tmp_path: Path) -> None:
+    """The other ranks continue in a new group with the same sums and consistent numbers."""
     command = torchrun(SCRIPT, "--leaves", "2", ranks=3)
     unwatched = sums(command, tmp_path, TORCHLENS_PERF="0")
     assert sums(command, tmp_path, TORCHLENS_PERF_SIDECAR="0") == unwatched
@@ -82,11 +79,8 @@ def test_job_continues_after_a_rank_leaves(tmp_path: Path) -> None:
     assert list(numbers(found[0, 2]).values()) == [first]
 
 
-def test_report_blames_no_rank_for_one_that_leaves(tmp_path: Path) -> None:
-    """With a sidecar, such a run ends without delay.
-
-    Its report blames no rank and reports no missing one.
-    """
+def test_report_blames_no_rank_and_misses_none_after_a_rank_leaves(tmp_path: Path) -> None:
+    """With a sidecar, such a run ends without delay."""
     assert sums(torchrun(SCRIPT, "--leaves", "2", ranks=3), tmp_path)
     (made,) = runs(tmp_path)
     value = report(made)
@@ -99,10 +93,7 @@ def test_report_blames_no_rank_for_one_that_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path) -> None:
-    """torchrun restarts all ranks.
-
-    The sums are right, and each attempt numbers its collectives from the start.
-    """
+    """torchrun restarts all ranks, and the sums are right."""
     command = torchrun("--max-restarts", "1", SCRIPT, "--fails", "1", ranks=3)
     unwatched = sums(command, tmp_path, TORCHLENS_PERF="0")
     assert sums(command, tmp_path, TORCHLENS_PERF_SIDECAR="0") == unwatched
@@ -113,7 +104,7 @@ def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path)
     for rank in range(3):
         (numbered,) = numbers(found[1, rank]).values()
         assert numbered == {number: number for number in range(STEPS)}
-        # The other ranks may have issued the next collective, which the failed rank did not.
+        # The other ranks may have issued the next collective, which the failed rank did not issue.
         (before,) = numbers(found[0, rank]).values()
         assert before in (
             {n: n for n in range(BEFORE)},
@@ -124,7 +115,7 @@ def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path)
 class Agents:
     """Two torchrun agents of one elastic job, each with one rank.
 
-    Each stands for a node that may leave.
+    Each agent represents a node that may leave.
     """
 
     def __init__(self, folder: Path, port: int, **environment: str) -> None:
@@ -187,7 +178,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict[str, Any]]:
-    """Return a run that began on two nodes and ended on one, with its sidecar, and its report."""
+    """Return a run that began on two nodes and ended on one, with its sidecar and report."""
     folder = tmp_path_factory.mktemp("shrunk")
     assert shrink(folder / "watched") == shrink(folder / "unwatched", TORCHLENS_PERF="0") != []
     (made,) = runs(folder / "watched")
@@ -198,7 +189,10 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict
 def test_report_has_all_steps_after_a_restart_in_a_smaller_world(
     shrunk: tuple[RunDirectory, dict[str, Any]],
 ) -> None:
-    """The sums are those of the unwatched job. The report has all steps of the last attempt."""
+    """The sums are those of the unwatched job.
+
+    The report contains all steps of the last attempt.
+    """
     _, value = shrunk
     (first,) = [rank for rank in value["ranks"] if rank["rank"] == 0]
 
@@ -221,10 +215,9 @@ def test_rank_of_an_earlier_world_is_not_in_the_report(
 
 
 @pytest.mark.long
-def test_run_directory_has_the_steps_of_both_attempts(
+def test_run_directory_contains_the_separate_steps_of_both_attempts(
     shrunk: tuple[RunDirectory, dict[str, Any]],
 ) -> None:
-    """The run directory contains the steps of both attempts, each with separate numbers."""
     import pandas as pd
 
     made, _ = shrunk

@@ -1,5 +1,6 @@
-"""The exchange of several nodes as real processes, with links and processes that are cut, killed,
-stopped or restarted.
+"""Tests of the exchange between several nodes that are real processes.
+
+Links and processes are cut, killed, stopped or restarted.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Process:
         self._process.wait()
 
     def finish(self, timeout_s: float = LONG_S) -> Any:
-        """Close the child. Return its last line."""
+        """Close the child, and return its last line."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout_s)
@@ -111,13 +112,13 @@ class Node(Process):
         )
 
     def numbers(self, rank: int) -> list[int]:
-        """Return the numbers that it has collected from a rank."""
+        """Return the message numbers that this node has collected from a rank."""
         return [
             number for line in list(self.lines) for number in line["payloads"].get(str(rank), [])
         ]
 
     def contact(self, rank: int) -> dict[str, Any]:
-        """Return its contact information on the node of a rank."""
+        """Return this node's contact information about the node of a rank."""
         return dict(self.lines[-1]["nodes"].get(f"n{rank}", {})) if self.lines else {}
 
     def wait(self, condition: Callable[[Node], bool]) -> None:
@@ -128,7 +129,7 @@ class Node(Process):
             time.sleep(0.02)
 
     def wait_for_next(self, rank: int, more: int = 5) -> None:
-        """Wait until it has collected `more` further messages of a rank."""
+        """Wait until this node has collected `more` further messages of a rank."""
         so_far = len(self.numbers(rank))
         self.wait(lambda node: len(node.numbers(rank)) >= so_far + more)
 
@@ -142,7 +143,7 @@ def stack() -> Iterator[ExitStack]:
 def host_a_store(
     stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
 ) -> tuple[Process, int]:
-    """Run a job's store in a separate process. Return its port."""
+    """Run a job's store in a separate process, and return its port."""
     process = Process([*prefix, sys.executable, "-c", _HOST_A_STORE, host], stack)
     deadline = time.monotonic() + LONG_S
     while not process.lines:
@@ -152,7 +153,7 @@ def host_a_store(
 
 
 class TestLinks:
-    """Nodes in separate network namespaces, connected by a bridge."""
+    """Tests with nodes in separate network namespaces, connected by a bridge."""
 
     @pytest.fixture
     def nodes(self, stack: ExitStack) -> list[list[str]]:
@@ -204,10 +205,7 @@ class TestLinks:
     def test_node_that_was_cut_off_returns_and_is_silent_meanwhile(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """While a node's link is down, the other nodes continue and its silence grows.
-
-        Then the node returns.
-        """
+        """While a node's link is down, the other nodes continue and its silence grows."""
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1, n2 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(3))
         for rank in range(3):
@@ -236,12 +234,12 @@ class TestLinks:
 
         assert (away, silent < 2 * TIMING.beat_s) == (0, True)
         assert back["silent_s"] < 2 * TIMING.beat_s
-        # In tenths of a second. TCP alone would take minutes.
+        # The unit is a tenth of a second. TCP alone would take minutes.
         assert noticed < 100
         assert other["missed"] == missed[1]
         for rank in range(3):
             assert numbers[rank] == sorted(set(numbers[rank]))
-        # The node posted ten times a second. Eight posts were kept and arrive. The other ones are
+        # The node posted ten times a second. Eight posts were kept and arrive. Dropped posts are
         # counted.
         gap = max(b - a for a, b in zip(numbers[2], numbers[2][1:], strict=False)) - 1
         # Posts that arrived just before the cut are sent again if the reply was lost.
@@ -255,10 +253,7 @@ class TestLinks:
     def test_node_that_stays_cut_off_closes_in_bounded_time(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """A node whose link stays down closes in bounded time.
-
-        Node 0 does not count it as having left.
-        """
+        """Node 0 does not count the node as having left."""
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(2))
         n0.wait_for_next(1)
@@ -270,10 +265,10 @@ class TestLinks:
         assert end["longest_s"] < BLOCKED_S
 
     @pytest.mark.long
-    def test_node_0_is_found_if_the_store_is_on_another_node(
+    def test_node_0_is_found_by_its_own_address_if_the_store_is_elsewhere(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """If the job's store is on another node, node 0 is found by its own address."""
+        """The job's store is on another node."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
         n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
         n0.wait_for_next(1)
@@ -284,13 +279,11 @@ def ip(*arguments: str) -> None:
 
 
 class TestProcesses:
-    """Nodes on loopback."""
+    """Tests with nodes on loopback."""
 
     @pytest.mark.long
     def test_nodes_find_the_successor_of_a_killed_node_0(self, stack: ExitStack) -> None:
-        """After node 0's sidecar is killed, the other nodes find its successor, which has another
-        port and token.
-        """
+        """The successor has another port and token."""
         _, port = host_a_store(stack)
         job_store = ("127.0.0.1", port)
         first, other = Node(stack, job_store, 0, []), Node(stack, job_store, 1, [])
@@ -317,7 +310,7 @@ class TestProcesses:
     def test_successor_of_a_killed_sidecar_is_not_a_second_node(self, stack: ExitStack) -> None:
         """A killed sidecar is silent but has not left.
 
-        Its successor continues and is not a second node of that name.
+        Its successor continues under the same name.
         """
         _, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
@@ -334,9 +327,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_nodes_continue_and_close_after_the_job_is_killed(self, stack: ExitStack) -> None:
-        """Without the job's store, which ended with the job, the nodes continue, and close on
-        request.
-        """
+        """The job's store ended with the job."""
         store, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
         n0.wait_for_next(1)
@@ -356,8 +347,8 @@ class TestProcesses:
         assert end["longest_s"] < BLOCKED_S
 
     @pytest.mark.long
-    def test_stopped_node_0_blocks_no_other_node(self, stack: ExitStack) -> None:
-        """A hanging node 0 blocks neither a call nor the end of other nodes."""
+    def test_stopped_node_0_does_not_block_other_nodes(self, stack: ExitStack) -> None:
+        """Neither a call nor the end of other nodes waits for a stopped node 0."""
         _, port = host_a_store(stack)
         n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))
         n0.wait_for_next(1)
@@ -382,11 +373,11 @@ def address(job_store: tuple[str, int]) -> Address:
 
 
 class TestJob:
-    """The exchange has no effect on the job."""
+    """Tests that the exchange has no effect on the job."""
 
     @pytest.mark.long
     def test_store_does_not_count_our_connections_as_workers(self, stack: ExitStack) -> None:
-        """A store that waits for two workers still waits after many connections of ours."""
+        """A store that waits for two workers still waits after many connections of the exchange."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         entered: list[float] = []
@@ -418,8 +409,8 @@ class TestJob:
 
     @pytest.mark.long
     def test_torchrun_job_is_unchanged_by_the_exchange(self, tmp_path: Path) -> None:
-        """Barriers, collectives, keys, output and exit code of a torchrun job do not change with
-        three nodes on it.
+        """Barriers, collectives, keys, output and exit code do not change with three nodes in the
+        exchange.
         """
         script = tmp_path / "job.py"
         script.write_text(_JOB)

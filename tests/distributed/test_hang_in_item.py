@@ -1,4 +1,4 @@
-"""Hangs in loops that read their loss in each step, with a kernel that never ends.
+"""Tests of hangs in loops that read their loss in each step, with a kernel that never ends.
 
 All hosts wait in the same way, and the progress of the devices is unknown.
 """
@@ -25,8 +25,8 @@ pytestmark = [
 
 
 @pytest.mark.long
-def test_verdict_shows_a_host_that_waits_for_its_device(tmp_path: Path) -> None:
-    """Rank 0 reads its loss and rank 1 has the kernel.
+def test_hang_verdict_shows_the_host_that_waits_for_its_device(tmp_path: Path) -> None:
+    """Rank 0 reads its loss, and rank 1 runs the endless kernel.
 
     Rank 0 is behind, and the verdict shows its wait for the device.
     """
@@ -54,7 +54,7 @@ def test_verdict_shows_a_host_that_waits_for_its_device(tmp_path: Path) -> None:
 
 
 def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
-    """The alarm gives the line and says that the rank is unknown. The job is not paused."""
+    """The alarm shows the source line and says that the rank is unknown. The job is not paused."""
     device.build()
     stuck = {
         "HANG_RANK": "1",

@@ -1,4 +1,4 @@
-"""A rank that stops is named while the job hangs, and no longer once it continues."""
+"""Tests that a stopped rank is named while the job hangs, and no longer after it continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.processes import slowdown
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 3
-# On an idle machine. A hang is reported after ten seconds without a step.
+# Time on an idle machine. A hang is reported after ten seconds without a step.
 NOTICED_S = 15.0
 STARTED_S = 90.0
 
@@ -31,17 +31,17 @@ def hang(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def steps(least: int) -> Callable[[dict[str, Any]], bool]:
-    """Return a condition that is true once all ranks have made this many steps."""
+    """Return a condition that is true once all ranks have made `count` steps."""
     return lambda report: (
         len(report["ranks"]) == RANKS and all(rank["steps"] >= least for rank in report["ranks"])
     )
 
 
 @pytest.mark.long
-def test_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_stopped_rank_is_named_until_it_continues(tmp_path: Path) -> None:
     """After SIGSTOP a verdict names the rank within 15 s.
 
-    After SIGCONT the verdict is gone and steps continue.
+    After SIGCONT the verdict ends and steps continue.
     """
     with LiveRanks(tmp_path, RANKS) as job:
         job.wait_for(steps(40), STARTED_S)
@@ -76,7 +76,7 @@ def test_stopped_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_stuck_rank_is_named_with_its_section(tmp_path: Path) -> None:
-    """A rank that sleeps in a section is named with that section, and waiting ranks are not.
+    """The rank sleeps in a section. Waiting ranks are not named.
 
     After the job is killed, the report still begins with this verdict.
     """

@@ -1,4 +1,4 @@
-"""Two ranks on the asynchronous device, one with a kernel that never ends.
+"""Tests of two ranks on the asynchronous device, one with a kernel that never ends.
 
 Both hosts issue all work and continue. Marks on the device identify the stuck rank.
 """
@@ -28,7 +28,7 @@ HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05
 
 
 class Model(nn.Module):
-    """Works 10 ms in the forward pass, or never ends."""
+    """A model that works 10 ms in the forward pass, or never ends."""
 
     never = False
 
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
     """Return the device's last mark in the ring during the hang, and the number of waits for the
-    device by then.
+    device until then.
     """
     begin(folder)
     torch.manual_seed(7)
@@ -65,8 +65,8 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
             optimizer.zero_grad()
             time.sleep(STEP_S)
         waited = device.synchronizations() - waited
-        # Synchronize the hosts, so that no rank releases its kernel before both have read their
-        # rings.
+        # The hosts are synchronized, because a rank may release its kernel only after both have
+        # read their rings.
         dist.all_reduce(torch.zeros(1))
         reader = Reader(recording.watch._session.ring_path)
         mark = device_mark(reader)
@@ -78,8 +78,8 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
     return mark, waited
 
 
-def test_rank_with_an_endless_kernel_is_named(tmp_path: Path) -> None:
-    """The rank, the step and the mark before its forward pass are named.
+def test_rank_with_an_endless_kernel_is_named_with_step_and_mark(tmp_path: Path) -> None:
+    """The mark is the one before the rank's forward pass.
 
     The watch never waits for the device.
     """

@@ -1,4 +1,4 @@
-"""A rank that stalled for a while is the first verdict at the job's end, if it cost most."""
+"""Tests that a rank that stalled for a while is the first verdict at the end if it cost most."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
     return json.loads(found), text
 
 
-def test_ended_hang_is_the_first_verdict(tmp_path: Path) -> None:
-    """The verdict has rank, step, cost and stack. No second verdict covers the same step."""
+def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -> None:
+    """The verdict contains rank, step, cost and stack. No second verdict covers the same step."""
     report, text = first_verdicts(tmp_path, MIN_S + 20)
     verdict = report["verdicts"][0]
 
@@ -59,7 +59,7 @@ def test_ended_hang_is_the_first_verdict(tmp_path: Path) -> None:
     assert [STALL_STEP] not in long
 
 
-def test_stall_shorter_than_a_hang_names_its_rank(tmp_path: Path) -> None:
+def test_stall_shorter_than_a_hang_is_reported_with_its_rank(tmp_path: Path) -> None:
     report, _ = first_verdicts(tmp_path, 4.0)
     verdict = next(
         row

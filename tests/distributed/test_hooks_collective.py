@@ -1,5 +1,6 @@
-"""Recorded collectives of two gloo ranks: operations, groups, and the time in which the training
-thread is blocked.
+"""Tests of recorded collectives of two gloo ranks.
+
+Tested are operations, groups, and the time in which the training thread is blocked.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 FLOATS = 1024
-# torch 2.11 has them under other names, which are deprecated in 2.13.
+# torch 2.11 has other names for them, which are deprecated in 2.13.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Longer than other programs delay the punctual rank.
+# This delay is longer than other programs delay the punctual rank.
 LATE_NS = 150_000_000
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
 
 def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Register a scenario that runs on both ranks. The test of the same name gets its results."""
+    """Register a scenario that runs on both ranks. `results` returns its value by name."""
     SCENARIOS[run.__name__] = run
     return run
 
@@ -60,7 +61,7 @@ def every_scenario(folder: Path) -> dict[str, Any]:
 
 
 def every_scenario_in_python(folder: Path) -> dict[str, Any]:
-    """Run all scenarios on one rank with the Python tap, which is used if the native one is not
+    """Run all scenarios on one rank with the Python tap, which is used if the native tap is not
     built.
     """
     tap_requirements.places = lambda: ()
@@ -70,7 +71,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
-    """Return the ranks' tap. The native one is built if it is missing."""
+    """Return the kind of the ranks' tap. The native tap is built if it is missing."""
     if request.param == "native":
         tap_build.build()
     return str(request.param)
@@ -80,7 +81,7 @@ def tap(request: pytest.FixtureRequest) -> str:
 def results(tap: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the results by scenario and rank.
 
-    One pair of processes runs all of them, because their start is slow.
+    One pair of processes runs all scenarios, because its start is slow.
     """
     function = every_scenario if tap == "native" else every_scenario_in_python
     by_rank = run_ranks(function, tmp_path_factory.mktemp("ranks"))
@@ -111,7 +112,7 @@ def be_late(rank: int) -> None:
         time.sleep(LATE_NS / 1e9)
 
 
-# -- what is recorded
+# -- recorded operations
 
 
 @scenario
@@ -142,9 +143,7 @@ def forms(folder: Path) -> Recording:
 def test_each_operation_has_its_group_size_and_shared_number(
     results: dict[str, list[Recording]],
 ) -> None:
-    """Each operation has its group, its payload's size, and a number that is the same
-    on all ranks.
-    """
+    """The number is the same on all ranks."""
     for index, rank in enumerate(results["forms"]):
         subgroup = rank.metadata["subgroup"]
         issued = in_order(rank)
@@ -164,7 +163,7 @@ def test_each_operation_has_its_group_size_and_shared_number(
             ("barrier group=0", 0, first + 5),
             ("allreduce group=0 dtype=float32", 4 * FLOATS, first + 6),
         ]
-        # The ordinal in the step.
+        # The ordinal of the operation in its step.
         assert [each.phase_ns for each in issued] == [*range(10), 0]
         assert [each.step for each in issued] == [0] * 10 + [1]
         assert rank.unbalanced == 0
@@ -174,9 +173,7 @@ def test_each_operation_has_its_group_size_and_shared_number(
 def test_parent_of_an_operation_is_the_innermost_open_span(
     results: dict[str, list[Recording]],
 ) -> None:
-    """The parent is the innermost span around the call: a section, a module, the backward pass, or
-    the step.
-    """
+    """The parent is a section, a module, the backward pass, or the step."""
     for rank in results["forms"]:
         within = [rank.interned[each.value1 >> 32] for each in in_order(rank)]
         assert within == ["(other)"] * 9 + ["in the end", "(other)"]
@@ -188,9 +185,7 @@ def test_parent_of_an_operation_is_the_innermost_open_span(
 def test_ring_has_the_last_issued_and_ended_operation_of_each_group(
     results: dict[str, list[Recording]],
 ) -> None:
-    """The ring's table contains each group's last issued and last ended operation, for finding
-    missing ranks.
-    """
+    """The ring's table serves to find missing ranks."""
     for index, rank in enumerate(results["forms"]):
         last = {each.name: sequence(each) + 1 for each in in_order(rank) if "group=0" in each.name}
         assert {each.name: (each.issued, each.ended) for each in rank.groups} == {
@@ -205,10 +200,7 @@ def test_ring_has_the_last_issued_and_ended_operation_of_each_group(
 def test_duration_is_marked_as_that_of_the_call_if_the_end_is_unknown(
     tap: str, results: dict[str, list[Recording]]
 ) -> None:
-    """The duration ends with the operation if its end is known.
-
-    Otherwise it is that of the call, and marked as such.
-    """
+    """With a known end, the duration lasts until the operation's end."""
     untold = {"send", "recv"} if tap == "native" else {"send", "recv", "asynchronous"}
     for rank in results["forms"]:
         for each in in_order(rank):
@@ -222,18 +214,17 @@ def test_duration_is_marked_as_that_of_the_call_if_the_end_is_unknown(
                 assert each.duration_ns == each.nested_ns
 
 
-def test_asynchronous_operations_are_marked(results: dict[str, list[Recording]]) -> None:
-    """An operation is marked if the caller requested a handle.
-
-    Sends and receives always return handles.
-    """
+def test_operations_whose_caller_requested_a_handle_are_marked_asynchronous(
+    results: dict[str, list[Recording]],
+) -> None:
+    """Sends and receives always return handles."""
     for rank in results["forms"]:
         flags = [bool(each.flags & Flag.ASYNC) for each in in_order(rank)]
         assert flags == [False, True, False, False, False, True, True, False, True, False, False]
 
 
 def test_each_wait_of_the_training_thread_is_a_span(results: dict[str, list[Recording]]) -> None:
-    """Each wait of the training thread is a span, also the wait inside a blocking call."""
+    """The wait inside a blocking call is a span too."""
     for rank in results["forms"]:
         waits = Counter(rank.names(Kind.WAIT))
         assert waits["monitored_barrier group=0"] == 1
@@ -241,8 +232,8 @@ def test_each_wait_of_the_training_thread_is_a_span(results: dict[str, list[Reco
 
 
 def meet(file: Path) -> None:
-    """Synchronize both ranks by files instead of a collective, as attaching or other programs may
-    delay one.
+    """Synchronize both ranks by files instead of a collective, because attaching or other programs
+    may delay one.
     """
     files = [file.with_suffix(f".{rank}") for rank in range(2)]
     files[dist.get_rank()].touch()
@@ -264,7 +255,7 @@ def late_rank(folder: Path) -> Recording:
 def test_wait_for_a_late_rank_is_not_own_time_of_the_punctual_rank(
     results: dict[str, list[Recording]],
 ) -> None:
-    """The punctual rank waits for the late one, and its step has that much less time of its own."""
+    """The punctual rank's step has that much less time of its own."""
     punctual, late = results["late_rank"]
 
     for mine, theirs, issued in zip(
@@ -287,14 +278,14 @@ def messages(folder: Path) -> Recording:
 
 
 def test_messages_are_numbered_by_pair_and_direction(results: dict[str, list[Recording]]) -> None:
-    """Messages are numbered by pair and direction, whatever their types."""
+    """The type of a message does not matter."""
     for rank in results["messages"]:
         dtypes = [each.name.split()[2] for each in in_order(rank)]
         assert dtypes == ["dtype=float32", "dtype=float16", "dtype=float32"]
         assert [sequence(each) for each in in_order(rank)] == [0, 1, 2]
 
 
-# -- who issues them
+# -- code that issues collectives
 
 
 class Model(nn.Module):
@@ -325,14 +316,14 @@ def data_parallel(folder: Path) -> Recording:
 
 
 def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Recording]]) -> None:
-    """DDP issues from C++ inside the backward pass, and waits after the last gradient.
+    """DDP issues collectives from C++ inside the backward pass, and waits after the last gradient.
 
-    This tail counts as waiting.
+    That time counts as waiting.
     """
     punctual, late = results["data_parallel"]
     for rank in (punctual, late):
         reduced = rank.of(Kind.COLLECTIVE, "allreduce group=0 dtype=float32")
-        # Other collectives follow that of the first step, because DDP rebuilds its buckets.
+        # DDP rebuilds its buckets after the first step, so later collectives differ.
         assert len(reduced) >= STEPS
         passes = rank.of(Kind.BACKWARD)
         first = min(reduced, key=lambda each: each.start_ns)
@@ -347,7 +338,7 @@ def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Re
 def test_module_names_do_not_contain_ddp_or_fsdp2_wrappers(
     results: dict[str, list[Recording]],
 ) -> None:
-    """Modules inside DDP and FSDP2 keep the names that their author gave them."""
+    """Modules inside DDP and FSDP2 keep the names from the user's code."""
     for name in ("data_parallel", "fully_sharded"):
         for rank in results[name]:
             assert set(rank.names(Kind.MODULE)) == {"inner", "outer"}
@@ -392,11 +383,10 @@ def accumulating(folder: Path) -> Recording:
     return recording
 
 
-def test_accumulation_of_sharded_gradients(results: dict[str, list[Recording]]) -> None:
-    """FSDP2 accumulates into another tensor than the rank's gradient.
-
-    Both backward passes are still recorded.
-    """
+def test_both_backward_passes_of_accumulated_fsdp2_gradients_are_recorded(
+    results: dict[str, list[Recording]],
+) -> None:
+    """FSDP2 accumulates into another tensor than the rank's gradient."""
     for rank in results["accumulating"]:
         assert [each.value1 & MICRO_STEPS_MASK for each in rank.of(Kind.STEP)] == [2] * STEPS
 
@@ -419,7 +409,7 @@ def compiled(folder: Path) -> Recording:
 def test_compiled_collective_is_recorded_once_per_call_without_a_graph_break(
     results: dict[str, list[Recording]],
 ) -> None:
-    """No record is written during compilation, and the graph has no additional break."""
+    """No record is written during compilation."""
     for rank in results["compiled"]:
         assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
             ("allreduce group=0 dtype=float32", step) for step in range(STEPS)
@@ -440,9 +430,7 @@ def other_thread(folder: Path) -> Recording:
 def test_wait_on_another_thread_is_not_time_of_the_training_thread(
     results: dict[str, list[Recording]],
 ) -> None:
-    """A wait on another thread of the user is recorded, but does not count as time of the training
-    thread.
-    """
+    """A wait on a thread of the user is recorded."""
     for rank in results["other_thread"]:
         assert [each.flags & Flag.OTHER_THREAD for each in rank.of(Kind.COLLECTIVE)] == [
             Flag.OTHER_THREAD
@@ -457,7 +445,7 @@ def test_wait_on_another_thread_is_not_time_of_the_training_thread(
 def raising(folder: Path) -> tuple[Recording, str, str]:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
-            # Two elements of each rank need a buffer of four.
+            # Two elements of each rank need a buffer of four elements.
             ALL_GATHER(torch.empty(3), torch.ones(2))
         return str(caught.value)
 
@@ -470,7 +458,7 @@ def raising(folder: Path) -> tuple[Recording, str, str]:
 def test_error_of_a_collective_is_passed_on_and_recorded(results: dict[str, list[Any]]) -> None:
     """The error is that of an unwatched run.
 
-    It is recorded as an error, and the next collective is recorded too.
+    The next collective is recorded too.
     """
     for recording, watched, plain in results["raising"]:
         assert plain == watched
@@ -528,10 +516,8 @@ def another_tool(folder: Path) -> tuple[Recording, int]:
     return recording, len(calls)
 
 
-def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
-    """Two kernels on one operator do not chain, so the other tool's kernel stays, and the report
-    gives the reason.
-    """
+def test_tap_of_another_tool_is_kept_and_reported(results: dict[str, list[Any]]) -> None:
+    """Two kernels on one operator do not chain, so the other tool's kernel stays."""
     for recording, calls in results["another_tool"]:
         assert calls == 2
         assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0 dtype=float32 root=0"]
@@ -564,11 +550,10 @@ def detached(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_operators_are_not_tapped_after_the_watch(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Every operator is tapped inside the watch.
-
-    Outside, ours passes calls on. A handle outlives the watch.
-    """
+def test_operators_are_tapped_only_inside_the_watch(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    """After the watch, our kernel passes calls on. A handle may outlive the watch."""
     for rank in results["detached"]:
         assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
         assert rank["taps with collectives=False"] == []
@@ -579,8 +564,8 @@ def test_operators_are_not_tapped_after_the_watch(results: dict[str, list[dict[s
         assert rank["recording"].of(Kind.WAIT) == []
 
 
-def test_payload_counts_tensors_in_nested_lists() -> None:
-    """Tensors in nested lists count. Other first arguments of an operation do not."""
+def test_payload_size_includes_tensors_in_nested_lists() -> None:
+    """Other first arguments of an operation do not count."""
     tensor = torch.ones(3, dtype=torch.float64)
     assert payload_bytes([[tensor, tensor], [tensor]]) == 72
     assert payload_bytes((tensor, None, 3, "text")) == 24

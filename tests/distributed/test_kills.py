@@ -1,4 +1,4 @@
-"""Processes killed at a random moment lose none of their finished steps."""
+"""Tests that processes killed at a random moment lose none of their finished steps."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ KILLS = 1000
 @pytest.mark.parametrize("kills", [10, *long(KILLS)])
 @pytest.mark.timeout(3600)
 def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: Path) -> None:
-    """Each SIGKILL comes in the first moments of a run whose ring is not read yet.
-
-    The ring has all finished steps.
-    """
+    """SIGKILL hits the first moments of a run whose ring is not read yet."""
     script, seed = str(SCRIPTS / "train_until_killed.py"), 12
     began_s, number = time.monotonic(), kills if kills < KILLS else share(KILLS)
     done = run_warm(
@@ -82,10 +79,8 @@ def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: P
 
 
 @pytest.mark.parametrize("kills", [5, *long(20)])
-def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> None:
-    """After each of several SIGKILLs at random moments, the report has every finished step with all
-    its records.
-    """
+def test_report_has_all_finished_steps_after_a_kill(kills: int, tmp_path: Path) -> None:
+    """The kills by SIGKILL happen at random moments. The report has all records of each step."""
     script = str(SCRIPTS / "train_until_killed.py")
     done = run_warm(
         [sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250
@@ -100,7 +95,7 @@ def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> 
         value = report(made)
         (rank,) = value["ranks"]
 
-        # The kill may come between the step's end and the script's own count of it.
+        # The kill may happen between the step's end and the script's own count of it.
         assert rank["steps"] - steps in (0, 1)
         assert (rank["state"], rank["lost"], rank["coverage"]) == ("died", 0, 1.0)
         per_step = (
@@ -125,11 +120,8 @@ def sidecar_of(folder: Path) -> int:
     return 0
 
 
-def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
-    """Rank and sidecar are killed together.
-
-    `torchlens-perf sidecar` reads the rest of the ring without a loss.
-    """
+def test_ring_can_be_read_after_rank_and_sidecar_are_killed_together(tmp_path: Path) -> None:
+    """`torchlens-perf sidecar` reads the rest of the ring without a loss."""
     script = str(SCRIPTS / "train_until_killed.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     trainer = WarmPython(
@@ -151,8 +143,8 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", *long("SIGKILL", "SIGABRT", "SIGHUP", "SIGUSR1")])
-def test_signal_ends_the_job_as_if_unrecorded(name: str, tmp_path: Path) -> None:
-    """The signal ends the process as without recording, and the report has the finished steps."""
+def test_signal_ends_a_recorded_job_like_an_unrecorded_one(name: str, tmp_path: Path) -> None:
+    """The report contains the finished steps."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}
     trainer = WarmPython(
         [sys.executable, TRAIN, "--steps", "100000"],
@@ -177,7 +169,7 @@ def test_signal_ends_the_job_as_if_unrecorded(name: str, tmp_path: Path) -> None
 def test_report_has_all_steps_when_one_rank_fails(tmp_path: Path) -> None:
     """If one rank raises, the job ends with torchrun's exit code.
 
-    The report has both ranks' finished steps.
+    The report contains both ranks' finished steps.
     """
     done = run(torchrun("--logs-specs", "torchlens_perf", TRAIN, "--fail-at", "20"), tmp_path)
     value = report(runs(tmp_path)[0])

@@ -1,4 +1,4 @@
-"""The ways to record an unmodified script: the torchrun flag, the variable, and `run`."""
+"""Tests of the ways to record an unmodified script: the torchrun flag, the variable, and `run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 
 
 def said(stdout: str) -> list[str]:
-    """Return the script's output: its rank, world size and so on, and the checksum of its
+    """Return the script's output: its rank, world size and other values, and the checksum of its
     parameters.
     """
     return [line for line in stdout.splitlines() if line.startswith(("parameters", "started as"))]
@@ -50,9 +50,7 @@ def without_arguments(lines: list[str]) -> list[str]:
 def test_torchrun_flag_records_every_rank(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """Every rank is recorded, with forked and spawned loader workers, and rank 0 prints the
-    verdict.
-    """
+    """The script has forked and spawned loader workers, and rank 0 prints the verdict."""
     done = run(torchrun(*FLAG, TRAIN, "--workers", workers), tmp_path)
     value = only_report(tmp_path)
 
@@ -77,7 +75,7 @@ def test_variable_records_a_script(
 ) -> None:
     """TORCHLENS_PERF=1 records a script under plain python.
 
-    Its loader workers are not recorded as ranks.
+    The script's loader workers are not recorded as ranks.
     """
     done = run([sys.executable, TRAIN, "--workers", workers], tmp_path, TORCHLENS_PERF="1")
     value = only_report(tmp_path)
@@ -92,9 +90,7 @@ def test_variable_records_a_script(
 def test_run_command_starts_a_script_like_python(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """`run` starts a script like python: __main__, arguments, sys.path[0], pickles and spawned
-    workers are the same.
-    """
+    """__main__, arguments, sys.path[0], pickles and spawned workers are the same."""
     arguments = ["--workers", workers]
     done = run([*RUN, TRAIN, *arguments], tmp_path)
     value = only_report(tmp_path)
@@ -117,9 +113,9 @@ def test_run_command_works_under_torchrun(unwatched: dict[str, list[str]], tmp_p
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
 
 
-@pytest.mark.long  # test_run_is_python.py also starts modules, but none of them trains
+@pytest.mark.long  # test_run_is_python.py also starts modules, but none of them trains.
 def test_run_command_starts_a_module_like_python(tmp_path: Path) -> None:
-    """`run -m module` starts a module like `python -m`."""
+    """`run -m module` is compared with `python -m module`."""
     (tmp_path / "trainer.py").write_text(Path(TRAIN).read_text())
     done = run([*RUN, "-m", "trainer", "--steps", "12"], tmp_path)
 
@@ -128,12 +124,13 @@ def test_run_command_starts_a_module_like_python(tmp_path: Path) -> None:
     assert only_report(tmp_path)["ranks"][0]["steps"] == 11
 
 
-@pytest.mark.long  # test_elastic_ranks.py has a restart with more ranks
+@pytest.mark.long  # test_elastic_ranks.py has a restart with more ranks.
 def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
-    """After a restart by torchrun the same run directory contains both attempts, and the report is
-    about the last.
+    """torchrun restarts the ranks.
+
+    The run directory contains both attempts, and the report is about the last one.
     """
-    # torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
+    # torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect,
     # with or without a watch.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = run(
@@ -151,13 +148,10 @@ def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", long("0", "true"))
-def test_disabled_autoload_is_reported(
+def test_torchrun_flag_reports_disabled_autoload_in_one_line(
     value: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """With torch's autoload disabled, the flag only prints one line about it.
-
-    For torch, 1 means enabled.
-    """
+    """For torch, TORCH_DEVICE_BACKEND_AUTOLOAD=1 means enabled."""
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
@@ -169,12 +163,10 @@ def test_disabled_autoload_is_reported(
 
 
 @pytest.mark.long
-def test_invalid_variable_disables_recording(
+def test_invalid_variable_disables_recording_with_one_line_per_node(
     unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """An invalid variable disables recording with one line per node, and the job runs as if
-    unrecorded.
-    """
+    """The job runs as if unrecorded."""
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
@@ -185,10 +177,10 @@ def test_invalid_variable_disables_recording(
 
 
 @pytest.mark.long
-def test_unwritable_folder_disables_recording(
+def test_unwritable_folder_disables_recording_with_one_line(
     unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """An unwritable folder disables recording with one line, and the job runs as if unrecorded."""
+    """The job runs as if unrecorded."""
     (tmp_path / "file").write_text("in the way")
     done = run(
         [sys.executable, TRAIN],
@@ -204,8 +196,8 @@ def test_unwritable_folder_disables_recording(
 
 
 @pytest.mark.parametrize("code", long(0, 3))
-def test_exit_code_of_the_script_is_kept(code: int, tmp_path: Path) -> None:
-    """sys.exit in the script ends the process with its code, with and without recording."""
+def test_exit_code_of_sys_exit_is_kept(code: int, tmp_path: Path) -> None:
+    """Recording makes no difference."""
     done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
 
     assert done.returncode == code
@@ -213,8 +205,8 @@ def test_exit_code_of_the_script_is_kept(code: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_traceback_and_exit_code_of_the_script_are_kept(tmp_path: Path) -> None:
-    """An exception ends the script with its own traceback and exit code 1."""
+def test_traceback_and_exit_code_of_an_exception_are_kept(tmp_path: Path) -> None:
+    """The exit code is 1."""
     script = tmp_path / "fails.py"
     script.write_text(Path(TRAIN).read_text().replace("and rank == 1", ""))
     done = run([sys.executable, str(script), "--fail-at", "9"], tmp_path, TORCHLENS_PERF="1")
@@ -225,8 +217,9 @@ def test_traceback_and_exit_code_of_the_script_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", *long("spawn")])
-def test_ranks_started_by_multiprocessing_are_one_run(method: str, tmp_path: Path) -> None:
-    """Ranks that the script starts by multiprocessing are recorded in one run."""
+def test_ranks_started_by_multiprocessing_are_recorded_in_one_run(
+    method: str, tmp_path: Path
+) -> None:
     start = run_warm if method == "fork" else run
     done = start(
         [sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1"
@@ -243,7 +236,7 @@ def test_ranks_started_by_multiprocessing_are_one_run(method: str, tmp_path: Pat
 
 @pytest.mark.long
 def test_recorded_process_and_its_forked_trainer_are_two_runs(tmp_path: Path) -> None:
-    """A recorded process and the trainer that it forks are two runs, each with its own steps."""
+    """Each run contains its own steps."""
     script = tmp_path / "forks.py"
     script.write_text(
         "import torch, torch.multiprocessing as mp\n"
@@ -260,15 +253,15 @@ def test_recorded_process_and_its_forked_trainer_are_two_runs(tmp_path: Path) ->
     values = [report(each) for each in runs(tmp_path)]
 
     assert done.returncode == 0, done.stderr
-    # The first of 17 steps is not measured. Then the second optimizer ends the steps alone, as the
-    # first one is gone.
+    # The first of 17 steps is not measured. After the first optimizer is freed, the second one
+    # alone ends the steps.
     assert sorted(value["ranks"][0]["steps"] for value in values) == [16, 24]
     assert {value["ranks"][0]["state"] for value in values} == {"closed"}
 
 
 @pytest.mark.long
 def test_script_with_its_own_watch_is_recorded_once(tmp_path: Path) -> None:
-    """A script that calls watch() under the flag is recorded once, by this watch."""
+    """The script calls watch() under the flag, and only this watch records."""
     script = tmp_path / "watched.py"
     script.write_text(
         "import torch, torchlens_perf as perf\n"

@@ -1,5 +1,6 @@
-"""aggregate="device" on the asynchronous device: rank 0's node names the slow rank from merged
-device data alone.
+"""Tests of aggregate="device" on the asynchronous device.
+
+Rank 0's node names the slow rank from merged device data alone.
 
 Each rank has a separate run directory, as on a node whose sidecar does not exchange data with
 others.
@@ -45,7 +46,7 @@ pytestmark = [
 ]
 WINDOW, WINDOWS, SLOW, MS = 16, 6, 1, 1_000_000
 FORWARD_S, BACKWARD_S, LATE_S = 0.012, 0.006, 0.008
-# Interval of reading the loss, in steps, as in scripts that print it. The device is not farther
+# Interval of reading the loss, in steps, as in scripts that print it. The device is never farther
 # behind.
 PRINTED = 8
 
@@ -146,14 +147,14 @@ def told(
 
 
 def report_of(folder: Path, *told: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of rank 0's node if its sidecar reads these ranks' records.
+    """Return the report of rank 0's node if its sidecar reads the given ranks' records.
 
-    Rank 0 is the first one.
+    Rank 0 is the first rank.
     """
     host = told[0]["host"]
     with run_without_traces(folder) as run:
         for rank in told:
-            # The ring is removed after it was stored.
+            # The ring is removed after the sidecar has stored it.
             run.register_ring(host, Path(shutil.copy(rank["ring"], folder)))
         return _report_of(run, host)
 
@@ -176,7 +177,9 @@ def windows(rows: list[MergedRow]) -> list[dict[str, list[MergedRow]]]:
     return [found[step] for step in sorted(found)]
 
 
-def test_merging_adds_no_wait_and_changes_no_bit(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_merging_adds_no_device_wait_and_changes_no_bit(
+    told: list[dict[str, dict[str, Any]]],
+) -> None:
     for rank in told:
         for watched in (rank["slow"], rank["clean"]):
             assert watched["losses"] == rank["alone"]["losses"]
@@ -190,8 +193,8 @@ def test_merging_adds_no_wait_and_changes_no_bit(told: list[dict[str, dict[str, 
     assert len({each["slow"]["launches"] for each in told}) == 1, "all ranks have met equally often"
 
 
-def test_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]]]) -> None:
-    """Windows have the steps of all ranks that the device had passed.
+def test_merged_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]]]) -> None:
+    """Windows contain the steps of all ranks that the device had passed.
 
     Their medians equal those of the ranks' records.
     """
@@ -230,10 +233,10 @@ def test_slow_rank_is_named_from_merged_windows_alone(
     assert "Found in statistics merged on devices" in verdict["text"]
 
 
-def test_windows_add_nothing_when_the_sidecar_has_all_records(
+def test_merged_windows_add_nothing_when_the_sidecar_has_all_records(
     told: list[dict[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """The judge names the rank by its records. The windows agree and add nothing."""
+    """The judge names the rank by its records, and the windows agree."""
     report = report_of(tmp_path, *(rank["slow"] for rank in told))
     assert [rank["rank"] for rank in report["ranks"]] == list(range(len(told)))
     (verdict,) = [each for each in report["verdicts"] if each["kind"] == "straggler"]
@@ -242,7 +245,7 @@ def test_windows_add_nothing_when_the_sidecar_has_all_records(
     assert "windows" not in verdict["text"]
 
 
-def test_no_rank_is_named_in_a_clean_run(
+def test_no_rank_is_named_from_merged_windows_of_a_healthy_run(
     told: list[dict[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
     """The verdict also says that all ranks were compared."""

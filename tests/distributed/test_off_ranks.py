@@ -1,5 +1,6 @@
-"""Ranks that cannot record, in a job with ranks that can: no rank waits, and one line per node and
-the report show it.
+"""Tests of ranks that cannot record, in a job with ranks that can.
+
+No rank waits. One line per node and the report show the missing ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.support.processes import TRAIN, report, run, run_warm, runs, torchrun
 
 pytestmark = pytest.mark.distributed
 FLAG = ("--logs-specs", "torchlens_perf")
-# Under the flag a rank begins to record at the end of its first step. Until then the test can
+# Under the flag a rank begins to record at the end of its first step. Until that step the test can
 # change its environment.
 CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
 NO_PROGRAM = "sys.executable = ''"
@@ -54,15 +55,15 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
     ],
 )
-def test_report_names_the_rank_that_is_off(
+def test_report_names_the_rank_that_cannot_record(
     change: str, reason: str, unwatched: str, tmp_path: Path
 ) -> None:
-    """The other rank is recorded, and the report names the missing one."""
+    """The other rank is recorded."""
     trained, off, _ = job(tmp_path, 2, "1,", change)
     value = report(runs(tmp_path)[0])
 
     assert trained == unwatched
-    # In this case the node's number of ranks is taken to be the job's.
+    # In this case the node's number of ranks is used as the job's number.
     if not reason:
         assert [rank["rank"] for rank in value["ranks"]] == [0, 1]
         return
@@ -72,8 +73,8 @@ def test_report_names_the_rank_that_is_off(
     assert "1 of 2 ranks are missing: 1" in value["quality"]["notes"]
 
 
-def test_other_rank_is_recorded_when_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
-    """Rank 0 prints no report, and the other rank is recorded."""
+def test_other_rank_is_recorded_when_rank_0_cannot_record(unwatched: str, tmp_path: Path) -> None:
+    """Rank 0 prints no report."""
     trained, off, ours = job(tmp_path, 2, "0,", NO_PROGRAM)
     value = report(runs(tmp_path)[0])
 
@@ -84,10 +85,10 @@ def test_other_rank_is_recorded_when_rank_0_is_off(unwatched: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["a file in the way", *long("no process")])
-def test_one_line_per_node_is_printed_when_all_ranks_are_off(
+def test_one_line_per_node_is_printed_when_no_rank_can_record(
     how: str, unwatched: str, tmp_path: Path
 ) -> None:
-    """There is one line per node instead of one per rank, and no file is left."""
+    """No file is left."""
     (tmp_path / "file").write_text("in the way")
     folder = (
         {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")}
@@ -105,7 +106,7 @@ def test_one_line_per_node_is_printed_when_all_ranks_are_off(
 
 @pytest.mark.long
 def test_script_that_calls_watch_continues_when_recording_is_off(tmp_path: Path) -> None:
-    """The same is true if the script calls watch(). It continues without a run directory."""
+    """The script has no run directory."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, torch, torchlens_perf as perf\n"

@@ -1,4 +1,7 @@
-"""Real ranks, one of them slowed by its environment: the verdict gives the rank and the cause."""
+"""Tests of real ranks, one of them slowed by its environment.
+
+The verdict contains the rank and the cause.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ def why_no_disk_is_throttled(folder: Path) -> str:
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own"
 )
-@pytest.mark.long  # on a busy machine the two ranks have no CPU of their own
+@pytest.mark.long  # On a busy machine the two ranks have no CPU of their own.
 def test_planted_garbage_collection_and_disk_throttling_are_named_as_causes(tmp_path: Path) -> None:
-    """Cases: a heap that is collected in every step, and a throttled disk."""
+    """One case collects a heap in every step, and the other one throttles a disk."""
     reason = why_no_disk_is_throttled(tmp_path)
     kinds = ["gc"] if reason else ["gc", "slow_storage"]
     record([(kind, 1) for kind in kinds], tmp_path, STEPS)

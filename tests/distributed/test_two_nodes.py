@@ -1,9 +1,12 @@
-"""Two nodes of two ranks: node 0 judges all ranks, and names a slow rank with its host, and a
-silent node.
+"""Tests of two nodes with two ranks each.
+
+Node 0 judges all ranks, and names a slow rank with its host, and a silent node.
 
 The nodes are namespaces of this machine with separate host names, shared memory and working
-directories. They share the network, so their sidecars connect as between machines, over the job's
-store and their own server.
+directories.
+
+The nodes share the network, so their sidecars connect as between machines, over the job's store and
+their own server.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ NOTICED_S = 15.0
 
 
 def _why_not() -> str:
-    """Return the reason why there can be no second node here, or an empty string."""
+    """Return the reason why this machine cannot have a second node, or an empty string."""
     if os.geteuid():
         return "namespaces with names and mounts of their own need root"
     done = subprocess.run(
@@ -75,7 +78,9 @@ def planted_straggler(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
-    """Node 0 names the rank with its host and slow phase, although it has no ring file of it."""
+    """Node 0 names the rank with its host and slow phase, although it has no ring file of that
+    rank.
+    """
     with LiveRanks(tmp_path, RANKS, NODES, SLOW_RANK=str(SLOW_RANK), SLOW_FROM="10") as job:
         found = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
         reports = [job.report(node) for node in NODES]
@@ -86,7 +91,7 @@ def test_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
     assert "node-b" in found["text"]
 
 
-def test_configured_address_and_token_are_used(tmp_path: Path) -> None:
+def test_exchange_uses_the_configured_address_and_token(tmp_path: Path) -> None:
     """Node 0 listens on the address of `exchange` with the token of the environment.
 
     No file contains the token.
@@ -114,7 +119,7 @@ def test_configured_address_and_token_are_used(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
-    """On devices, the exchanged windows contain device times, and so does node 0's verdict."""
+    """The exchanged windows contain device times, and so does node 0's verdict."""
     device.build()
     slow = {"SLOW_RANK": str(SLOW_RANK), "SLOW_FROM": "10", "PYTHONPATH": os.pathsep.join(sys.path)}
     with LiveRanks(
@@ -132,7 +137,7 @@ def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
 def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
     """Return the verdict if it names a device.
 
-    Until the other node's second poll, all ranks only wait.
+    Until the other node's second poll, all ranks seem to be waiting.
     """
     found: dict[str, Any] | None = hang(value)
     return found if found is not None and found["evidence"]["kind"] == "device" else None
@@ -142,7 +147,7 @@ def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
 def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
     """A kernel of rank 2 never ends.
 
-    Node 0 names it, its node, the step and the mark without a ring of it.
+    Node 0 names the rank, its node, the step and the mark without that rank's ring.
     """
     device.build()
     stuck = {"HANG_RANK": "2", "HANG_AT": "60", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -158,7 +163,7 @@ def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Stop all ranks of the other node and their sidecar, then continue them.
+    """Stop all ranks and the sidecar of the other node, then continue them.
 
     Return node 0's verdict.
     """
@@ -180,11 +185,8 @@ def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_silent_node_is_named(silence: dict[str, Any]) -> None:
-    """Node 0 names ranks and host within 15 s, and its own ranks as waiting.
-
-    The verdict ends with the silence.
-    """
+def test_silent_node_is_named_until_it_continues(silence: dict[str, Any]) -> None:
+    """Node 0 names ranks and host within 15 s, and its own ranks as waiting."""
     assert silence["rank"] in (2, 3)
     assert silence["evidence"]["waiting"] == [0, 1]
     assert "node-b" in silence["text"]
@@ -192,7 +194,7 @@ def test_silent_node_is_named(silence: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_silent_node_is_distinguished_from_a_hang(silence: dict[str, Any]) -> None:
-    """A node that was healthy in its last message has failed as a whole, so the advice is about the
+    """The node was healthy in its last message and failed as a whole, so the advice is about the
     machine.
     """
     assert (silence["evidence"]["kind"], silence["evidence"]["ranks"]) == ("silent", [2, 3])

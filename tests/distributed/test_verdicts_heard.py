@@ -1,4 +1,4 @@
-"""A verdict reaches the callbacks of a live job's ranks during training."""
+"""Tests that a verdict reaches the callbacks of a live job's ranks during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def test_each_rank_receives_the_verdict_on_a_slow_rank(tmp_path: Path) -> None:
     """Callbacks run within about a second after the sidecar has named the rank.
 
-    Each rank's summary names it too.
+    Each rank's summary names the slow rank too.
     """
     done = run_warm(torchrun(str(SCRIPTS / "verdicts_heard.py")), tmp_path, 150)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
-"""Training process and sidecar divide a device's steps into equal parts, and rows are restored from
-their records.
+"""Tests that training process and sidecar divide a device's steps into equal parts.
+
+Rows are restored from their records.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ PART_OF_ROW = {
     Row.FORWARD: "forward", Row.RECOMPUTE: "recompute", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer",
     Row.STALL: "communication", Row.GAP: "host",
 }  # fmt: skip
-# Few distinct values, so that many spans share starts, ends and lengths, or overlap slightly.
+# Few distinct values let many spans share starts, ends and lengths, or overlap slightly.
 SPANS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=9
 )
 
 
 class Known:
-    """A stand-in that records the steps."""
+    """A fake that records the steps."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -46,8 +47,8 @@ Steps = list[tuple[list[tuple[Kind, int, int]], int]]
 
 @settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
-def test_host_and_sidecar_make_the_same_parts(steps: Steps) -> None:
-    """Spans may be nested, overlapping or of equal length. The host is never in the gap."""
+def test_host_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None:
+    """Spans may be nested, overlapping or of equal length. The host never belongs to the gap."""
     both_agree(steps)
 
 
@@ -56,12 +57,10 @@ def test_host_and_sidecar_make_the_same_parts(steps: Steps) -> None:
     st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3),
     st.integers(0, 999),
 )
-def test_host_and_sidecar_make_the_same_parts_of_thousands_of_spans(
+def test_host_and_sidecar_agree_on_the_parts_of_thousands_of_fsdp2_spans(
     shapes: list[tuple[int, int]], seed: int
 ) -> None:
-    """The spans are like those of FSDP2: the phases of each micro-step, with stalls inside of and
-    between them.
-    """
+    """The spans are the phases of each micro-step, with stalls inside of and between the phases."""
     steps: Steps = []
     random = Random(seed)
     for count, phases in shapes:
@@ -82,8 +81,7 @@ def both_agree(steps: Steps) -> None:
     known, records = Known(), []
     parts = StepParts(known)  # type: ignore[arg-type]
     for number, (spans, step_ns) in enumerate(steps):
-        # An empty backward pass apart from all others, because a step without one is no training
-        # step.
+        # A step without a backward pass is no training step, so an empty one is added.
         device = [*spans, (Kind.BACKWARD, 1000, 0), (Kind.STEP, 0, step_ns)]
         for kind, start_ns, duration_ns in device:
             parts.add(int(kind), number, start_ns, duration_ns)
@@ -120,7 +118,7 @@ def test_steps_without_training_and_their_spans_are_left_out() -> None:
 
 
 def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without its stalls would have too much work."""
+    """A step without its stalls would show too much work."""
     monkeypatch.setattr(step_parts, "MAX_EVENTS", 10)
     known = Known()
     parts = StepParts(known)  # type: ignore[arg-type]
@@ -130,13 +128,13 @@ def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.Mon
             parts.add(int(Kind.WAIT), step, each * 10, 5)
         parts.add(int(Kind.STEP), step, 0, 100)
     assert [rows[Row.STALL] for rows in known.steps] == [45, 15]
-    # Incomplete steps leave nothing behind.
+    # Incomplete steps leave no spans behind.
     for step in range(3, 1000):
         parts.add(int(Kind.WAIT), step, 0, 5)
     assert len(parts._spans) == 1
 
 
-def test_row_is_restored_from_its_record() -> None:
+def test_row_restored_from_its_record_equals_the_original() -> None:
     """Values that do not fit are cut, and do not change other fields."""
     for row in (SECTION, *range(len(Row))):
         wanted = MergedRow(

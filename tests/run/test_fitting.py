@@ -1,4 +1,4 @@
-"""A rank's metadata fit into its ring file, however long launcher, user and job have made them."""
+"""Tests that a rank's metadata fit into its ring file, however long they are."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ CASES = [
 @pytest.mark.parametrize(
     ("path", "value", "told"), CASES, ids=[f"{path}-{len(str(v))}" for path, v, _ in CASES]
 )
-def test_one_field_that_is_too_long_is_left_out(
+def test_one_field_that_is_too_long_is_left_out_with_a_note(
     usual: dict[str, Any], path: str, value: Any, told: str
 ) -> None:
-    """A note names what was left out. All other fields are unchanged."""
+    """All other fields are unchanged."""
     text = fitted(changed(usual, path, value), METADATA_BYTES)
     found = json.loads(text)
     field = path.partition(".")[0]
@@ -103,7 +103,9 @@ def test_one_field_that_is_too_long_is_left_out(
         )
 
 
-def test_identity_clock_and_settings_stay_if_all_fields_are_too_long(usual: dict[str, Any]) -> None:
+def test_identity_clock_and_settings_are_kept_if_all_fields_are_too_long(
+    usual: dict[str, Any],
+) -> None:
     metadata = usual
     for path, value, _ in CASES:
         if path != "identity.host":
@@ -122,7 +124,7 @@ def test_identity_clock_and_settings_stay_if_all_fields_are_too_long(usual: dict
 
 
 def test_metadata_that_fit_are_unchanged(usual: dict[str, Any]) -> None:
-    """This includes metadata that use all bytes."""
+    """The limit is tested with metadata that use all bytes."""
     room = METADATA_BYTES - len(json.dumps({**usual, "stack_file": ""}, separators=(",", ":")))
     full = {**usual, "stack_file": "x" * room}
 
@@ -150,7 +152,6 @@ _VALUE = st.recursive(
     )
 )
 def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str, Any]) -> None:
-    """Either nothing is missing or a note says what was left out."""
     identity = {"rank": 3, "traceparent": "x" * 5000, "attributes": {"a": "b"}}
     metadata = {"identity": identity, **metadata}
     if not isinstance(metadata.get("notes", []), list):
@@ -164,14 +165,14 @@ def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str,
         assert "left out" in found["notes"][-1]
 
 
-def test_result_is_empty_if_the_identity_does_not_fit() -> None:
+def test_result_is_empty_if_even_the_identity_does_not_fit() -> None:
     assert fitted({"identity": {str(i): i for i in range(5000)}}, METADATA_BYTES) == b"{}"
 
 
-def test_watch_with_long_variables_is_recorded(
+def test_watch_with_too_long_variables_records_and_reports_missing_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Environment variables and the program name are too long. The report says what is missing."""
+    """Environment variables and the program name are too long."""
     monkeypatch.setenv("TRACEPARENT", LONG)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", f"host.rack={LONG},host.id=i-1")
     monkeypatch.setenv("SLURM_JOB_NAME", "\N{SNOWMAN}" * 4000)

@@ -1,4 +1,4 @@
-"""The identity of a rank in the environments of launchers."""
+"""Tests of the identity that a rank reads from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def test_torchrun_variables_give_rank_node_and_attempt() -> None:
 
 
 def test_srun_variables_give_rank_and_node() -> None:
-    """Slurm's variables replace missing ones of torchrun. They do not include the number of ranks
-    per node.
+    """Slurm's variables replace missing ones of torchrun.
+
+    Slurm has no variable for the number of ranks per node.
     """
     found = detect(SLURM)
 
@@ -75,27 +76,25 @@ def test_process_without_a_launcher_is_the_only_rank() -> None:
 @pytest.mark.parametrize(
     "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
 )
-def test_malformed_numbers_are_ignored(name: str, text: str) -> None:
+def test_malformed_rank_and_size_variables_are_ignored(name: str, text: str) -> None:
     assert dataclasses.replace(detect({name: text}), run_id="") == dataclasses.replace(
         detect({}), run_id=""
     )
 
 
 @pytest.mark.parametrize("port", ["", "http", "²", "9" * 5000])
-def test_malformed_port_gives_no_store(port: str) -> None:
+def test_malformed_port_variable_gives_no_store_address(port: str) -> None:
     assert identity.job_store({"MASTER_ADDR": "node-a", "MASTER_PORT": port}) is None
 
 
 @pytest.mark.parametrize("told", ["...", ".", ""])
-def test_configured_run_id_is_cleaned_or_ignored(told: str) -> None:
-    """If no character is left after cleaning, the run id is claimed."""
+def test_configured_run_id_is_cleaned_or_replaced_by_a_claimed_one(told: str) -> None:
+    """If no character is left after cleaning, a run id is claimed."""
     assert detect({"TORCHLENS_PERF_RUN_ID": told}, nth_watch=1).run_id.startswith("claimed-")
 
 
 def test_run_id_on_one_node_is_claimed_for_the_launcher() -> None:
-    """The run id is claimed with a digest of the launcher, which is the same for all of its
-    children.
-    """
+    """The claim contains a digest of the launcher, which is the same for all of its children."""
     one_node = {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}
     first, second = detect({**one_node, "RANK": "0"}), detect({**one_node, "RANK": "7"})
 
@@ -105,10 +104,8 @@ def test_run_id_on_one_node_is_claimed_for_the_launcher() -> None:
     assert detect({}).run_id != first.run_id
 
 
-def test_run_id_over_several_nodes() -> None:
-    """Over several nodes, a name of the run must be known on all of them and unique to the job.
-    Otherwise each node claims one.
-    """
+def test_run_id_over_several_nodes_is_shared_only_if_unique_to_the_job() -> None:
+    """A usable name is known on all nodes and unique to the job. Otherwise each node claims one."""
     c10d = {
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job/7 a", "MASTER_ADDR": "node-a", "MASTER_PORT": "42901",
         "PET_RDZV_BACKEND": "c10d",
@@ -117,14 +114,13 @@ def test_run_id_over_several_nodes() -> None:
     assert detect(c10d).run_id == detect({**c10d, "RANK": "0"}).run_id
     assert detect(c10d).run_id.startswith("job_7_a-")
     assert detect({**c10d, "MASTER_PORT": "42902"}).run_id != detect(c10d).run_id
-    # A static rendezvous is written by the user, so the next job may have the same.
+    # Users write a static rendezvous themselves, so the next job may have the same one.
     assert detect({**c10d, "PET_RDZV_BACKEND": "static"}).run_id.startswith("claimed-")
     assert detect(TORCHRUN).run_id.startswith("claimed-")
     assert detect({"TORCHLENS_PERF_RUN_ID": "../mine"}).run_id == "_mine"
 
 
-def test_start_time_identifies_a_process() -> None:
-    """A process has a start time. A process that has ended, or is a zombie, has none."""
+def test_start_time_is_missing_for_ended_and_zombie_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = identity.process_started(child.pid)
 
@@ -140,13 +136,13 @@ def test_start_time_identifies_a_process() -> None:
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace shared memory by a folder of the test."""
+    """Replace shared memory with a folder of the test."""
     monkeypatch.setattr(directory, "_SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 def test_ranks_of_a_launcher_claim_the_same_run_id(local: Path) -> None:
-    """Another launcher gets its own run id."""
+    """The ranks of another launcher claim another run id."""
     launcher = os.getppid()
     first = claim_run_id("abc", launcher)
 
@@ -155,14 +151,15 @@ def test_ranks_of_a_launcher_claim_the_same_run_id(local: Path) -> None:
     assert claim_run_id("def", launcher).endswith("-def")
 
 
-def test_lone_process_leaves_no_claim(local: Path) -> None:
+def test_single_process_leaves_no_claim_file(local: Path) -> None:
     assert claim_run_id("abc", os.getpid()).endswith("-abc")
     assert list(local.iterdir()) == []
 
 
-def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
-    """Claims of living launchers stay, and those of other namespaces, whose process ids have no
-    meaning here.
+def test_claims_of_dead_launchers_are_removed(local: Path) -> None:
+    """Claims of live launchers stay.
+
+    Claims of other namespaces stay too, because their process ids mean nothing here.
     """
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     claim_run_id("dead", child.pid)
@@ -180,10 +177,8 @@ def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
     ]
 
 
-def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
-    """A script that spawns its ranks twice makes two runs. Ranks of one run get the same id, even
-    if one has ended.
-    """
+def test_launcher_that_starts_the_same_ranks_again_makes_a_second_run(local: Path) -> None:
+    """Ranks of one run claim the same id, even if one of them has ended."""
     launcher = os.getppid()
 
     def run_ids(*ranks: int) -> set[str]:
@@ -213,13 +208,13 @@ def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
         return {claimed for _, claimed in children}
 
     assert run_ids(0, 1) == {"of-0-in-2\n"}
-    # Rank 1 comes again.
+    # Rank 1 is started again.
     assert run_ids(1, 0) == {"of-1-in-2\n"}
-    # Rank 2 is new, and all others have ended.
+    # Rank 2 is new, and all other ranks have ended.
     assert run_ids(2, 0, 1) == {"of-2-in-3\n"}
 
 
-def test_simultaneous_claims_agree(local: Path) -> None:
+def test_simultaneous_claims_agree_on_one_run_id(local: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from torchlens_perf.run import directory\n"
         "directory._SHARED_MEMORY = Path(sys.argv[1])\n"
@@ -243,8 +238,8 @@ def test_simultaneous_claims_agree(local: Path) -> None:
     assert claimed.pop().endswith("-abc\n")
 
 
-def test_pod_name_is_an_attribute_in_kubernetes() -> None:
-    """In a pod, the pod's name is known without configuration."""
+def test_pod_name_becomes_an_attribute_in_kubernetes() -> None:
+    """No configuration is needed for the pod's name."""
     found = detect(
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-0", "K8S_NAMESPACE": "ml"}
     )
@@ -285,7 +280,7 @@ PYTORCHJOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MA
         (PYTORCHJOB, "environment", None, None, "claimed-"),
     ],
 )
-def test_launcher_variables_give_the_place_of_a_rank(
+def test_launcher_variables_give_the_position_of_a_rank(
     environ: dict[str, str],
     launcher: str,
     local_rank: int | None,
@@ -310,9 +305,10 @@ def test_launcher_variables_give_the_place_of_a_rank(
         INTEL_MPI,
     ],
 )
-def test_inner_launcher_counts_if_launchers_are_nested(around: dict[str, str]) -> None:
-    """A row only counts if it describes this process: torchrun under srun or mpirun, or in a batch
-    script.
+def test_inner_launcher_is_used_if_launchers_are_nested(around: dict[str, str]) -> None:
+    """Variables are used only if they describe this process.
+
+    Cases are torchrun under srun or mpirun, and torchrun in a batch script.
     """
     inside = {
         **TORCHRUN,
@@ -327,9 +323,7 @@ def test_inner_launcher_counts_if_launchers_are_nested(around: dict[str, str]) -
 
 
 def test_batch_script_is_a_single_process() -> None:
-    """A batch script of Slurm has SLURM_PROCID=0 and the job's SLURM_NTASKS, but is a single
-    process.
-    """
+    """Slurm sets SLURM_PROCID=0 and the job's SLURM_NTASKS in a batch script."""
     batch = {
         name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if "STEP" not in name
     }
@@ -356,10 +350,8 @@ def test_ranks_per_node_are_read_from_slurms_list(
     assert detect(step).local_world_size == ranks
 
 
-def test_run_id_stays_after_a_restart_in_a_smaller_world(local: Path) -> None:
-    """The run keeps the name that torchrun's agent gave it, with another port and finally on one
-    node.
-    """
+def test_run_id_is_kept_after_a_restart_in_a_smaller_world(local: Path) -> None:
+    """The port of torchrun's agent changes, and finally only one node is left."""
     before = {
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PET_RDZV_BACKEND": "c10d",
         "GROUP_WORLD_SIZE": "2",

@@ -1,5 +1,6 @@
-"""Install hints name packages that pip can install: a clone, a repository, a wheel, an index, or an
-extra's requirements.
+"""Tests of install hints, which name packages that pip can install.
+
+Sources are a clone, a repository, a wheel, an index, or an extra's requirements.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'uvicorn>=0.30; extr
 
 
 def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:
-    """Set the direct_url.json of the package's metadata. None: there is no such file."""
+    """Set the direct_url.json of the package's metadata, or remove the file if None."""
 
     class Distribution:
         requires = REQUIRES
@@ -51,7 +52,7 @@ def test_command_for_an_installation_from_an_index_names_the_extra(
 def test_command_for_a_clone_works_in_any_folder(
     editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The command works in any folder, and an editable installation stays editable."""
+    """An editable installation stays editable."""
     clone = tmp_path / "a clone"
     clone.mkdir()
     installed_from(
@@ -106,9 +107,7 @@ def test_command_for_an_installation_from_a_url_names_the_url(
 def test_command_for_a_deleted_clone_names_packages_of_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In an image without its build folder, the hint names the packages of the extra, which any
-    index has.
-    """
+    """An image may lack its build folder, but any index has the extra's packages."""
     installed_from(monkeypatch, {"url": "file:///deleted", "dir_info": {}})
     assert install_command("top") == "pip install 'textual<9,>=1'"
     assert install_command() == "pip install torchlens-perf"
@@ -126,8 +125,8 @@ def test_command_for_a_clone_without_metadata_names_its_folder(
     assert install_command("top") == f"pip install {shlex.quote(f'{ROOT}[top]')}"
 
 
-def test_pip_accepts_the_command() -> None:
-    """The command for this environment, which is an editable installation, is accepted by pip."""
+def test_pip_accepts_the_install_command() -> None:
+    """This environment is an editable installation."""
     _, *command = shlex.split(install_command("top"))
     done = subprocess.run(
         [sys.executable, "-m", "pip", *command, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],

@@ -1,4 +1,4 @@
-"""A node's run directory joins node 0's; names of nodes."""
+"""Tests that a node's run directory joins that of node 0, and of node names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
     assert first.node_log("node-b").read_text() == "said later"
     assert other.node_state("node-b").read_text() == "node-b"
     assert first.oom_table(3, 1).exists()
-    # A repeated call does nothing.
+    # A repeated call has no effect.
     assert not join_run(other.path, "run-0")
 
 
@@ -51,19 +51,17 @@ def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["../away", "", ".", "a/b", ".hidden", "x" * 200])
-def test_directory_names_from_node_0_that_lead_elsewhere_are_refused(
+def test_directory_names_from_node_0_outside_the_folder_are_refused(
     tmp_path: Path, name: str
 ) -> None:
-    """Names from node 0 come over a network and are not trusted."""
+    """Names from node 0 arrive over a network and are not trusted."""
     other = made(tmp_path / "runs", "run-1", "node-b")
     assert not join_run(other.path, name)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-1"]
 
 
-def test_node_name_has_host_and_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name has the host and the namespace of process ids. Another namespace on the host is
-    another node of that host.
-    """
+def test_node_name_contains_host_and_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another pid namespace on the same host is another node."""
     here = node.node_name()
     assert node.host_of(here) == socket.gethostname()
     monkeypatch.setattr(node, "pid_namespace", lambda: 1)

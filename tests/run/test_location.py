@@ -1,4 +1,4 @@
-"""Location of a machine, from files as clouds, container runtimes and Slurm make them."""
+"""Tests of a machine's location, read from files of clouds, container runtimes and Slurm."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def machine(folder: Path, dmi: dict[str, str] | None = None, **proc: str) -> tup
         ({}, {}),
     ],
 )
-def test_cloud_is_found_in_firmware_fields(
+def test_cloud_is_detected_from_firmware_fields(
     tmp_path: Path, dmi: dict[str, str], found: dict[str, str]
 ) -> None:
-    """The firmware identifies the cloud. A machine that is in no cloud gets no attributes."""
+    """A machine outside of clouds gets no attributes."""
     assert attributes({}, *machine(tmp_path, dmi)) == found
 
 
@@ -57,8 +57,8 @@ def test_cloud_is_found_in_firmware_fields(
         f"0::/machine.slice/libpod-{ID}.scope",
     ],
 )
-def test_container_id_is_found(tmp_path: Path, text: str) -> None:
-    """The id is in the name of the control group, or, if that is hidden, in the mounts."""
+def test_container_id_is_read_from_the_control_group_or_mounts(tmp_path: Path, text: str) -> None:
+    """Mounts are read if the name of the control group is hidden."""
     assert attributes({}, *machine(tmp_path / "a", cgroup=text)) == {"container.id": ID}
     layer = "cd34" * 16
     mounts = (
@@ -69,10 +69,8 @@ def test_container_id_is_found(tmp_path: Path, text: str) -> None:
     assert attributes({}, *hidden) == {"container.id": ID}
 
 
-def test_location_from_slurm_and_user_attributes(tmp_path: Path) -> None:
-    """Values of the user override detected ones. Values that are not shown are left to the
-    exporter.
-    """
+def test_users_location_attributes_override_slurms(tmp_path: Path) -> None:
+    """Values that are not shown are left to the exporter."""
     slurm = {
         "SLURM_TOPOLOGY_ADDR": "core.leaf3.node12",
         "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
@@ -91,7 +89,7 @@ def test_location_from_slurm_and_user_attributes(tmp_path: Path) -> None:
 
 
 def test_location_text_begins_with_the_nearest_place() -> None:
-    """The nearest place comes first, and the text is short."""
+    """The text is short."""
     known = {
         "host.id": "i-0abc",
         "network.switch": "leaf3",

@@ -1,5 +1,6 @@
-"""A training process receives complete texts from the sidecar, each once, and no files are left
-behind.
+"""Tests that a training process receives complete texts from the sidecar, each once.
+
+No files are left behind.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def ring(tmp_path: Path) -> Path:
     return tmp_path / "rank-1-2.ring"
 
 
-def test_each_text_is_returned_once(ring: Path) -> None:
-    """Delivering an equal text again counts as a change."""
+def test_each_delivered_text_is_returned_once(ring: Path) -> None:
+    """A second delivery of an equal text counts as a change."""
     box = Mailbox(ring, VIEW)
     assert box.news() is None
 
@@ -42,7 +43,7 @@ def test_partial_text_is_returned_once_it_is_complete(ring: Path) -> None:
 
 
 def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
-    """The question is not returned as its own answer."""
+    """The reader never receives the question as its own answer."""
     box = Mailbox(ring, ANSWER, RESULTS)
     assert (question(box.path), box.news()) == (RESULTS, None)
 
@@ -52,8 +53,8 @@ def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
     assert question(box.path) is None
 
 
-def test_late_delivery_leaves_no_file(ring: Path) -> None:
-    """Once the reader has removed its file, the sidecar does not make a new one."""
+def test_delivery_after_the_reader_left_creates_no_file(ring: Path) -> None:
+    """The reader has removed its mailbox file."""
     box = Mailbox(ring, ALERTS)
     box.close()
     deliver(str(box.path), "late")
@@ -64,7 +65,7 @@ def test_late_delivery_leaves_no_file(ring: Path) -> None:
 def test_full_disk_raises_and_leaves_no_mailbox(
     ring: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file is left. A mailbox without a question needs no space."""
+    """A mailbox without a question needs no space."""
 
     def full(descriptor: int, text: bytes) -> int:
         raise OSError(errno.ENOSPC, "full")
@@ -77,7 +78,7 @@ def test_full_disk_raises_and_leaves_no_mailbox(
 
 
 def test_second_mailbox_of_a_kind_is_refused(ring: Path) -> None:
-    """Two readers would take each other's texts."""
+    """Two readers would receive each other's texts."""
     box = Mailbox(ring, ANSWER)
     with pytest.raises(FileExistsError):
         Mailbox(ring, ANSWER)

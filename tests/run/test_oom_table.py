@@ -1,5 +1,6 @@
-"""The table of live blocks, from snapshots as torch 2.13 documents them, with stacks that torch has
-recorded.
+"""Tests of the table of live blocks, from snapshots as torch 2.13 documents them.
+
+torch has recorded the stacks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KB = 1024
 
 
 class Mlp(nn.Module):
-    """Keep the stack that an allocation of this module's activation would have."""
+    """A module that keeps the stack of its activation's allocation."""
 
     def forward(self, stacks: list[Any]) -> list[Any]:
         stacks.append(frames())
@@ -51,8 +52,9 @@ def table_of(held: dict[str, Any], **limits: int) -> LiveTable:
 
 
 def test_blocks_are_grouped_by_module_and_stack() -> None:
-    """The activations of three blocks are one row, with their classes. Memory of the script itself
-    is another row.
+    """The activations of three blocks are one row, with their classes.
+
+    Memory of the script itself is another row.
     """
     stacks = Net()([])
     own = frames()
@@ -72,7 +74,7 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     assert activations["stack"][0].startswith(f"{__file__}:")
     assert [line.split()[-1] for line in activations["stack"][:3]] == [
         "forward"
-        # No frame of torch is between them.
+        # No frame of torch is between the modules.
     ] * 3
     assert (script["module"], script["bytes"]) == ("", 50 * KB)
     assert "test_blocks_are_grouped_by_module_and_stack" in script["stack"][0]
@@ -85,7 +87,7 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     assert activations["new_blocks"] is None
 
 
-def test_same_stack_at_other_times_is_the_same_row() -> None:
+def test_equal_stacks_of_different_snapshots_are_one_row() -> None:
     """Frames of different snapshots are different objects, so rows are compared by content."""
     blocks = [block(KB, stack=stack) for stack in (Net()([])[0] for _ in range(4))]
     assert [
@@ -93,8 +95,8 @@ def test_same_stack_at_other_times_is_the_same_row() -> None:
     ] == [("Net > Block > Mlp", 4)]
 
 
-def test_without_stacks_blocks_are_grouped_by_size() -> None:
-    """The history was off."""
+def test_blocks_without_stacks_are_grouped_by_size() -> None:
+    """torch's memory history was off."""
     blocks = [block(size * KB) for size in (4, 4, 4, 10, 1)]
     rows = table_of(snapshot([segment(blocks)]))["rows"]
     assert [(row["bytes"], row["blocks"], row["largest_bytes"]) for row in rows] == [
@@ -103,10 +105,8 @@ def test_without_stacks_blocks_are_grouped_by_size() -> None:
     assert {(row["module"], *row["stack"]) for row in rows} == {("",)}
 
 
-def test_use_of_segments_is_counted_for_one_device() -> None:
-    """Only this device counts: allocated, freed but still in use by another stream,
-    free in pieces.
-    """
+def test_memory_of_segments_is_counted_for_one_device_only() -> None:
+    """The table shows allocated memory, memory in use by another stream, and free pieces."""
     first = [
         block(4 * KB),
         block(KB, "inactive"),
@@ -132,7 +132,7 @@ def test_use_of_segments_is_counted_for_one_device() -> None:
     assert sum(row["bytes"] for row in table["rows"]) == 14 * KB
 
 
-def test_empty_device_has_an_empty_table() -> None:
+def test_table_of_an_empty_device_is_empty() -> None:
     table = table_of(snapshot([]))
     assert (table["rows"], table["reserved_bytes"], table["segments"], table["history_s"]) == (
         [],
@@ -142,8 +142,8 @@ def test_empty_device_has_an_empty_table() -> None:
     )
 
 
-def test_blocks_that_are_left_out_are_counted() -> None:
-    """Small blocks beyond the limit, and rows beyond those that are shown."""
+def test_omitted_blocks_and_rows_are_counted() -> None:
+    """Blocks below a size limit and rows above a number limit are omitted."""
     blocks = [block(size * KB) for size in range(1, 101)]
     table = table_of(snapshot([segment(blocks)]), max_blocks=50, max_rows=10)
 
@@ -153,7 +153,7 @@ def test_blocks_that_are_left_out_are_counted() -> None:
     assert table["allocated_bytes"] == sum(range(1, 101)) * KB
 
 
-def test_new_blocks_are_those_of_the_history() -> None:
+def test_blocks_allocated_within_the_history_are_new() -> None:
     """An address that was freed and allocated again is new."""
     stack = frames()
     blocks = [block(KB, stack=stack) for _ in range(4)]
@@ -183,8 +183,8 @@ def test_new_blocks_are_those_of_the_history() -> None:
     assert (table["history_events"], table["history_s"]) == (5, 2.5)
 
 
-def test_stack_of_a_deep_model_shows_both_ends() -> None:
-    """The outermost class and the innermost ones are shown, with a limited number of frames."""
+def test_stack_of_a_deep_model_shows_outermost_and_innermost_classes() -> None:
+    """The number of frames is limited."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -201,10 +201,8 @@ def test_stack_of_a_deep_model_shows_both_ends() -> None:
     assert len(row["stack"]) == 6
 
 
-def test_classes_are_distinguished_by_the_first_line_of_forward() -> None:
-    """A class that inherits forward() is shown as the class that defines it, because frames have
-    only that.
-    """
+def test_class_that_inherits_forward_is_shown_as_its_defining_class() -> None:
+    """Frames contain only the class that defines forward()."""
 
     class Child(Mlp):
         pass

@@ -1,6 +1,4 @@
-"""Checks of who can change a file: folders, links and files of a path, with real modes and
-owners.
-"""
+"""Tests of checks who can change a file: folders, links and files with real modes and owners."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Return a file three folders deep, which all belong to this user."""
+    """Return a file three folders deep. The given user owns all of them."""
     path = tmp_path / "home" / "cache" / "ours" / "tap.so"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -30,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_own_file_is_accepted(file: Path) -> None:
-    """This includes the system's files."""
+    """The system's files are accepted too."""
     assert others_can_change(file) is None
     assert others_can_change(file.parent) is None
     assert others_can_change(Path("/bin/sh")) is None
@@ -43,7 +41,7 @@ def test_own_file_is_accepted(file: Path) -> None:
 def test_path_that_others_can_write_to_is_refused(
     level: int, bits: int, who: str, file: Path
 ) -> None:
-    """The message names the part of the path that is writable."""
+    """The error names the writable part of the path."""
     part = [file, *file.parents][level]
     part.chmod(0o755 | bits)
     refused = others_can_change(file)
@@ -57,7 +55,7 @@ def test_path_that_others_can_write_to_is_refused(
 @as_root
 @pytest.mark.parametrize("level", range(4))
 def test_path_of_another_user_is_refused(level: int, file: Path) -> None:
-    """This holds for the file, its folder and all parents, whatever their mode is."""
+    """File, folder and all parents must belong to the user, whatever their mode is."""
     part = [file, *file.parents][level]
     os.chown(part, SOMEBODY, -1)
 
@@ -65,10 +63,8 @@ def test_path_of_another_user_is_refused(level: int, file: Path) -> None:
 
 
 @as_root
-def test_user_accepts_own_and_roots_files_only() -> None:
-    """For a user other than root, root's files are as safe as the user's own. Files of a third user
-    are not.
-    """
+def test_only_own_and_roots_files_are_accepted() -> None:
+    """For any user, root's files are as safe as the user's own ones."""
     # pytest's own folders are closed to other users.
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -88,10 +84,8 @@ def test_user_accepts_own_and_roots_files_only() -> None:
 
 
 @as_root
-def test_sticky_folder_is_accepted_as_a_parent(file: Path) -> None:
-    """A sticky parent such as /tmp is accepted. The folder itself must not be sticky, and no parent
-    may belong to another user.
-    """
+def test_sticky_folder_is_accepted_only_as_a_parent(file: Path) -> None:
+    """/tmp is such a parent. No parent may belong to another user."""
     above = file.parent.parent
     above.chmod(0o1777)
     assert others_can_change(file) is None
@@ -101,7 +95,7 @@ def test_sticky_folder_is_accepted_as_a_parent(file: Path) -> None:
 
 
 def chain(folder: Path, length: int, end: Path) -> Path:
-    """Return a symbolic link to a link to a link ... to the end."""
+    """Return a symbolic link to a link to a link ... to `end`."""
     target = end
     for number in range(length):
         link = folder / f"link{number}"
@@ -111,8 +105,9 @@ def chain(folder: Path, length: int, end: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [os.path.abspath, os.path.relpath], ids=["absolute", "relative"])
-def test_links_are_followed(make: Callable[..., str], file: Path, tmp_path: Path) -> None:
-    """A writable folder behind a link is found."""
+def test_writable_folder_behind_a_link_is_refused(
+    make: Callable[..., str], file: Path, tmp_path: Path
+) -> None:
     start = tmp_path / "start"
     start.mkdir()
     target = make(file.parent) if make is os.path.abspath else make(file.parent, start)
@@ -127,7 +122,7 @@ def test_links_are_followed(make: Callable[..., str], file: Path, tmp_path: Path
     )
 
 
-def test_folder_of_a_link_is_checked(file: Path, tmp_path: Path) -> None:
+def test_link_in_a_writable_folder_is_refused(file: Path, tmp_path: Path) -> None:
     """A user who can replace the link decides where it leads."""
     start = tmp_path / "start"
     start.mkdir()
@@ -139,7 +134,7 @@ def test_folder_of_a_link_is_checked(file: Path, tmp_path: Path) -> None:
 
 @as_root
 def test_link_of_another_user_is_refused(file: Path, tmp_path: Path) -> None:
-    """In a sticky folder any user can make a link to this user's file."""
+    """Any user can make a link to this user's file in a sticky folder."""
     start = tmp_path / "start"
     start.mkdir()
     start.chmod(0o1777)
@@ -150,8 +145,8 @@ def test_link_of_another_user_is_refused(file: Path, tmp_path: Path) -> None:
     assert others_can_change(link) == f"{link} belongs to user {SOMEBODY}"
 
 
-def test_cycle_of_links_raises(file: Path, tmp_path: Path) -> None:
-    """Forty links are followed, as in the kernel. A cycle is an error and does not hang."""
+def test_cycle_of_links_raises_an_error(file: Path, tmp_path: Path) -> None:
+    """Up to forty links are followed, as in the kernel."""
     assert others_can_change(chain(tmp_path, 40, file)) is None
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
@@ -159,7 +154,7 @@ def test_cycle_of_links_raises(file: Path, tmp_path: Path) -> None:
         others_can_change(tmp_path / "a")
 
 
-def test_missing_file_raises(file: Path) -> None:
+def test_missing_file_raises_file_not_found(file: Path) -> None:
     """A caller must be able to distinguish a missing file from a refused one."""
     with pytest.raises(FileNotFoundError):
         others_can_change(file.parent / "missing.so")
@@ -169,7 +164,7 @@ def test_missing_file_raises(file: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "tap.so", "./tap.so", "../tap.so", "~/tap.so"])
 def test_relative_path_is_refused(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """A path that depends on the current folder is refused even if the file there is safe."""
+    """Such a path depends on the current folder, even if the file there is safe."""
     monkeypatch.chdir(file.parent)
     refused = others_can_change(Path(path))
 
@@ -178,7 +173,7 @@ def test_relative_path_is_refused(path: str, monkeypatch: pytest.MonkeyPatch, fi
 
 
 def test_file_larger_than_its_reported_size_is_read_completely() -> None:
-    """The kernel reports size 0 for files in /proc, like for a file that grows during a read."""
+    """The kernel reports size 0 for files in /proc. Other files may grow during a read."""
     content = read_bytes("/proc/self/cmdline", 1 << 20)
 
     assert content == Path("/proc/self/cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""The name of a program: what the user started, in any way."""
+"""Tests of the name of a program, which is what the user started."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
 def test_program_is_named_by_the_script_folder_or_module(
     arguments: str, names: list[str], folder: Path
 ) -> None:
-    """Scripts and folders have their own name, modules theirs. Code without a file is `python`."""
+    """Code without a file is named `python`."""
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} {arguments}"],
         cwd=folder,
@@ -122,7 +122,7 @@ def test_python_dot_is_named_by_its_folder(folder: Path) -> None:
 def test_notebook_is_named_by_its_file(
     launcher: str, vscode: object, environ: dict[str, str], name: str
 ) -> None:
-    """Jupyter Server or VS Code provide the name of the notebook. Without them it is `notebook`."""
+    """Jupyter Server or VS Code provides the name. Without a name, the program is `notebook`."""
     main = types.ModuleType("__main__")
     if vscode is not None:
         main.__vsc_ipynb_file__ = vscode  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
     )
 
 
-def test_any_sys_argv_gives_a_program_name() -> None:
+def test_any_value_of_sys_argv_gives_a_program_name() -> None:
     """A script may put any value into sys.argv."""
     assert name_of([Path("/x/train.py")], None, {}) == "train.py"  # type: ignore[list-item]
     assert name_of([7], None, {}) == "7"  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Ranks as short text."""
+"""Tests of sets of ranks as short text."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torchlens_perf.run.rank_ranges import parse_ranges, ranges
         ([1, 9], "1,9"),
     ],
 )
-def test_regular_set_is_one_range(ranks: list[int], text: str) -> None:
+def test_regularly_spaced_ranks_are_written_as_one_range(ranks: list[int], text: str) -> None:
     assert ranges(ranks) == text
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_text_of_any_set_is_parsed_back(ranks: set[int]) -> None:
+def test_parsed_text_gives_the_same_ranks_for_any_set(ranks: set[int]) -> None:
     assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)
 
 
 @pytest.mark.parametrize(
     "text", ["0-99999999999999999999", "0-9999999", "0-1000000,0-1000000", f"{10**30}"]
 )
-def test_too_many_ranks_are_refused(text: str) -> None:
-    """Short text could otherwise use gigabytes of memory."""
+def test_text_with_too_many_ranks_is_refused(text: str) -> None:
+    """Without the limit, a short text could use gigabytes of memory."""
     with pytest.raises(ValueError, match="more than 1048576 ranks"):
         parse_ranges(text)

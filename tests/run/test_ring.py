@@ -1,4 +1,4 @@
-"""The ring file: its layout, its reader, and the reader's count of missed records."""
+"""Tests of the ring file: its layout, its reader, and the count of missed records."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     made.close()
 
 
-def test_ring_file_is_private_with_reserved_blocks(tmp_path: Path) -> None:
-    """Blocks are reserved, so that a store cannot fail on a full disk."""
+def test_new_ring_file_is_private_and_has_reserved_blocks(tmp_path: Path) -> None:
+    """With reserved blocks, a store cannot fail on a full disk."""
     made = RingFile(tmp_path / "r", 1024)
     status = os.stat(made.path)
     made.close()
@@ -82,7 +82,7 @@ def test_ring_file_is_private_with_reserved_blocks(tmp_path: Path) -> None:
     )
 
 
-def test_existing_file_is_refused(tmp_path: Path) -> None:
+def test_creating_a_ring_at_an_existing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     (tmp_path / "r").symlink_to(tmp_path / "target")
 
@@ -102,7 +102,7 @@ def test_full_disk_raises_at_creation_and_leaves_no_file() -> None:
     assert not path.exists()
 
 
-def test_name_is_interned_once(tmp_path: Path) -> None:
+def test_name_interned_twice_is_stored_once(tmp_path: Path) -> None:
     made = RingFile(tmp_path / "r", 1024)
     names = ["blocks.0", "emoji \N{SNOWMAN}", "</script>\x1b[31m", "lone \ud800", "x" * 1000, ""]
     ids = [made.intern(name) for name in names]
@@ -115,8 +115,8 @@ def test_name_is_interned_once(tmp_path: Path) -> None:
     made.close()
 
 
-def test_names_beyond_the_table_are_counted(tmp_path: Path) -> None:
-    """Names that do not fit share id 0. Earlier ones stay."""
+def test_names_beyond_the_table_share_id_0_and_are_counted(tmp_path: Path) -> None:
+    """Earlier names stay."""
     made = RingFile(tmp_path / "r", 1024)
     ids = [made.intern(f"{i:0250d}") for i in range(2000)]
     reader = Reader(made.path)
@@ -130,7 +130,7 @@ def test_names_beyond_the_table_are_counted(tmp_path: Path) -> None:
 
 
 def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
-    """The reader gets no metadata while they are being replaced."""
+    """The reader sees no metadata during the replacement."""
     made = RingFile(tmp_path / "r", 1024)
     reader = Reader(made.path)
 
@@ -144,7 +144,7 @@ def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
     made.set_metadata({"rank": 5})
     assert reader.metadata() == {"rank": 5}, "an odd revision is repaired"
 
-    # The content differs from what the writer stored, whatever the revision is.
+    # The content differs from the stored one, whatever the revision is.
     made.buffer[ring.METADATA_OFFSET + 2] ^= 1
     assert reader.metadata() == {}
     made.set_metadata({"rank": 6})
@@ -165,7 +165,9 @@ def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
         (lambda data: data[:-64], "does not match"),
     ],
 )
-def test_damaged_file_raises_with_the_reason(tmp_path: Path, damage: object, message: str) -> None:
+def test_damaged_file_raises_an_error_with_the_reason(
+    tmp_path: Path, damage: object, message: str
+) -> None:
     made = RingFile(tmp_path / "r", 1024)
     made.close()
     data = (tmp_path / "r").read_bytes()
@@ -176,7 +178,7 @@ def test_damaged_file_raises_with_the_reason(tmp_path: Path, damage: object, mes
 
 
 def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
-    """A writer that was killed leaves OPEN."""
+    """A killed writer leaves the state OPEN."""
     made = RingFile(tmp_path / "r", 1024)
     reader = Reader(made.path)
 
@@ -188,7 +190,9 @@ def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 class TestReading:
-    def test_each_read_returns_new_records(self, implementation: object, tmp_path: Path) -> None:
+    def test_each_read_returns_only_new_records(
+        self, implementation: object, tmp_path: Path
+    ) -> None:
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "a", 5)
         rig.span(Kind.DATA, "b", 5)
@@ -201,7 +205,9 @@ class TestReading:
         assert (first.lost, second.lost, len(rig.reader.read().records)) == (0, 0, 0)
         rig.close()
 
-    def test_overwritten_records_are_counted(self, implementation: object, tmp_path: Path) -> None:
+    def test_overwritten_records_are_counted_as_missed(
+        self, implementation: object, tmp_path: Path
+    ) -> None:
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "first", 5)
         rig.reader.read()
@@ -214,8 +220,10 @@ class TestReading:
         assert batch.sequences.tolist() == list(range(3001 - 1024, 3001))
         rig.close()
 
-    def test_unfinished_record_is_read_later(self, implementation: object, tmp_path: Path) -> None:
-        """In the ring of a dead writer, it is counted as lost."""
+    def test_unfinished_record_is_read_after_it_is_finished(
+        self, implementation: object, tmp_path: Path
+    ) -> None:
+        """In the ring of a dead writer, such a record is counted as lost."""
         rig = Rig(implementation, tmp_path)
         for _ in range(5):
             rig.span(Kind.DATA, "a", 5)
@@ -276,7 +284,7 @@ made.close()
 
 
 @pytest.mark.parametrize("kind", IDS)
-def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
+def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
     """The writer overwrites the ring many times during the test. All missed records are counted."""
     count = 3_000_000 if kind == "native" else 400_000
     path = tmp_path / "r"
@@ -303,12 +311,12 @@ def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None
         if ended:
             break
         if batches % 4 == 0:
-            # Either writer can overwrite the whole ring in this time.
+            # Both writers can overwrite the whole ring in this time.
             time.sleep(0.003)
     reader.close()
 
     assert seen + lost == count
-    # The reader did read while the writer was writing, even on busy processors.
+    # The reader must have read during writes, even on busy processors.
     assert batches > 5
-    # The writer did overwrite unread records.
+    # The writer must have overwritten unread records.
     assert lost > 0

@@ -1,6 +1,4 @@
-"""Names and metadata in the ring file stay valid with several threads, and with signals during a
-change.
-"""
+"""Tests that names and metadata in the ring file stay valid with threads and signals."""
 
 from __future__ import annotations
 
@@ -44,10 +42,10 @@ def in_threads(count: int, work: object) -> None:
         thread.join()
 
 
-def test_names_of_several_threads_keep_their_ids(made: RingFile, often_switched: None) -> None:
-    """Eight threads intern names at the same time, partly the same ones. Each id has the name that
-    it was returned for.
-    """
+def test_names_interned_by_several_threads_keep_their_ids(
+    made: RingFile, often_switched: None
+) -> None:
+    """Eight threads intern partly equal names at the same time."""
     given: list[dict[str, int]] = [{} for _ in range(8)]
 
     def meet(number: int) -> None:
@@ -67,7 +65,7 @@ def test_names_of_several_threads_keep_their_ids(made: RingFile, often_switched:
         }
 
 
-def test_group_of_several_threads_has_one_row(made: RingFile, often_switched: None) -> None:
+def test_group_added_by_several_threads_has_one_row(made: RingFile, often_switched: None) -> None:
     rows: list[dict[str, int]] = [{} for _ in range(8)]
 
     def use(number: int) -> None:
@@ -87,8 +85,10 @@ def test_group_of_several_threads_has_one_row(made: RingFile, often_switched: No
     assert all(groups[row] == name for name, row in rows[0].items() if row < ring.MAX_GROUPS)
 
 
-def test_metadata_of_several_threads_are_complete(made: RingFile, often_switched: None) -> None:
-    """The last metadata stay. A reader sees only complete ones."""
+def test_metadata_published_by_several_threads_are_complete(
+    made: RingFile, often_switched: None
+) -> None:
+    """The last metadata stay. A reader sees only complete metadata."""
     seen: list[int] = []
     reader = Reader(made.path)
 
@@ -108,10 +108,8 @@ def test_metadata_of_several_threads_are_complete(made: RingFile, often_switched
 
 
 @pytest.mark.parametrize("longer", [True, False])
-def test_metadata_stay_complete_if_a_signal_interrupts(longer: bool, made: RingFile) -> None:
-    """A signal handler raises before each line in turn. The reader then gets the old or the new
-    metadata.
-    """
+def test_metadata_stay_complete_if_a_signal_handler_raises(longer: bool, made: RingFile) -> None:
+    """The handler raises before each line in turn. The reader sees the old or the new metadata."""
     old, new = {"rank": 1, "notes": ["short"]}, {"rank": 2, "notes": ["x" * (300 if longer else 0)]}
     reader = Reader(made.path)
 
@@ -129,8 +127,8 @@ def test_metadata_stay_complete_if_a_signal_interrupts(longer: bool, made: RingF
     reader.close()
 
 
-def test_metadata_of_a_signal_handler_stay(made: RingFile) -> None:
-    """A signal handler publishes metadata itself. They are newer and stay."""
+def test_metadata_published_by_a_signal_handler_are_kept(made: RingFile) -> None:
+    """The handler's metadata are newer than the interrupted ones."""
     reader = Reader(made.path)
     cases = 0
 
@@ -148,8 +146,8 @@ def test_metadata_of_a_signal_handler_stay(made: RingFile) -> None:
     reader.close()
 
 
-def test_names_stay_valid_if_a_signal_interrupts(made: RingFile) -> None:
-    """A signal handler raises before each line in turn. Each returned id keeps its name."""
+def test_interned_names_stay_valid_if_a_signal_handler_raises(made: RingFile) -> None:
+    """The handler raises before each line in turn. Each returned id keeps its name."""
     reader, given = Reader(made.path), {}
     numbers = iter(range(10**6))
 
@@ -175,7 +173,7 @@ def test_names_stay_valid_if_a_signal_interrupts(made: RingFile) -> None:
 
 
 def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
-    """A timer's handler raises some thousand times, at any line."""
+    """A timer's handler raises some thousand times."""
     reader, raised, given = Reader(made.path), 0, {}
 
     def interrupt(number: int, frame: object) -> None:
@@ -209,7 +207,7 @@ def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
     }
 
 
-def test_failed_creation_leaves_no_file(tmp_path: Path) -> None:
+def test_failed_creation_of_a_ring_leaves_no_file(tmp_path: Path) -> None:
     """An error before each line in turn ends the creation."""
     left: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Memory of a ring: a store into it must not end the process, whatever happens to the file system.
+"""Tests that a store into a ring's memory never ends the process, on any file system.
 
 Each test mounts file systems on /dev/shm or elsewhere, in its own mount namespace.
 """
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def image(kind: str, place: str) -> str:
-    """Return shell commands that mount a file system of this kind from a file."""
+    """Return shell commands that mount a file system of the given kind from a file."""
     smallest = {"ext4": "16M", "xfs": "304M", "btrfs": "128M"}[kind]
     return (
         f"truncate -s {smallest} disk.img; mkfs.{kind} -q disk.img > made; mount -o loop disk.img"
@@ -33,7 +33,7 @@ OVERLAY = (
     "mkdir -p lower upper work; mount -t overlay overlay -o"
     " lowerdir=lower,upperdir=upper,workdir=work {}"
 )
-# The mounted file system, and whether the ring is in a file: with a sidecar, and without one.
+# The mounted file system, and whether the ring is in a file: with a sidecar, and without a sidecar.
 PLACES = {
     "tmpfs": ("mount -t tmpfs -o size=8m tmpfs {}", True, True),
     "small tmpfs": ("mount -t tmpfs -o size=1m tmpfs {}", False, True),
@@ -95,7 +95,7 @@ print("survived", flush=True)
 
 
 def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[str]:
-    """Run the program with this file system on /dev/shm, or with "kept" or "anywhere" on another
+    """Run the program with the file system on /dev/shm, or with "kept" or "anywhere" on another
     folder.
     """
     kind = setup.partition("mkfs.")[2].split(" ")[0]
@@ -135,9 +135,9 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("where", ["shared memory", "kept"])
 @pytest.mark.parametrize("kind", long_but({"tmpfs", "small tmpfs", "ext4", "overlay"}, PLACES))
 def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
-    """A file is only used where stores cannot be deadly.
+    """A file is used only where a store cannot raise SIGBUS.
 
-    There, writing succeeds to the last byte.
+    Writing succeeds to the last byte.
     """
     setup, in_shared_memory, kept = PLACES[kind]
     done = fill(setup, tmp_path, where)
@@ -149,8 +149,9 @@ def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_pa
 
 @in_namespaces
 def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
-    """btrfs writes each block anew, so a store gets SIGBUS although blocks were reserved. Such file
-    systems must be excluded.
+    """btrfs writes each block anew, so a store gets SIGBUS although blocks were reserved.
+
+    Rings must never be in files of btrfs.
     """
     done = fill(PLACES["btrfs"][0], tmp_path, "anywhere")
 
@@ -159,8 +160,9 @@ def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
 
 
 def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -> None:
-    """The memory is reached by its maker's descriptor, and after that by the holder's. Then it is
-    gone, which raises an error.
+    """The memory is opened through its creator's descriptor, and later through the holder's.
+
+    Without a holder, opening raises an error.
     """
     path = str(tmp_path / "rank00000-attempt0-1-2.ring")
     mapped, descriptor = memory.reserve_anonymous(path, MIB)
@@ -171,7 +173,7 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
 
     assert memory.wait_until_held(path, descriptor, 0)
     with pytest.raises(OSError, match="not permitted"):
-        # A truncated file would make stores deadly.
+        # A store into a truncated file would end the process.
         os.truncate(path, 0)
     os.close(descriptor)
     mapped.close()
@@ -185,10 +187,8 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_file_at_the_descriptor_is_not_read(tmp_path: Path) -> None:
-    """Another process has the pid by now, or another file the descriptor. That file must not be
-    read.
-    """
+def test_other_file_at_a_reused_descriptor_is_not_read(tmp_path: Path) -> None:
+    """Another process may have the pid by now, or another file may have the descriptor."""
     path = tmp_path / "rank00000-attempt0-1-2.ring"
     with open(tmp_path / "theirs", "w") as theirs:
         path.symlink_to(f"/proc/{os.getpid()}/fd/{theirs.fileno()}")
@@ -196,8 +196,8 @@ def test_other_file_at_the_descriptor_is_not_read(tmp_path: Path) -> None:
             memory.open_to_read(str(path))
 
 
-def test_mapped_file_is_recognized(tmp_path: Path) -> None:
-    """The check works from any process, for as long as the file is mapped."""
+def test_mapped_file_is_recognized_from_any_process(tmp_path: Path) -> None:
+    """The file is recognized as long as it is mapped."""
     path = str(tmp_path / "ring")
     mapped = memory.reserve_file(path, MIB)
     program = (

@@ -1,4 +1,4 @@
-"""Sketches of durations."""
+"""Tests of sketches, which are histograms of durations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_bucket_bounds_are_exact() -> None:
     bounds = bucket_bounds().tolist()
     assert (len(bounds), bounds[-LOWEST_BUCKET - 1], bounds[-1]) == (BUCKETS, 10**9, largest)
     for index, bound in enumerate(bounds, start=1):
-        # This is a power of the bound, times 2**-LOWEST_BUCKET.
+        # This value is a power of the bound, times 2**-LOWEST_BUCKET.
         power = 10 ** (9 * PER_OCTAVE) << index
         assert bound**PER_OCTAVE << -LOWEST_BUCKET <= power
         assert bound == largest or power < (bound + 1) ** PER_OCTAVE << -LOWEST_BUCKET
@@ -42,7 +42,7 @@ def test_bucket_bounds_are_exact() -> None:
 
 @given(durations, durations)
 def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: list[int]) -> None:
-    """The order does not matter, and neither does a conversion to JSON in between."""
+    """Order and a conversion to JSON before merging make no difference."""
     together = sketch_of(first + second).numbers()
     one, other = sketch_of(first), sketch_of(second)
     one.merge(sketch_of(second))
@@ -65,7 +65,7 @@ def test_sums_and_extremes_are_exact(values: list[int]) -> None:
 
 @given(st.lists(st.integers(64, 1 << 41), min_size=1, max_size=200), st.floats(0, 1))
 def test_quantiles_are_within_half_a_bucket(values: list[int], q: float) -> None:
-    """A quantile differs from its order statistic by at most half a bucket: 1.1 %."""
+    """A quantile differs from its order statistic by at most 1.1 %."""
     exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
 
     assert sketch_of(values).quantile_ns(q) == pytest.approx(
@@ -92,13 +92,13 @@ def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: b
     assert [sketch.numbers() for sketch in at_once] == [sketch.numbers() for sketch in one_by_one]
 
 
-def test_empty_sketch_has_no_quantile_and_mean() -> None:
+def test_empty_sketch_has_no_quantile_and_no_mean() -> None:
     assert math.isnan(Sketch().quantile_ns(0.5))
     assert math.isnan(Sketch().mean_ns())
     assert Sketch().count == 0
 
 
-def test_extreme_values_have_buckets() -> None:
+def test_extreme_values_are_counted_in_the_outermost_buckets() -> None:
     """Values below the buckets count in the first one. No 64-bit value is above the buckets."""
     sketch = sketch_of([0, 5, (1 << 63) - 1])
 
@@ -108,7 +108,7 @@ def test_extreme_values_have_buckets() -> None:
 
 
 def test_sketch_of_similar_durations_is_small() -> None:
-    """A sketch of similar durations is small, in any order of addition, and equals a full one."""
+    """The small form equals the full one, in any order of addition."""
     sketch = sketch_of([1_000_000, 900_000, 1_100_000])
     sketch.merge(sketch_of([800_000]))
 
@@ -119,14 +119,14 @@ def test_sketch_of_similar_durations_is_small() -> None:
 
 
 @pytest.mark.parametrize("first", [-1, BUCKETS])
-def test_invalid_buckets_are_refused(first: int) -> None:
+def test_invalid_buckets_raise_an_error(first: int) -> None:
     with pytest.raises(ValueError, match=f"there are {BUCKETS}"):
         Sketch.from_numbers([1, 1, 1, 1, first, 1])
 
 
 @pytest.mark.parametrize("outliers", [[], [10**9], [10**9, 5 * 10**9]])
-def test_usual_mean_is_not_decided_by_outliers(outliers: list[int]) -> None:
-    """Outliers are at most a tenth of the values. More frequent modes count."""
+def test_usual_mean_ignores_up_to_a_tenth_of_outliers(outliers: list[int]) -> None:
+    """More frequent modes count."""
     sketch = Sketch()
     sketch.add(np.array([1000, 1000, 10_000] * 20 + outliers, np.int64))
     assert sketch.usual_mean_ns() == pytest.approx(4000, rel=0.011)

@@ -1,4 +1,4 @@
-"""Statistics of windows as runs of records."""
+"""Tests of statistics of windows, which are stored as several records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_window_is_restored_from_its_records() -> None:
 
 
 def test_records_of_earlier_versions_are_left_out() -> None:
-    """Their buckets have other bounds. Their first word is a count without a mark."""
+    """Their buckets have other bounds. Their first word is a count without the version's mark."""
     records = np.zeros(2, record_dtype())
     records["flags"], records["start_ns"] = [0, 1], [12, 3]
     assert from_records(records) == ([], 2)

@@ -1,4 +1,6 @@
-"""The reader of Parquet files skips row groups, filters rows, and reports unreadable files."""
+"""Tests that the reader of Parquet files skips row groups, filters rows, and reports unreadable
+files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ ROWS_PER_GROUP = 1000
 def folder(tmp_path: Path) -> Path:
     """Write a file with steps 0 to 999 in one row group and 1000 to 1999 in the other.
 
-    Return its folder.
+    Return the file's folder.
     """
     steps = np.arange(2 * ROWS_PER_GROUP)
     kinds = pa.array([("step", "data")[step % 2] for step in steps.tolist()]).dictionary_encode()
@@ -46,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def flip_a_bit(path: Path, row_group: int) -> None:
-    """Damage the values of the steps."""
+    """Damage the stored values of the steps."""
     chunk = pq.read_metadata(path).row_group(row_group).column(0)
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
@@ -62,7 +64,7 @@ def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
     ]
 
 
-def test_filtered_rows_keep_their_order(folder: Path) -> None:
+def test_filtered_rows_are_returned_in_file_order(folder: Path) -> None:
     where = {"step": [1500, 3, 4], "kind": ["data"]}
     (table,) = Files(folder).read(lambda file: file.table(where=where))
     assert table.to_pylist() == [{"step": 3, "kind": "data"}]
@@ -96,7 +98,7 @@ def test_large_file_is_read_in_batches(folder: Path) -> None:
     assert max(sizes) <= 1 << 16
 
 
-def test_files_of_given_nodes_are_listed_in_their_order(folder: Path) -> None:
+def test_files_of_selected_nodes_are_listed_in_order(folder: Path) -> None:
     for name in ("node-000002", "node-1-000001", "other-000001", ".hidden-000001", "node-x"):
         (folder / f"{name}.parquet").touch()
     assert [path.stem for path in Files(folder, ["other", "node"]).paths] == [
@@ -105,7 +107,9 @@ def test_files_of_given_nodes_are_listed_in_their_order(folder: Path) -> None:
     assert len(Files(folder).paths) == 5
 
 
-def test_disk_error_does_not_count_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_is_not_reported_as_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sidecar raises the error and tries again later. A page omits the file with a note."""
 
     def failing(path: Path) -> int:
@@ -128,7 +132,7 @@ def test_file_without_a_wanted_column_is_reported(folder: Path) -> None:
     assert ["node-000002.parquet" in note for note in notes] == [True]
 
 
-def test_column_that_an_older_table_lacks_is_null() -> None:
+def test_column_missing_in_an_older_table_is_null() -> None:
     older, newer = pa.table({"step": [1]}), pa.table({"step": [2], "work_ns": [3]})
     assert concatenated([older, newer])["work_ns"].to_pylist() == [None, 3]
 
@@ -147,7 +151,7 @@ def test_reading_does_not_import_pandas(folder: Path) -> None:
 
 
 def test_rows_are_decoded_on_one_thread(tmp_path: Path) -> None:
-    """CPUs are left to the job. Arrow's CPU pool would start one thread for each of them."""
+    """Other CPUs are left to the job. Arrow's CPU pool would start one thread for each CPU."""
     columns = {f"column {at}": np.arange(200_000) for at in range(30)}
     pq.write_table(pa.table(columns), tmp_path / "node-000001.parquet", row_group_size=20_000)
     program = f"""
@@ -164,5 +168,5 @@ print(len(table), len(os.listdir("/proc/self/task")) - before)
     )
     rows, threads = map(int, done.stdout.split())
     assert rows == 200_000
-    # Threads that wait for the disk are allowed: they need no CPU.
+    # Threads that wait for the disk are allowed, because they use no CPU.
     assert threads < 8

@@ -1,4 +1,6 @@
-"""Parquet files of a run are complete, readable with other tools, and limited in size."""
+"""Tests that Parquet files of a run are complete, readable with other tools, and
+limited in size.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def origin(rank: int = 0) -> Origin:
 
 
 def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
-    """Record new steps in the rig's ring and read them back as one chunk."""
+    """Record new steps in the rig's ring, and read them back as one chunk."""
     for _ in range(steps):
         rig.span(Kind.DATA, "data", 2 * MS)
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
@@ -65,7 +67,7 @@ def rig(tmp_path: Path):
 
 
 def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
-    """Order, names, kinds, times and origin stay the same."""
+    """Order, names, kinds, times and origin are the same."""
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     first, second = chunk(rig, 3), chunk(rig, 2)
@@ -95,7 +97,7 @@ def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
     assert nodes_of(run.spans) == [HOST]
 
 
-def test_step_time_and_rank_have_extremes(rig: Rig, tmp_path: Path) -> None:
+def test_segment_has_extremes_of_step_time_and_rank(rig: Rig, tmp_path: Path) -> None:
     """Readers skip files by the extremes of these columns."""
     run = make_run(tmp_path)
     SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 5)])
@@ -106,7 +108,7 @@ def test_step_time_and_rank_have_extremes(rig: Rig, tmp_path: Path) -> None:
     assert (columns["step"].statistics.min, columns["step"].statistics.max) == (0, 4)
     assert columns["time"].statistics.has_min_max
     assert columns["rank"].statistics.has_min_max
-    # Times have no dictionary, which would be as long as the column: no two of them are equal.
+    # Times are all different, so a dictionary would be as long as the column.
     assert {name for name, column in columns.items() if column.has_dictionary_page} == {
         "host",
         "process",
@@ -115,7 +117,7 @@ def test_step_time_and_rank_have_extremes(rig: Rig, tmp_path: Path) -> None:
     }
 
 
-def test_ranks_of_a_node_share_a_segment(rig: Rig, tmp_path: Path) -> None:
+def test_ranks_of_a_node_are_stored_in_one_segment(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     one, two = chunk(rig, 2, rank=0), chunk(rig, 3, rank=1)
     SegmentWriter(run, HOST, 1 << 30).write([one, two])
@@ -131,14 +133,14 @@ def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     writer.write([chunk(rig, 1)])
-    # These 3 steps of 4 records each are read from the ring and never written.
+    # The missing 3 steps of 4 records each are read from the ring and never written.
     chunk(rig, 3)
     writer.write([chunk(rig, 1)])
 
     assert [lost for *_, lost in read_chunks(run, HOST)] == [0, 12]
 
 
-def test_duckdb_and_pandas_read_the_files(rig: Rig, tmp_path: Path) -> None:
+def test_duckdb_and_pandas_can_read_the_files(rig: Rig, tmp_path: Path) -> None:
     """Step times by rank and UTC times need no code of this package."""
     run = make_run(tmp_path)
     made = chunk(rig, 4, rank=3)
@@ -205,15 +207,15 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
     assert f"{files[0]} cannot be read" in caplog.text
 
 
-def test_cap_deletes_the_oldest_segments(rig: Rig, tmp_path: Path) -> None:
-    """Spans and steps are deleted together. The newest segment is kept even beyond the cap."""
+def test_oldest_segments_are_deleted_above_the_size_limit(rig: Rig, tmp_path: Path) -> None:
+    """Spans and steps are deleted together. The newest segment is kept even above the limit."""
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])
     size = sum(
         path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir()
     )
-    # Three segments of this size fit.
+    # Three segments of this size are within the limit.
     writer = SegmentWriter(run, HOST, cap_bytes=int(3.5 * size))
     for _ in range(10):
         writer.write([chunk(rig, 100)])
@@ -239,7 +241,7 @@ def test_failed_write_leaves_no_file(
     run = make_run(tmp_path)
     writer, write = SegmentWriter(run, HOST, 1 << 30), pq.write_table
 
-    # Spans are written, and the disk is full when the steps follow.
+    # The disk becomes full after the spans and before the steps.
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
         if Path(file.name).parent == run.steps:
             raise OSError(28, "No space left on device")
@@ -258,7 +260,7 @@ def test_failed_write_leaves_no_file(
     ] * 2
 
 
-def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(
+def test_host_whose_name_begins_with_another_hosts_name_has_its_own_segments(
     rig: Rig,
     tmp_path: Path,
 ) -> None:
@@ -270,11 +272,11 @@ def test_host_with_another_hosts_name_as_prefix_has_its_own_segments(
     assert [len(list(read_chunks(run, host))) for host in nodes_of(run.spans)] == [1, 1, 1]
 
 
-def test_error_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
+def test_error_message_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 50)])
     (path,) = run.spans.iterdir()
-    # A Parquet file ends with its footer, without which it cannot be read.
+    # A Parquet file ends with its footer, and is unreadable without it.
     path.write_bytes(path.read_bytes()[:-100])
 
     with pytest.raises(RunStoreError, match=path.name):
