@@ -1,5 +1,6 @@
-"""The functions that the native tap calls, also on a backend's thread and without the GIL. They are
-called directly, so no tap is built.
+"""C functions of the recorder that the native tap calls, also on other threads and without the GIL.
+
+The tests call the functions directly, so no tap is built.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
 )
 
-MAX_PENDING = 1024  # native/collective.c
+MAX_PENDING = 1024  # As in native/collective.c.
 
 
 class _Operation(ctypes.Structure):
@@ -51,8 +52,9 @@ class _Marks(ctypes.Structure):
 
 
 class NativeMarks:
-    """The functions that the native tap calls. Those made with `gil=False` run without the GIL, as
-    on a backend's thread.
+    """The functions that the native tap calls.
+
+    Those made with `gil=False` run without the GIL, as on a backend's thread.
     """
 
     def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
@@ -73,7 +75,7 @@ class NativeMarks:
         self.wait_ended = made(None, ctypes.c_int)(marks.wait_ended)
 
     def start(self, name_id: int, sequence: int, *, group: int = 0) -> _Operation:
-        """Start an operation whose backend will call back."""
+        """Start an operation whose end the backend will report."""
         operation = _Operation(name_id=name_id, group=group, sequence=sequence, bytes=4096)
         assert self.issue(operation) == 1
         self.returned(operation, int(End.BY_CALLBACK))
@@ -87,10 +89,8 @@ def native(tmp_path: Path) -> Iterator[CollectiveRig]:
     made.close()
 
 
-def test_backend_ends_the_operation_on_its_thread(native: CollectiveRig) -> None:
-    """A thread of the backend ends the operation. The record has the issuer's step and depth, and
-    lasts until then.
-    """
+def test_operation_ends_when_its_backends_thread_reports_the_end(native: CollectiveRig) -> None:
+    """The record has the issuer's step and depth, and lasts until then."""
     marks = NativeMarks(native.implementation, gil=True)
     native.ring.add_group("0")
     operation = marks.start(native.ring.intern(NAME), 3)
@@ -102,15 +102,13 @@ def test_backend_ends_the_operation_on_its_thread(native: CollectiveRig) -> None
     (record,) = native.records()
 
     assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
-    # The thread that ends the operation does not matter for the flags.
+    # The thread that ends the operation has no influence on the flags.
     assert record["flags"] == Flag.COMPLETED
     assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
 
 
-def test_operation_is_written_once_despite_a_late_end(native: CollectiveRig) -> None:
-    """An operation that close() has written is not written again by a late backend, nor to the next
-    watch's file.
-    """
+def test_operation_written_by_close_is_not_written_again_at_its_end(native: CollectiveRig) -> None:
+    """A late end is written neither to the closed file nor to the next watch's file."""
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)
     before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
@@ -132,8 +130,9 @@ def test_operation_is_written_once_despite_a_late_end(native: CollectiveRig) -> 
 
 
 def test_operations_above_the_limit_are_recorded_without_an_end(native: CollectiveRig) -> None:
-    """Operations above the limit are recorded at once, without an end, and their end writes
-    nothing. Free room is used again.
+    """Such an operation is recorded at once, and its end writes nothing.
+
+    Free places are used again.
     """
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)
@@ -157,7 +156,7 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
     ]
 
 
-def test_wait_that_raised_is_flagged(native: CollectiveRig) -> None:
+def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> None:
     """The tap of wait_tensor reports the error."""
     marks = NativeMarks(native.implementation, gil=True)
     native.call(0, End.BY_WAIT, call_ns=5)
@@ -212,9 +211,9 @@ assert pushed and watches > 20, (len(pushed), watches)
 """
 
 
-def test_waits_without_the_gil_survive_watches_that_begin_and_end(tmp_path: Path) -> None:
-    """Nothing of a recorder is touched that is closed, freed, or has just been given Python
-    functions to call.
+def test_waits_without_the_gil_are_safe_while_watches_begin_and_end(tmp_path: Path) -> None:
+    """A wait must not access a recorder that is closed, freed, or just receiving Python functions
+    to call.
     """
     program = [
         sys.executable,
@@ -230,8 +229,9 @@ def test_waits_without_the_gil_survive_watches_that_begin_and_end(tmp_path: Path
 
 
 def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
-    """Threads unknown to Python write at the same time as the training thread. Every record is
-    complete, and none is lost.
+    """Threads unknown to Python write at the same time as the training thread.
+
+    No record is lost.
     """
     operations, at_once, sections_each = 2000, 50, 40
     rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 17, clock=None)

@@ -1,4 +1,4 @@
-"""Finding the device in use, also a device that is not CUDA: on stand-ins for torch's functions."""
+"""Which device the process uses, CUDA or other, with replaced functions of torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchlens_perf.recorder.devices import DeviceInUse, accelerator_in_use
 
 
 class Accelerator:
-    """A stand-in for torch.accelerator with an additional device."""
+    """A replacement for torch.accelerator with an additional device."""
 
     def __init__(self, reserved: dict[int, int] | None, current: int = 0) -> None:
-        """reserved: bytes by device; None: the allocator has no statistics."""
+        """`reserved` has the bytes by device. With None the allocator has no statistics."""
         self.reserved, self.current, self.initialized = reserved, current, True
         self.asked: list[str] = []
 
@@ -41,9 +41,10 @@ def use(monkeypatch: pytest.MonkeyPatch, accelerator: Accelerator) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
 
 
-def test_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current device does not matter, and neither does a small accidental allocation. Several
-    devices are not timed.
+def test_only_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device and a small accidental allocation do not count.
+
+    With several devices, none is timed.
     """
     accelerator = Accelerator({0: 1, 1: 1 << 30})
     use(monkeypatch, accelerator)
@@ -58,14 +59,14 @@ def test_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_current_device_is_in_use_if_the_allocator_has_no_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The current device counts once a watched object is on a device."""
+    """A watched object must be on the device."""
     use(monkeypatch, Accelerator(None, current=1))
     assert accelerator_in_use("npu", computes_there=False) is None
     assert accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
 
 
 def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query could initialize the device, which makes a later fork fail."""
+    """A query could initialize the device, and a later fork would fail."""
     accelerator = Accelerator({0: 1, 1: 1})
     accelerator.initialized = False
     use(monkeypatch, accelerator)
@@ -88,10 +89,10 @@ def test_cuda_build_without_a_gpu_has_no_device(
     assert devices.accelerator() == kind
 
 
-def test_device_without_timed_events_returns_its_own_message(
+def test_device_without_timed_events_gives_its_error_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A device without timed events returns its own message, and nothing is raised."""
+    """The message is torch's own, and no exception is raised."""
 
     def no_events(*given: Any, **settings: Any) -> Any:
         raise RuntimeError("Backend doesn't support events\nwith a stack")

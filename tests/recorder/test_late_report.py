@@ -1,6 +1,6 @@
-"""The message at a run's end if the report is late: the reason, and what to do.
+"""The message at a run's end if the report is late: the reason and the remedy.
 
-Sidecars are real.
+The sidecars are real.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.watch import Watch
 
 WRITING = "torchlens_perf: writing the report ... (Ctrl-C to skip)\n"
-# Code for the sidecar's start: it sleeps at once, or when a module is imported.
+# Code for the sidecar's start: it sleeps immediately or when a module is imported.
 SLOW = """
 import sys, time
 
@@ -67,7 +67,7 @@ def sidecar_of(watch: Watch) -> int:
 
 
 def line(capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the only line that was printed."""
+    """Return the only printed line."""
     (only,) = capfd.readouterr().err.splitlines()
     return only
 
@@ -82,10 +82,10 @@ def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
     )
 
 
-def test_no_wait_with_an_exit_timeout_of_zero(
+def test_program_does_not_wait_for_the_report_with_an_exit_timeout_of_0(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With an exit timeout of 0 there is no wait. The report appears at the path in the message."""
+    """The report appears later at the path in the message."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0)) as watch:
         sidecar_of(watch)
     printed = line(capfd)
@@ -95,10 +95,10 @@ def test_no_wait_with_an_exit_timeout_of_zero(
     assert "20 steps" in (watch.run_dir / "report.txt").read_text()
 
 
-def test_message_for_a_stopped_sidecar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """SIGSTOP stops the sidecar. The message has the command that continues it, and then the report
-    comes.
-    """
+def test_message_for_a_stopped_sidecar_has_the_command_to_continue_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGSTOP stops the sidecar. After the command, the report is written."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.3)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
@@ -111,12 +111,10 @@ def test_message_for_a_stopped_sidecar(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
-def test_message_for_a_killed_sidecar(
+def test_message_for_a_killed_sidecar_has_its_log_and_the_next_command(
     signal_number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The sidecar dies while the program waits for the report. The message has the path of its log
-    and the command that finishes its work.
-    """
+    """The sidecar is killed while the program waits. The command finishes the sidecar's work."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=1.0)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
@@ -129,7 +127,7 @@ def test_message_for_a_killed_sidecar(
         killer.start()
     killer.join()
     log = sidecar_log(find_sidecar_lock(watch.run_dir.name))
-    # It had started before it was stopped.
+    # The sidecar had started before it was stopped.
     if not log.exists():
         log = RunDirectory(watch.run_dir).node_log(node_name())
     printed = line(capfd)
@@ -146,18 +144,18 @@ def test_message_for_a_killed_sidecar(
     ("import_of", "doing"),
     [
         *long(("", "has not started yet"), ("numpy", "is loading its libraries")),
-        # This module is imported when it is needed.
+        # The sidecar imports this module only when it is needed.
         ("torchlens_perf.report.run_report", "is writing the report"),
     ],
 )
-def test_message_for_a_slow_sidecar(
+def test_message_for_a_slow_sidecar_has_its_current_activity(
     import_of: str,
     doing: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line says that the program waits, and the last one what the sidecar is doing."""
+    """A first line says that the program waits."""
     (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with watched(tmp_path / "runs", config=perf.Config(_exit_timeout_s=10)) as watch:
@@ -170,9 +168,11 @@ def test_message_for_a_slow_sidecar(
     assert "20 steps" in (watch.run_dir / "report.txt").read_text()
 
 
-def test_message_on_busy_processors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The sidecar may run on one processor only, where four programs spin, each in its own
-    scheduling group.
+def test_message_says_if_other_programs_use_all_processors(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sidecar may use only one processor, where four programs spin, each in its own scheduling
+    group.
     """
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
@@ -194,12 +194,13 @@ def test_message_on_busy_processors(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("works_otherwise", long(True, False))
-def test_message_if_the_sidecar_could_not_start(works_otherwise: bool, tmp_path: Path) -> None:
-    """The message has the reason. The records are in the ring, and the command in the message reads
-    them.
-
-    Python starts and ends at once, either as a sidecar only, or also when it should make the run
+def test_message_has_the_reason_if_the_sidecar_could_not_start(
+    works_otherwise: bool, tmp_path: Path
+) -> None:
+    """Python ends immediately when it starts as a sidecar, or also when it creates the run
     directory.
+
+    The records are in the ring, and the command in the message reads them.
     """
     python = tmp_path / "python"
     ends = '[ "$1" = -m ]' if works_otherwise else "true"

@@ -1,4 +1,4 @@
-"""The native tap on collectives: where it is searched, who must own it, and working without it."""
+"""The native tap on collectives: where it is searched, who must own it, and its absence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchlens_perf.commands.doctor import LIMITED, OK, Check, examine
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
-# These are fixtures.
+# The following imports are fixtures.
 __all__ = ["cache", "load_anew", "tap"]
 SOMEBODY = 54321
 
@@ -27,7 +27,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 def put(tap: Path, folder: Path) -> Path:
-    """Put a tap for the running torch into this folder."""
+    """Create a tap for the running torch in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(tap, folder / native_tap.file_name()))
 
@@ -37,13 +37,13 @@ def doctor() -> Check:
     return check
 
 
-# -- places
+# -- folders that are searched
 
 
-def test_tap_is_searched_in_the_package_before_the_cache(
+def test_tap_is_searched_in_the_package_and_then_in_the_cache(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package's folder comes first, then XDG's cache folder, which need not exist."""
+    """XDG's cache folder need not exist."""
     assert tap_requirements.places() == [tap_requirements.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
@@ -53,8 +53,7 @@ def test_tap_is_searched_in_the_package_before_the_cache(
     ]
 
 
-def test_tap_is_loaded_from_the_package_or_the_cache(cache: Path, tap: Path) -> None:
-    """The tap in the package's folder comes before the one in the cache."""
+def test_tap_in_the_package_is_loaded_before_the_one_in_the_cache(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
     assert native_tap.loaded_from() == in_cache
     native_tap.load.cache_clear()
@@ -62,8 +61,7 @@ def test_tap_is_loaded_from_the_package_or_the_cache(cache: Path, tap: Path) -> 
     assert native_tap.loaded_from() == beside
 
 
-def test_tap_in_the_cache_is_loaded_if_the_other_is_damaged(cache: Path, tap: Path) -> None:
-    """If the tap in the package's folder cannot be loaded, the one in the cache is."""
+def test_tap_in_the_cache_is_loaded_if_the_packages_is_damaged(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
     (tap_requirements.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
@@ -72,7 +70,7 @@ def test_tap_in_the_cache_is_loaded_if_the_other_is_damaged(cache: Path, tap: Pa
 
 @pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
 @pytest.mark.parametrize("cache_home", [None, "", ".", "cache", "./.cache", "../cache"])
-def test_working_directory_is_not_searched(
+def test_tap_is_not_searched_in_the_working_directory(
     cache_home: str | None,
     home: str | None,
     cache: Path,
@@ -80,9 +78,7 @@ def test_working_directory_is_not_searched(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a relative, empty or missing HOME and XDG_CACHE_HOME nothing is loaded from the working
-    directory.
-    """
+    """HOME and XDG_CACHE_HOME are relative, empty or missing."""
     for variable, value in (("XDG_CACHE_HOME", cache_home), ("HOME", home)):
         if value is None:
             monkeypatch.delenv(variable, raising=False)
@@ -109,17 +105,17 @@ def test_working_directory_is_not_searched(
 def test_home_is_used_if_the_cache_path_is_relative(
     cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XDG: a relative XDG_CACHE_HOME counts as unset."""
+    """The XDG specification says that a relative XDG_CACHE_HOME counts as unset."""
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 
     assert native_tap.loaded_from() == in_cache
 
 
-def test_relative_package_folder_is_not_searched(
+def test_tap_is_not_searched_in_a_relative_package_folder(
     cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If Python's path to the package is relative, no tap in its folder is loaded."""
+    """Python's path to the package may be relative."""
     put(tap, tap_requirements.SOURCES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tap_requirements, "SOURCES", tap_requirements.SOURCES.relative_to(tmp_path))
@@ -128,7 +124,7 @@ def test_relative_package_folder_is_not_searched(
     assert "native is not an absolute path" in doctor().finding
 
 
-# -- names
+# -- file names
 
 
 @pytest.mark.parametrize(
@@ -144,10 +140,10 @@ def test_relative_package_folder_is_not_searched(
         "a new header",
     ],
 )
-def test_tap_of_another_build_is_not_found(
+def test_tap_built_for_another_torch_or_python_is_not_found(
     changed: str, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tap for another torch, Python or source would crash the job. Its name differs."""
+    """A tap for another torch, Python or source would crash the job. Its file name differs."""
     put(tap, cache)
     assert native_tap.load() is not None
     native_tap.load.cache_clear()
@@ -162,7 +158,7 @@ def test_tap_of_another_build_is_not_found(
         monkeypatch.setattr(native_tap, "COMPILER_FLAGS", (*native_tap.COMPILER_FLAGS, "-O0"))
     else:
         monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(tmp_path / "copy"))
-        # The same source in another folder has the same name.
+        # The same source in another folder gives the same file name.
         assert native_tap.load() is not None
         native_tap.load.cache_clear()
         with open(tap_requirements.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
@@ -172,10 +168,10 @@ def test_tap_of_another_build_is_not_found(
 
 
 @pytest.mark.parametrize("commit", [None, "", "missing"])
-def test_torch_without_a_commit_has_a_tap(
+def test_torch_without_a_commit_still_has_a_tap_name(
     commit: str | None, cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch that was built from an archive does not know its commit."""
+    """A torch that was built from an archive has no commit."""
     if commit == "missing":
         monkeypatch.delattr(torch.version, "git_version")
     else:
@@ -186,8 +182,8 @@ def test_torch_without_a_commit_has_a_tap(
     assert native_tap.load() is not None
 
 
-def test_package_without_sources_has_no_tap(cache: Path, tap: Path) -> None:
-    """Some packagers leave sources out. There is no tap then, and no error."""
+def test_package_without_c_sources_has_no_tap(cache: Path, tap: Path) -> None:
+    """Some packagers leave sources out. The missing tap is no error."""
     put(tap, cache)
     shutil.rmtree(tap_requirements.SOURCES)
 
@@ -251,11 +247,11 @@ def link_into_a_writable_folder(file: Path) -> None:
         pytest.param(another_users_home, marks=as_root),
     ],
 )  # fmt: skip
-def test_tap_that_others_can_write_is_not_loaded(
+def test_tap_that_other_users_can_write_is_not_loaded(
     opened, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code does not run, collectives are tapped from Python, and the doctor reports each
-    folder's problem.
+    """Collectives are tapped from Python instead, and the doctor reports the problem of each
+    folder.
     """
     trace = tmp_path / "trace"
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
@@ -270,10 +266,10 @@ def test_tap_that_others_can_write_is_not_loaded(
     assert not trace.exists()
 
 
-def test_loaded_tap_leaves_its_trace(
+def test_loaded_tap_leaves_the_trace_that_other_tests_look_for(
     cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is the control of the test above: loading a tap leaves a trace."""
+    """Without this control, the test above could pass for the wrong reason."""
     trace = tmp_path / "trace"
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
     put(shutil.copy(tap, tmp_path / "another.so"), cache)
@@ -297,7 +293,7 @@ def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) ->
     assert native_tap.problems() == []
 
 
-# -- working without a tap
+# -- recording without a tap
 
 
 def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str:
@@ -315,25 +311,25 @@ def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str
 
 
 @pytest.mark.parametrize(("ranks", "tells"), [(2, True), (1, False)])
-def test_missing_tap_is_noted(
+def test_missing_tap_is_noted_in_jobs_of_several_ranks(
     ranks: int, tells: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank with other ranks names the missing file. A single process has no collectives."""
+    """The note names the missing file. A single process has no collectives."""
     assert missed(tmp_path / "run", monkeypatch, ranks) == (native_tap.file_name() if tells else "")
 
 
 def test_existing_tap_gives_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This uses the real tap, if it has been built."""
+    """The test uses the real tap if it has been built."""
     if native_tap.load() is None:
         pytest.skip("the native tap has not been built: torchlens-perf build-tap")
 
     assert missed(tmp_path / "run", monkeypatch) == ""
 
 
-def test_tap_that_cannot_be_loaded_is_replaced_by_python(
+def test_collectives_are_tapped_from_python_if_the_tap_cannot_be_loaded(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is damaged or lacks a symbol of this torch. Collectives are tapped from Python."""
+    """The file is damaged or lacks a symbol of this torch."""
     file = cache / native_tap.file_name()
     file.write_bytes(b"\x7fELF, and no more")
 
@@ -346,7 +342,7 @@ def test_tap_that_cannot_be_loaded_is_replaced_by_python(
 def test_tap_is_not_loaded_without_the_native_recorder(
     cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tap writes with the native recorder. Without it, an existing tap is not loaded."""
+    """The tap calls functions of the native recorder."""
     trace = tmp_path / "trace"
     put(shutil.copy(tap, tmp_path / "another.so"), cache)
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
@@ -378,10 +374,9 @@ def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
         ("perhaps", "torchlens-perf build-tap"),
     ],
 )
-def test_doctor_reports_the_missing_tap(
+def test_doctor_reports_a_missing_tap_and_whether_to_act(
     setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The doctor reports what is missing, and if no action is needed."""
     if setting is not None:
         monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)
     check = doctor()

@@ -1,4 +1,4 @@
-"""The hooks over the Python recorder, which is used without a C compiler."""
+"""The hooks with the Python recorder, which is used without a C compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTS = (
     "jobs/test_bit_equality.py", "jobs/test_nothing_left_behind.py", "hooks/test_module.py", "hooks/test_backward.py",
     "hooks/test_data.py", "hooks/test_memory.py", "hooks/loop/test_optimizer.py",
 )  # fmt: skip
-# The package's modules choose a recorder on import, so this takes another process.
+# The package chooses a recorder when it is imported, so the tests run in another process.
 PROGRAM = """
 import sys
 sys.modules["torchlens_perf._native"] = None
@@ -26,9 +26,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 @pytest.mark.long
 def test_hook_tests_pass_with_the_python_recorder() -> None:
-    """The same tests pass: the same records, and no change of the user's objects. Compilers are
-    slow and left out.
-    """
+    """Tests of compilers are slow and left out."""
     finished = subprocess.run(
         [
             sys.executable,

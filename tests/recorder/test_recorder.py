@@ -1,6 +1,4 @@
-"""The recorder, its sections and module calls. Every test runs over the native implementation and
-the Python one.
-"""
+"""Spans, sections and module calls in the native recorder and in the Python one."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def rig(implementation: ModuleType, tmp_path: Path):
     made.close()
 
 
-def test_span_record_has_start_and_duration(rig: Rig) -> None:
-    """The record has the span's start, duration, name, step and depth."""
+def test_span_record_has_its_times_name_step_and_depth(rig: Rig) -> None:
     start = rig.clock.now_ns
     rig.span(Kind.DATA, "data", 50)
     (record,) = rig.records()
@@ -49,8 +46,9 @@ def test_span_record_has_start_and_duration(rig: Rig) -> None:
 
 
 def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
-    """nested_ns counts all direct children. phase_ns counts phases at any depth below, each
-    once.
+    """`nested_ns` is the time of direct children.
+
+    `phase_ns` is that of phases at any depth below, each once.
     """
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
@@ -71,11 +69,8 @@ def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
     assert (forward["nested_ns"], forward["phase_ns"]) == (142, 40)
 
 
-def test_step_record_has_the_time_of_its_phases(rig: Rig) -> None:
-    """A step's record ends where the next one starts.
-
-    Its phase_ns is the time in top-level phases.
-    """
+def test_step_record_has_the_time_of_its_top_level_phases(rig: Rig) -> None:
+    """A step's record ends where the next one starts."""
     rig.clock.advance(10)
     rig.span(Kind.DATA, "data", 20)
     rig.span(Kind.SECTION, "log", 5)
@@ -99,7 +94,7 @@ def test_step_record_has_the_time_of_its_phases(rig: Rig) -> None:
 
 
 def test_charged_time_is_subtracted_from_the_open_span(rig: Rig) -> None:
-    """Time charged to this package is subtracted from the open span and added up in the header."""
+    """Time charged to this package is also summed in the header."""
     recorder, forward = rig.recorder, rig.ring.intern("forward")
     recorder.begin(Kind.FORWARD, forward)
     rig.clock.advance(30)
@@ -112,7 +107,7 @@ def test_charged_time_is_subtracted_from_the_open_span(rig: Rig) -> None:
 
 
 def test_interval_of_a_phase_is_credited_to_the_open_span(rig: Rig) -> None:
-    """An interval of a phase is credited to the open span. Other kinds are only recorded."""
+    """Intervals of other kinds are only recorded."""
     recorder, backward = rig.recorder, rig.ring.intern("backward")
     recorder.begin(Kind.BACKWARD, backward)
     rig.clock.advance(100)
@@ -132,9 +127,7 @@ def test_interval_of_a_phase_is_credited_to_the_open_span(rig: Rig) -> None:
 
 
 def test_span_without_an_end_is_dropped_and_counted(rig: Rig) -> None:
-    """A span without an end is dropped and counted when an enclosing one ends. Later spans are
-    correct.
-    """
+    """The span is dropped when an enclosing one ends. Later spans are correct."""
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
     recorder.begin(Kind.SECTION, intern("lost"))
@@ -150,14 +143,14 @@ def test_span_without_an_end_is_dropped_and_counted(rig: Rig) -> None:
     assert recorder.backwards == 0
 
 
-def test_end_without_a_start_writes_nothing(rig: Rig) -> None:
+def test_end_without_a_start_writes_no_record(rig: Rig) -> None:
     rig.recorder.end(Kind.DATA, rig.ring.intern("data"))
 
     assert rig.records() == []
 
 
-def test_dropped_span_leaves_no_record(rig: Rig) -> None:
-    """A dropped span and the spans open inside of it leave no record and are counted."""
+def test_dropped_span_and_spans_inside_it_leave_no_record(rig: Rig) -> None:
+    """All dropped spans are counted."""
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.OPTIMIZER, intern("optimizer"))
     recorder.begin(Kind.SECTION, intern("inside"))
@@ -172,8 +165,8 @@ def test_dropped_span_leaves_no_record(rig: Rig) -> None:
     assert rig.recorder.next_step() == 1
 
 
-def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
-    """Spans beyond 64 levels are counted instead of recorded, and the stack stays balanced."""
+def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Rig) -> None:
+    """The stack of open spans stays balanced."""
     recorder, name = rig.recorder, rig.ring.intern("deep")
     for _ in range(100):
         recorder.begin(Kind.SECTION, name)
@@ -200,8 +193,8 @@ def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
     assert rig.records()[0]["depth"] == 1
 
 
-def test_closed_recorder_does_nothing(rig: Rig) -> None:
-    """After close() every mark does nothing, and the file's state is CLOSED."""
+def test_marks_after_close_do_nothing(rig: Rig) -> None:
+    """The file's state is CLOSED."""
     recorder = rig.recorder
     recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
     recorder.activate()
@@ -222,7 +215,7 @@ def test_closed_recorder_does_nothing(rig: Rig) -> None:
 
 
 def test_abandoned_recorder_does_not_change_the_file(rig: Rig) -> None:
-    """abandon(), for forked children, stops recording without a store to the parent's file."""
+    """A forked child calls abandon(), because the file belongs to its parent."""
     rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
     before = rig.ring.buffer[:]
     rig.recorder.abandon()
@@ -238,8 +231,8 @@ def test_buffer_that_is_no_ring_file_is_refused(implementation: ModuleType) -> N
 
 
 class TestSection:
-    def test_records_while_a_recorder_is_active(self, rig: Rig) -> None:
-        """A section records between activate() and deactivate(), and does nothing otherwise."""
+    def test_section_records_only_while_a_recorder_is_active(self, rig: Rig) -> None:
+        """A recorder is active between activate() and deactivate()."""
         section = rig.implementation.section("part")
         with section:
             rig.clock.advance(3)
@@ -253,8 +246,7 @@ class TestSection:
 
         assert (record["kind"], record["name"], record["duration_ns"]) == (Kind.SECTION, "part", 4)
 
-    def test_sections_may_be_nested(self, rig: Rig) -> None:
-        """A section may also be nested in itself."""
+    def test_sections_may_be_nested_in_others_and_in_themselves(self, rig: Rig) -> None:
         rig.recorder.activate()
         outer, inner = rig.implementation.section("outer"), rig.implementation.section("inner")
         with outer:
@@ -269,8 +261,8 @@ class TestSection:
             ("outer", 1, 11, 10),
         ]
 
-    def test_exception_in_a_section_passes_and_is_flagged(self, rig: Rig) -> None:
-        """The user's exception is unchanged, and the record has a flag."""
+    def test_exception_in_a_section_is_passed_on_and_flagged(self, rig: Rig) -> None:
+        """The user's exception object is unchanged."""
         rig.recorder.activate()
         raised = KeyError("mine")
         with pytest.raises(KeyError) as caught, rig.implementation.section("part"):
@@ -279,8 +271,8 @@ class TestSection:
         assert caught.value is raised
         assert [record["flags"] for record in rig.records()] == [Flag.EXCEPTION]
 
-    def test_same_name_is_the_same_section(self, rig: Rig) -> None:
-        """section() returns one object for each name, and rejects other types."""
+    def test_section_returns_one_object_for_each_name(self, rig: Rig) -> None:
+        """A name that is not a string raises."""
         section = rig.implementation.section
 
         assert section("a") is section("a")
@@ -289,8 +281,10 @@ class TestSection:
         with pytest.raises(TypeError, match="takes a name, got int"):
             section(3)
 
-    def test_section_has_a_name_after_a_change_of_recorder(self, rig: Rig, tmp_path: Path) -> None:
-        """A section made with one recorder also gets a name in the next one's file."""
+    def test_section_has_its_name_in_the_file_of_the_next_recorder(
+        self, rig: Rig, tmp_path: Path
+    ) -> None:
+        """The section was created with an earlier recorder."""
         section = rig.implementation.section("kept")
         rig.recorder.activate()
         with section:
@@ -305,9 +299,10 @@ class TestSection:
         assert [record["name"] for record in other.records()] == ["kept"]
         other.close()
 
-    def test_interleaved_sections_are_counted(self, rig: Rig) -> None:
-        """Sections that end out of order (asyncio tasks) lose one record, which is counted, and
-        nothing else.
+    def test_record_lost_by_interleaved_sections_is_counted(self, rig: Rig) -> None:
+        """Sections in asyncio tasks may end out of order.
+
+        One record is lost and no other is affected.
         """
         rig.recorder.activate()
         first, second = rig.implementation.section("first"), rig.implementation.section("second")
@@ -321,8 +316,10 @@ class TestSection:
         assert [record["name"] for record in records] == ["first"]
         assert rig.reader.counter(ring.UNBALANCED) == 1
 
-    def test_section_names_beyond_the_limit_share_one(self, implementation: ModuleType) -> None:
-        """Names made up in a loop must not use unlimited memory."""
+    def test_section_names_beyond_the_limit_share_one_name(
+        self, implementation: ModuleType
+    ) -> None:
+        """Names generated in a loop must not use unlimited memory."""
         program = (
             f"from {implementation.__name__} import section\nprint(len({{id(section(f'made up"
             " {i}')) for i in range(10_000)}), section('one more').name)"
@@ -345,10 +342,10 @@ def parts_of_step(rig: Rig) -> dict[str, int]:
 
 
 class TestThreads:
-    def test_other_threads_have_their_own_stack(self, rig: Rig) -> None:
-        """A span of another thread is recorded and flagged, and does not change the training
-        thread's spans.
-        """
+    def test_span_on_another_thread_does_not_change_those_of_the_training_thread(
+        self, rig: Rig
+    ) -> None:
+        """The record of the other thread has a flag."""
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.FORWARD, intern("forward"))
         thread = threading.Thread(target=lambda: rig.span(Kind.DATA, "prefetch", 30))
@@ -364,10 +361,8 @@ class TestThreads:
         )
         assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
 
-    def test_another_thread_takes_over_with_its_sections(self, rig: Rig) -> None:
-        """The new thread keeps its open sections. From then on, the first thread's spans have the
-        flag for other threads.
-        """
+    def test_other_thread_that_takes_over_keeps_its_open_sections(self, rig: Rig) -> None:
+        """From then on, the first thread's spans have the flag for other threads."""
         recorder, taken = rig.recorder, []
 
         def other() -> None:
@@ -387,9 +382,10 @@ class TestThreads:
         assert (epoch["flags"], epoch["depth"], epoch["phase_ns"]) == (0, 1, 30)
         assert (prefetch["flags"], prefetch["depth"]) == (Flag.OTHER_THREAD, 1)
 
-    def test_no_thread_takes_over_inside_a_span(self, rig: Rig) -> None:
-        """The owner must not be inside a span, unless its thread has ended. The new thread may only
-        be inside sections.
+    def test_no_thread_takes_over_while_the_owner_is_inside_a_span(self, rig: Rig) -> None:
+        """If the owner's thread has ended, its open spans do not matter.
+
+        The new thread may only be inside sections.
         """
         recorder, forward = rig.recorder, rig.ring.intern("forward")
         taken = []
@@ -409,8 +405,10 @@ class TestThreads:
         on_thread(other, True, False)
         assert (taken[-1], recorder.backwards) == (True, 0)
 
-    def test_backward_pass_of_another_thread_has_no_recomputation(self, rig: Rig) -> None:
-        """Neither the owner's calls nor the recomputation of autograd's thread belong to it."""
+    def test_backward_pass_on_another_thread_gets_no_recomputation(self, rig: Rig) -> None:
+        """Calls of the owner and recomputation on autograd's thread do not belong to that backward
+        pass.
+        """
         recorder, backward, model = (
             rig.recorder,
             rig.ring.intern("backward"),
@@ -442,10 +440,8 @@ class TestThreads:
             (Kind.RECOMPUTE, Flag.OTHER_THREAD), (Kind.BACKWARD, Flag.OTHER_THREAD),
         ]  # fmt: skip
 
-    def test_waiting_on_autograds_threads_is_subtracted(self, rig: Rig) -> None:
-        """Waiting and recomputation on a device thread inside the backward pass are subtracted from
-        that phase.
-        """
+    def test_wait_on_autograds_thread_is_subtracted_from_the_backward_pass(self, rig: Rig) -> None:
+        """Recomputation on a device thread is subtracted too."""
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.BACKWARD, intern("backward"))
         rig.clock.advance(5)
@@ -456,8 +452,8 @@ class TestThreads:
         assert (wait["flags"], wait["duration_ns"], wait["phase_ns"]) == (0, 30, 0)
         assert (backward["duration_ns"], backward["phase_ns"]) == (35, 30)
 
-    def test_waiting_inside_of_recomputation_counts_once(self, rig: Rig) -> None:
-        """A wait of autograd's thread inside recomputation is not recomputation."""
+    def test_wait_inside_recomputation_counts_once(self, rig: Rig) -> None:
+        """The wait is on autograd's thread. It counts as waiting and not as recomputation."""
         recorder, backward, again = (
             rig.recorder,
             rig.ring.intern("backward"),
@@ -479,10 +475,10 @@ class TestThreads:
             (30, 0, 0), (40, 30, 0), (45, 40, 0),
         ]  # fmt: skip
 
-    def test_waits_of_two_devices_do_not_exceed_the_backward_pass(self, rig: Rig) -> None:
-        """Two devices wait at the same time. The step's parts add up to its duration and are not
-        negative.
-        """
+    def test_simultaneous_waits_of_two_devices_do_not_exceed_the_backward_pass(
+        self, rig: Rig
+    ) -> None:
+        """The step's parts add up to its duration and are not negative."""
         recorder, backward, wait = (
             rig.recorder,
             rig.ring.intern("backward"),
@@ -510,7 +506,7 @@ class TestThreads:
 
         assert parts == {"backward": 0, "communication": 35}
 
-    def test_waiting_on_a_users_thread_is_not_subtracted(self, rig: Rig) -> None:
+    def test_wait_on_a_users_thread_is_not_subtracted(self, rig: Rig) -> None:
         """A thread that saves a checkpoint also waits for other ranks, whatever the training thread
         does meanwhile.
         """
@@ -524,10 +520,10 @@ class TestThreads:
         assert (backward["duration_ns"], backward["phase_ns"]) == (30, 0)
 
     @pytest.mark.parametrize("runner", [on_thread, on_autograds_thread])
-    def test_waiting_that_started_before_the_backward_pass_is_ignored(
+    def test_wait_that_started_before_the_backward_pass_is_ignored(
         self, runner: Callable[..., None], rig: Rig
     ) -> None:
-        """Such a wait is in no part of the step. The backward pass keeps its time."""
+        """The wait is in no part of the step, and the backward pass keeps its time."""
         recorder, backward, wait = (
             rig.recorder,
             rig.ring.intern("backward"),
@@ -555,10 +551,10 @@ class TestThreads:
         assert parts_of_step(rig) == {"backward": 20, "host": 300}
 
     @pytest.mark.parametrize("inside", [Kind.WAIT, Kind.OPTIMIZER])
-    def test_waiting_is_not_subtracted_from_other_phases(self, inside: Kind, rig: Rig) -> None:
-        """Nothing is subtracted while the training thread itself waits, or while another thread is
-        in a backward pass.
-        """
+    def test_wait_on_autograds_thread_is_not_subtracted_from_other_phases(
+        self, inside: Kind, rig: Rig
+    ) -> None:
+        """The training thread itself waits, or another thread is in a backward pass."""
         recorder, backward = rig.recorder, rig.ring.intern("backward")
         if inside == Kind.WAIT:
             recorder.begin(Kind.BACKWARD, backward)
@@ -571,10 +567,10 @@ class TestThreads:
 
         assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
-    def test_marks_of_many_threads_are_all_recorded(
+    def test_simultaneous_marks_of_eight_threads_are_all_recorded(
         self, implementation: ModuleType, tmp_path: Path
     ) -> None:
-        """Eight threads mark at the same time. Every record is there, complete and balanced."""
+        """Every record is complete, and starts and ends are balanced."""
         rig = Rig(implementation, tmp_path, capacity=65536, clock=None)
         rig.recorder.activate()
 
@@ -605,8 +601,8 @@ class Module:
 
 
 class TestModuleCall:
-    def test_timed_call_passes_arguments_and_result(self, rig: Rig) -> None:
-        """The function gets the module and all arguments, and its result is returned unchanged."""
+    def test_timed_call_passes_arguments_and_result_unchanged(self, rig: Rig) -> None:
+        """The function receives the module and all arguments."""
         module = Module()
         call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward)
 
@@ -617,10 +613,8 @@ class TestModuleCall:
             {f"k{i}": i for i in range(20)},
         )
 
-    def test_outermost_call_is_the_forward_phase(self, rig: Rig) -> None:
-        """The outermost watched module is FORWARD, modules inside are MODULE, or RECOMPUTE in a
-        recomputation.
-        """
+    def test_outermost_module_call_is_the_forward_phase(self, rig: Rig) -> None:
+        """Calls inside it have the kind MODULE, or RECOMPUTE in a recomputation."""
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: rig.clock.advance(2))
         outer = make(recorder, rig.ring.intern("outer"), inner)
@@ -639,8 +633,9 @@ class TestModuleCall:
         ]
 
     def test_recomputation_in_a_nested_backward_pass_is_recognized(self, rig: Rig) -> None:
-        """A model may call itself from a backward pass in its forward pass. That differs from an
-        ordinary module.
+        """A model may start a backward pass in its forward pass and call itself there.
+
+        That is no ordinary module call.
         """
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: None)
@@ -658,8 +653,8 @@ class TestModuleCall:
             Kind.FORWARD,
         ]
 
-    def test_exception_is_passed_on_unchanged(self, rig: Rig) -> None:
-        """The same exception object is raised, and the span is closed and flagged."""
+    def test_exception_in_a_timed_call_is_passed_on_and_flagged(self, rig: Rig) -> None:
+        """The same exception object is raised, and the span ends."""
         raised = ValueError("mine")
 
         def fail() -> None:
@@ -673,10 +668,8 @@ class TestModuleCall:
         rig.span(Kind.DATA, "data", 1)
         assert rig.records()[0]["depth"] == 1
 
-    def test_observers_run_in_sampled_steps_only(self, rig: Rig) -> None:
-        """Observers run in sampled steps, outside of the span. Their time is charged to this
-        package.
-        """
+    def test_observers_of_module_calls_run_in_sampled_steps_only(self, rig: Rig) -> None:
+        """Observers run outside the span, and their time is charged to this package."""
         seen: list[object] = []
 
         def before(*args: object, **kwargs: object) -> None:
@@ -698,10 +691,8 @@ class TestModuleCall:
         assert [record["duration_ns"] for record in rig.records()] == [0, 0]
         assert rig.reader.counter(ring.TOOL_NS) == 110
 
-    def test_forward_passes_are_reported_in_every_step(self, rig: Rig) -> None:
-        """In every step, calls count that were not made by another watched module, and not in a
-        backward pass.
-        """
+    def test_outermost_forward_passes_are_reported_in_every_step(self, rig: Rig) -> None:
+        """Calls by another watched module or in a backward pass are not reported."""
         seen: list[object] = []
         module_call, recorder = rig.implementation.ModuleCall, rig.recorder
         inner = module_call(recorder, 0, lambda: "inner", forward=seen.append)
@@ -714,10 +705,8 @@ class TestModuleCall:
 
         assert seen == ["outer", "inner"]
 
-    def test_call_after_close_only_calls_the_function(self, rig: Rig) -> None:
-        """A call that outlives its recorder still calls the function, even if the recorder is
-        closed inside of it.
-        """
+    def test_timed_call_that_outlives_its_recorder_only_calls_the_function(self, rig: Rig) -> None:
+        """The recorder may be closed before or inside the call."""
 
         def close_inside() -> str:
             rig.recorder.close()
@@ -755,8 +744,11 @@ def native(tmp_path: Path) -> Iterator[Rig]:
 
 
 class TestRoutedCalls:
-    def test_only_modules_of_the_table_are_timed(self, native: Rig) -> None:
-        """Thousands of modules come and go. Each call is timed while its module is in the table."""
+    def test_only_modules_in_the_table_are_timed(self, native: Rig) -> None:
+        """Thousands of modules are added and removed.
+
+        Each call is timed while its module is in the table.
+        """
         modules = [Called() for _ in range(3000)]
         timed = set(range(0, 3000, 3))
         for index in timed:
@@ -774,10 +766,8 @@ class TestRoutedCalls:
             native.implementation.set_module_call(id(modules[index]), None)
         assert modules[0](1) == (modules[0], (1,), {})
 
-    def test_call_through_super_is_counted_once(self, native: Rig) -> None:
-        """This also holds if Python inlines the inner call, and after a call that did
-        not reach it.
-        """
+    def test_module_call_through_super_is_counted_once(self, native: Rig) -> None:
+        """Python may inline the inner call, and an earlier call may not have reached it."""
         module = CallsThrough()
         native.implementation.set_module_call(
             id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
@@ -821,9 +811,9 @@ class TestRoutedCalls:
                 native.implementation.set_module_call(*arguments)
 
 
-def test_nvtx_ranges_balance(rig: Rig) -> None:
-    """Every opened span pushes its name's attribute and every end pops, also for spans with a lost
-    end.
+def test_each_nvtx_range_that_is_opened_is_closed(rig: Rig) -> None:
+    """Every start pushes the attribute of its name and every end pops, also for spans whose end is
+    lost.
     """
     calls: list[object] = []
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), ["step", "a", "b"])
@@ -837,7 +827,7 @@ def test_nvtx_ranges_balance(rig: Rig) -> None:
     assert calls == ["a", "b", "pop", "pop", "step", "pop"]
 
 
-def test_both_implementations_write_the_same_bytes(tmp_path: Path) -> None:
+def test_native_and_python_recorder_write_the_same_bytes(tmp_path: Path) -> None:
     """The same marks at the same times leave the same records, names and counters."""
     if len(IMPLEMENTATIONS) < 2:
         pytest.skip("the package was installed without a C compiler: there is only the twin")

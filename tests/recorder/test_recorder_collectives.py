@@ -1,6 +1,4 @@
-"""Collectives and waits in the recorder. Every test runs over the native implementation and the
-Python one.
-"""
+"""Collectives and waits in the native recorder and in the Python one."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[CollectiveRig]:
 # -- one operation
 
 
-def test_record_describes_the_operation(rig: CollectiveRig) -> None:
-    """The record has time, step, depth, enclosing phase, bytes, sequence number and position in the
-    step.
-    """
+def test_collective_record_has_times_phase_bytes_and_sequence_number(rig: CollectiveRig) -> None:
+    """The record also has the step, the depth and the position in the step."""
     rig.recorder.begin(Kind.BACKWARD, rig.ring.intern("backward"))
     start_ns = rig.clock.now_ns
     rig.call(7, End.UNKNOWN, flags=int(Flag.ASYNC), size=123)
@@ -71,12 +67,10 @@ def test_record_describes_the_operation(rig: CollectiveRig) -> None:
     assert (third["step"], third["depth"]) == (1, 1)
 
 
-def test_position_in_the_step_restarts_with_a_recorder(
+def test_position_in_the_step_restarts_with_a_new_recorder(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """The first operation of a watch is its step's first one, whatever an earlier watch issued in
-    that step.
-    """
+    """Operations that an earlier watch recorded in the same step do not count."""
     ordinals = []
     for _ in range(2):
         rig = CollectiveRig(implementation, tmp_path)
@@ -87,10 +81,8 @@ def test_position_in_the_step_restarts_with_a_recorder(
     assert ordinals == [0, 0]
 
 
-def test_operation_ends_with_its_wait(rig: CollectiveRig) -> None:
-    """If the caller waits at once, the operation lasts until the end of that wait. The wait is a
-    separate phase.
-    """
+def test_operation_lasts_until_the_end_of_an_immediate_wait(rig: CollectiveRig) -> None:
+    """The wait is a separate phase."""
     rig.call(0, End.BY_WAIT, call_ns=5)
     rig.clock.advance(1)
     rig.wait(40)
@@ -109,9 +101,9 @@ def test_operation_ends_with_its_wait(rig: CollectiveRig) -> None:
     )
 
 
-def test_operation_without_a_wait_has_no_end(rig: CollectiveRig) -> None:
-    """The record is written with the next operation, without an end, because a later wait may
-    belong to another one.
+def test_operation_without_an_immediate_wait_has_no_end(rig: CollectiveRig) -> None:
+    """The record is written with the next operation, because a later wait may belong to another
+    one.
     """
     rig.call(0, End.BY_WAIT, call_ns=5)
     assert rig.collectives() == []
@@ -130,8 +122,8 @@ def test_operation_without_a_wait_has_no_end(rig: CollectiveRig) -> None:
     assert (sequence(second), second["duration_ns"], second["flags"]) == (1, 16, Flag.COMPLETED)
 
 
-def test_duration_is_the_calls_if_the_end_is_unknown(rig: CollectiveRig) -> None:
-    """The duration is the call's, and the flag for the operation's end is not set."""
+def test_operation_with_unknown_end_has_the_duration_of_its_call(rig: CollectiveRig) -> None:
+    """The flag for the operation's end is not set."""
     rig.call(0, End.UNKNOWN, call_ns=5)
     rig.wait(40)
     collective, _ = rig.records()
@@ -139,10 +131,8 @@ def test_duration_is_the_calls_if_the_end_is_unknown(rig: CollectiveRig) -> None
     assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (5, 5, 0)
 
 
-def test_blocking_operation_ends_with_its_call(rig: CollectiveRig) -> None:
-    """An operation that blocks in its call ends when the call returns. The call counts as a wait,
-    not for the enclosing phase.
-    """
+def test_blocking_operation_ends_with_its_call_and_counts_as_a_wait(rig: CollectiveRig) -> None:
+    """The call does not count for the enclosing phase."""
     forward = rig.ring.intern("forward")
     rig.recorder.begin(Kind.FORWARD, forward)
     start_ns = rig.clock.now_ns
@@ -162,9 +152,7 @@ def test_blocking_operation_ends_with_its_call(rig: CollectiveRig) -> None:
 
 
 def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
-    """The step stays the same if the operation ends in a later one, and so does its number in the
-    step.
-    """
+    """The operation may end in a later step. Its position in the issuing step stays the same."""
     rig.recorder.next_step()
     rig.call(0, End.UNKNOWN)
     rig.call(1, End.BY_WAIT)
@@ -180,13 +168,11 @@ def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> Non
 # -- waits
 
 
-def test_waited_ns_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveRig) -> None:
-    """waited_ns has all waits of the training thread and nothing else. Each wait is in the step's
-    phases.
-    """
+def test_waited_time_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveRig) -> None:
+    """`waited_ns` has nothing else. Each wait is also in the step's phases."""
     rig.wait(10)
     rig.clock.advance(100)
-    # This is not a wait in Work.wait. The caller that opens it counts it.
+    # This wait is not in Work.wait. The caller that opens it counts it.
     rig.span(Kind.WAIT, "backward tail", 1000)
     rig.wait(20)
     rig.recorder.next_step()
@@ -196,8 +182,8 @@ def test_waited_ns_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveRig
     assert (step["phase_ns"], step["duration_ns"]) == (1030, 1130)
 
 
-def test_timed_wait_passes_arguments_and_result(rig: CollectiveRig) -> None:
-    """Arguments, result and exceptions are passed on. Each call is a wait, also one that raises."""
+def test_timed_wait_passes_arguments_result_and_exception_on(rig: CollectiveRig) -> None:
+    """Each call is a wait, also one that raises."""
 
     class Work:
         def wait(self, timeout: float = 0.0, *, fail: bool = False) -> tuple[Work, float]:
@@ -222,8 +208,9 @@ def test_timed_wait_passes_arguments_and_result(rig: CollectiveRig) -> None:
 
 
 def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None:
-    """After a timeout, the operation may still be running. Its record has the flag for exceptions
-    and no end.
+    """After a timeout, the operation may still be running.
+
+    Its record has the flag for exceptions and no end.
     """
 
     class Work:
@@ -248,7 +235,7 @@ def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None
     assert rig.recorder.waited_ns == 35
 
 
-def test_operation_that_raised_is_flagged(rig: CollectiveRig) -> None:
+def test_operation_that_raised_is_flagged_in_its_record(rig: CollectiveRig) -> None:
     """The tap reports the exception after the call has returned."""
     issued = rig.issue(0, flags=int(Flag.ASYNC))
     rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
@@ -257,11 +244,12 @@ def test_operation_that_raised_is_flagged(rig: CollectiveRig) -> None:
     assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
 
 
-def test_timed_wait_of_an_earlier_watch_counts_once(
+def test_wait_wrapped_by_two_watches_counts_once(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """Another tool has wrapped the earlier watch's wait and still calls it. The next watch wraps
-    both, and the wait counts once.
+    """Another tool has wrapped the earlier watch's wait and still calls it.
+
+    The next watch wraps both.
     """
     earlier = CollectiveRig(implementation, tmp_path)
 
@@ -308,8 +296,10 @@ def test_timed_wait_behaves_like_a_method(rig: CollectiveRig) -> None:
         Work.wait()
 
 
-def test_compiled_code_calls_the_timed_wait(implementation: ModuleType, tmp_path: Path) -> None:
-    """Dynamo breaks its graph at Work.wait(), as without a watch, and calls it with its object."""
+def test_compiled_code_calls_the_timed_wait_with_its_object(
+    implementation: ModuleType, tmp_path: Path
+) -> None:
+    """As without a watch, Dynamo breaks its graph at Work.wait()."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeWork
@@ -336,8 +326,11 @@ def test_compiled_code_calls_the_timed_wait(implementation: ModuleType, tmp_path
     rig.close()
 
 
-def test_wait_inside_of_a_wait_counts_once(rig: CollectiveRig) -> None:
-    """A Work that waits for others is one wait. A call that did not start it must not end it."""
+def test_wait_inside_a_wait_counts_once(rig: CollectiveRig) -> None:
+    """A Work that waits for others is one wait.
+
+    A call that did not start the wait must not end it.
+    """
     assert rig.recorder.begin_wait()
     rig.clock.advance(10)
     assert not rig.recorder.begin_wait()
@@ -349,7 +342,7 @@ def test_wait_inside_of_a_wait_counts_once(rig: CollectiveRig) -> None:
 
 
 def test_wait_that_started_before_the_watch_is_not_recorded(rig: CollectiveRig) -> None:
-    """A watch that starts inside of a wait records neither that wait nor a negative time."""
+    """No negative time is recorded either."""
     rig.clock.advance(10)
     rig.recorder.end_wait()
     rig.wait(5)
@@ -358,8 +351,8 @@ def test_wait_that_started_before_the_watch_is_not_recorded(rig: CollectiveRig) 
     assert rig.recorder.waited_ns == 5
 
 
-def test_wait_is_an_nvtx_range(rig: CollectiveRig) -> None:
-    """Waits are NVTX ranges, too: balanced, with the attributes of their name."""
+def test_each_wait_is_a_balanced_nvtx_range(rig: CollectiveRig) -> None:
+    """The range has the attributes of the wait's name."""
     calls: list[str] = []
     attributes = [f"attributes of {name}" for name in rig.ring.names()]
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), attributes)
@@ -369,12 +362,12 @@ def test_wait_is_an_nvtx_range(rig: CollectiveRig) -> None:
     assert calls == ["attributes of wait", "pop"]
 
 
-# -- the table of groups
+# -- the table of process groups
 
 
-def test_progress_of_a_group_is_stored(rig: CollectiveRig) -> None:
-    """An operation is issued on entry and ended at its end, so a hanging operation is visible from
-    outside.
+def test_progress_of_each_group_is_in_the_file_header(rig: CollectiveRig) -> None:
+    """An operation is issued on entry and ended at its end, so other processes can see that it
+    hangs.
     """
     assert [rig.ring.add_group(name) for name in ("0", "1")] == [0, 1]
     issued = rig.issue(4, group=1)
@@ -386,8 +379,8 @@ def test_progress_of_a_group_is_stored(rig: CollectiveRig) -> None:
     assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
 
 
-def test_ended_number_never_decreases(rig: CollectiveRig) -> None:
-    """Operations of a group may end out of order. The highest one that has ended counts."""
+def test_highest_ended_number_of_a_group_never_decreases(rig: CollectiveRig) -> None:
+    """Operations of a group may end out of order."""
     rig.ring.add_group("0")
     early, late = rig.issue(0), rig.issue(1)
     rig.recorder.returned(late, int(End.UNKNOWN))
@@ -397,8 +390,10 @@ def test_ended_number_never_decreases(rig: CollectiveRig) -> None:
 
 
 @pytest.mark.parametrize("slot", [MAX_GROUPS, 1 << 16])
-def test_groups_beyond_the_table_are_not_stored(slot: int, rig: CollectiveRig) -> None:
-    """Their operations are recorded, and the field after the table is not overwritten."""
+def test_groups_beyond_the_table_are_recorded_without_progress(
+    slot: int, rig: CollectiveRig
+) -> None:
+    """The field after the table is not overwritten."""
     slots = [rig.ring.add_group(str(number)) for number in range(MAX_GROUPS + 3)]
     assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
     table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
@@ -415,9 +410,10 @@ def test_groups_beyond_the_table_are_not_stored(slot: int, rig: CollectiveRig) -
 # -- other threads
 
 
-def test_operation_of_another_thread_is_flagged(rig: CollectiveRig) -> None:
-    """The operation is flagged. It and its wait do not count for the training thread. Numbers
-    continue across threads.
+def test_operation_of_another_thread_is_flagged_and_not_counted(rig: CollectiveRig) -> None:
+    """The operation and its wait do not count for the training thread.
+
+    Sequence numbers continue across threads.
     """
 
     def elsewhere() -> None:
@@ -446,7 +442,7 @@ def test_operation_of_another_thread_is_flagged(rig: CollectiveRig) -> None:
     assert (rig.recorder.waited_ns, records[-1]["phase_ns"], records[-1]["nested_ns"]) == (0, 0, 0)
 
 
-def test_wait_ends_the_operation_of_its_thread(rig: CollectiveRig) -> None:
+def test_wait_ends_only_the_operation_of_its_own_thread(rig: CollectiveRig) -> None:
     issued, ended = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
@@ -472,13 +468,10 @@ def test_wait_ends_the_operation_of_its_thread(rig: CollectiveRig) -> None:
 # -- the end of recording
 
 
-def test_recorder_that_does_not_collect_writes_nothing(
+def test_only_the_recorder_that_collects_last_records_operations(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """A recorder that does not collect writes nothing.
-
-    The one that collects last gets everything.
-    """
+    """A recorder that does not collect writes nothing."""
     earlier, later = (
         CollectiveRig(implementation, tmp_path),
         CollectiveRig(implementation, tmp_path),
@@ -496,8 +489,8 @@ def test_recorder_that_does_not_collect_writes_nothing(
         rig.close()
 
 
-def test_close_writes_running_operations(rig: CollectiveRig) -> None:
-    """Each running operation leaves one record without an end. Later calls write nothing."""
+def test_close_writes_running_operations_without_an_end(rig: CollectiveRig) -> None:
+    """Each running operation leaves one record. Later calls write nothing."""
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK, call_ns=5)
     rig.call(1, End.BY_WAIT, call_ns=6)
@@ -515,12 +508,10 @@ def test_close_writes_running_operations(rig: CollectiveRig) -> None:
     assert rig.issue(3) is None
 
 
-def test_close_writes_running_operations_of_other_threads(
+def test_close_writes_running_operations_of_other_threads_once(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """This includes threads that have ended. Each operation is written once, and a later wait
-    belongs to another one.
-    """
+    """Some of the threads have ended. A later wait belongs to another operation."""
     rig = CollectiveRig(implementation, tmp_path)
     issued, closed = threading.Event(), threading.Event()
 
@@ -554,8 +545,8 @@ def test_close_writes_running_operations_of_other_threads(
         each.close()
 
 
-def test_operations_of_very_many_threads_are_recorded(rig: CollectiveRig) -> None:
-    """Operations above the limit are recorded at once, without an end."""
+def test_operations_of_very_many_threads_are_recorded_without_an_end(rig: CollectiveRig) -> None:
+    """Operations above the limit are recorded at once."""
     issued, ended = threading.Barrier(101), threading.Event()
 
     def elsewhere(number: int) -> None:
@@ -577,10 +568,8 @@ def test_operations_of_very_many_threads_are_recorded(rig: CollectiveRig) -> Non
     assert sum(bool(each["flags"] & Flag.COMPLETED) for each in found) >= 64
 
 
-def test_abandoned_recorder_stores_nothing(rig: CollectiveRig) -> None:
-    """In a forked child, the file belongs to the parent. Running operations are dropped without a
-    store to it.
-    """
+def test_abandoned_recorder_does_not_write_running_operations(rig: CollectiveRig) -> None:
+    """In a forked child, the file belongs to the parent. Nothing may be stored in it."""
     rig.ring.add_group("0")
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK)

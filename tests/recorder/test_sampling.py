@@ -1,4 +1,4 @@
-"""The selection of sampled steps."""
+"""Which steps are sampled for backward times and device times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sampled_steps(
 
 
 def test_cheap_samples_have_the_requested_period() -> None:
-    """With cheap samples, every 16th step is sampled, starting in the middle of the first 16."""
+    """Every 16th step is sampled, starting in the middle of the first 16."""
     assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [
         8,
         24,
@@ -36,9 +36,9 @@ def test_no_step_is_sampled_with_a_period_of_zero() -> None:
 
 
 @given(cost_ms=st.floats(0.01, 50), step_ms=st.floats(0.5, 500))
-def test_sampling_takes_a_thousandth_of_the_time_at_most(cost_ms: float, step_ms: float) -> None:
-    """In the long run, sampled steps take at most 0.1 % of the time, and more than half of that if
-    fewer than requested.
+def test_sampling_takes_at_most_a_thousandth_of_the_time(cost_ms: float, step_ms: float) -> None:
+    """Expensive sampling is less frequent than requested, but still uses more than half of the
+    limit.
     """
     schedule = SamplingSchedule(16)
     for _ in range(8):
@@ -50,9 +50,11 @@ def test_sampling_takes_a_thousandth_of_the_time_at_most(cost_ms: float, step_ms
 
 
 @given(cost_ms=st.floats(0.1, 20), other=st.floats(0.25, 4))
-def test_ranks_sample_the_same_steps(cost_ms: float, other: float) -> None:
-    """A rank with higher costs samples a subset of the steps of a rank with lower costs, in the
-    long run.
+def test_ranks_with_different_sampling_costs_sample_common_steps(
+    cost_ms: float, other: float
+) -> None:
+    """In the long run, a rank with higher costs samples a subset of the steps of a rank with lower
+    costs.
     """
     periods = []
     for cost in (cost_ms, cost_ms * other):
@@ -65,9 +67,10 @@ def test_ranks_sample_the_same_steps(cost_ms: float, other: float) -> None:
     assert few <= many
 
 
-def test_slow_first_sample_is_corrected_soon() -> None:
-    """The first sampled step imports and compiles. The next one comes within eight periods and
-    corrects the estimate.
+def test_slow_first_sample_is_corrected_within_eight_periods() -> None:
+    """The first sampled step imports and compiles.
+
+    The next sample corrects the estimate of the cost.
     """
     schedule = SamplingSchedule(16)
     schedule.sampled(cost_ns=5000 * MS, step_ns=3 * MS)
@@ -76,7 +79,7 @@ def test_slow_first_sample_is_corrected_soon() -> None:
     assert schedule.period == 16
 
 
-def test_later_costs_of_a_sample_count() -> None:
+def test_costs_of_a_sample_in_later_steps_count() -> None:
     """A device's times of a sampled step are read in later steps."""
     cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
     for schedule in (cheap, dear):

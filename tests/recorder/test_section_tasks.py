@@ -1,5 +1,6 @@
-"""Sections of one name in tasks that alternate on a thread: each record has its own task's times,
-or is counted as lost.
+"""Sections of one name in tasks that alternate on a thread.
+
+Each record has its own task's times, or is counted as lost.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def durations(rig: Rig) -> list[int]:
 
 
 def run(rig: Rig, *turns: int) -> None:
-    """Run tasks that are inside of the section at the same time. They enter, and leave in order
-    after these times in ns.
+    """Run tasks that are inside the section at the same time.
+
+    They leave in order after the given times in ns.
     """
 
     async def task(before_ns: int, number: int) -> None:
@@ -52,8 +54,9 @@ def run(rig: Rig, *turns: int) -> None:
 
 
 def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
-    """The first task leaves first. Its record has its time. The sections above it are lost and
-    counted.
+    """The first task leaves first, and its record has its time.
+
+    Sections above it are lost and counted.
     """
     run(rig, 5, 70)
 
@@ -69,7 +72,7 @@ def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
 
 
 def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
-    """Nothing is lost if the sections are not interleaved."""
+    """Their sections are not interleaved, so no record is lost."""
 
     async def task(nanoseconds: int) -> None:
         with rig.implementation.section("part"):
@@ -87,7 +90,7 @@ def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
 
 
 def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
-    """A section around code that runs other tasks is closed by the task that opened it."""
+    """The task that opened a section closes it after the other tasks have ended."""
 
     async def child() -> None:
         with rig.implementation.section("child"):
@@ -105,8 +108,8 @@ def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
     assert rig.reader.counter(ring.UNBALANCED) == 0
 
 
-def test_section_may_set_the_first_context_variable(tmp_path: Path) -> None:
-    """If a thread has no context yet, setting a variable creates one."""
+def test_section_may_set_the_first_context_variable_of_a_thread(tmp_path: Path) -> None:
+    """If a thread has no context, setting a variable creates one."""
     rig = Rig(IMPLEMENTATIONS[0], tmp_path)
     rig.recorder.activate()
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("set inside")
@@ -125,9 +128,7 @@ def test_section_may_set_the_first_context_variable(tmp_path: Path) -> None:
 
 
 def test_section_that_ends_in_another_context_is_counted_as_lost(rig: Rig) -> None:
-    """The section ends in another context than it started in. Its record and that of the enclosing
-    span are counted as lost.
-    """
+    """The record of the enclosing span is counted as lost too."""
 
     def parts() -> Iterator[None]:
         with rig.implementation.section("part"):

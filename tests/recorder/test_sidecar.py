@@ -1,6 +1,4 @@
-"""Starting a real sidecar: its cost next to a job that has just started, and that it always does
-its work.
-"""
+"""The start of a real sidecar: its cost for a job that has just started, and its robustness."""
 
 from __future__ import annotations
 
@@ -30,23 +28,23 @@ from torchlens_perf.run.processes import cpu_time_ns, process_cpu_time_s, proces
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
-FIRST_SECOND_S = 0.4  # CPU seconds, if an interpreter starts in BARE_S
+FIRST_SECOND_S = 0.4  # CPU seconds on a machine where an interpreter starts in BARE_S.
 BARE_S = 0.05
-WORK_NS = 20_000_000  # CPU time of some work next to the job
-# Modules of this package that are imported before anything is read.
+WORK_NS = 20_000_000  # CPU time of some work that the job does meanwhile.
+# Modules of this package that the sidecar imports before it reads any data.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
     "torchlens_perf.run.rings.memory", "torchlens_perf.run.sidecar_status", "torchlens_perf.sidecar",
     "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting",
     "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination",
 }  # fmt: skip
-# Some of the other modules that must not be imported before that.
+# Some modules that the sidecar must not import before that.
 HEAVY = {
     "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
     "subprocess", "typing",
 }  # fmt: skip
-# The sidecar of a job on one node, without an endpoint and GPUs, does not need these installed
-# packages.
+# Installed packages that the sidecar of a job on one node, without an endpoint and GPUs, does not
+# need.
 NEVER = {
     "argparse",
     "asyncio",
@@ -88,7 +86,7 @@ def read_status(run: RunDirectory) -> tuple[int, int, str]:
 
 
 def used_ns(pid: int, of: list[int]) -> int:
-    """Return the CPU time of these threads of a process."""
+    """Return the CPU time of the given threads of a process."""
     return sum(cpu_time_ns(pid, thread) or 0 for thread in of)
 
 
@@ -102,8 +100,9 @@ def bare_start_s() -> float:
 
 
 def imported(run: RunDirectory) -> list[str]:
-    """Return the modules that the sidecar has imported, in order, from its log with
-    PYTHONPROFILEIMPORTTIME=1.
+    """Return the modules that the sidecar has imported, in order.
+
+    They are in its log with PYTHONPROFILEIMPORTTIME=1.
     """
     # The log starts in the second file.
     logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]
@@ -113,10 +112,8 @@ def imported(run: RunDirectory) -> list[str]:
     ]
 
 
-def test_first_second_of_the_sidecar_takes_little_cpu_time(run: RunDirectory) -> None:
-    """The CPU time of its first second is compared with that of an interpreter's start on this
-    machine.
-    """
+def test_first_second_of_the_sidecar_uses_little_cpu_time(run: RunDirectory) -> None:
+    """The CPU time is compared with that of an interpreter's start on this machine."""
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     time.sleep(1.0)
@@ -127,11 +124,12 @@ def test_first_second_of_the_sidecar_takes_little_cpu_time(run: RunDirectory) ->
     assert used_s <= FIRST_SECOND_S * max(1.0, bare_start_s() / BARE_S)
 
 
-def test_modules_are_imported_when_they_are_needed(
+def test_sidecar_imports_modules_only_when_they_are_needed(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar waits with few imports and works with NumPy, pyarrow and rich. It does not use
-    other installed packages.
+    """While it waits, few modules are imported.
+
+    For its work it imports NumPy, pyarrow and rich, but no other installed packages.
     """
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     rank = Rank(run, 0, 1)
@@ -151,12 +149,12 @@ def test_modules_are_imported_when_they_are_needed(
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_ring_that_fills_at_once_loses_no_record(run: RunDirectory) -> None:
-    """A ring that would fill during the initial wait is read before that."""
+def test_ring_that_fills_during_the_initial_wait_loses_no_record(run: RunDirectory) -> None:
+    """The sidecar interrupts its wait to read the ring."""
     rank = Rank(run, 0, 1, ring_records=1 << 14)
     started(run, rank)
     for _ in range(3):
-        rank.steps(2000, **WORK)  # 10,000 records
+        rank.steps(2000, **WORK)  # 10,000 records.
         until(lambda: counted(run) >= rank.session.recorder.written)
     rank.close()
     wait_for_sidecar(run)
@@ -172,9 +170,12 @@ def counted(run: RunDirectory) -> int:
     return sum(int(process["counted"]) + 1 for process in processes)
 
 
-def test_threads_of_the_sidecar_have_their_priorities(run: RunDirectory) -> None:
-    """The thread that delivers the report has the job's priority. The thread that works next to the
-    job has a lower one, and the thread that imports during the wait only runs on idle processors.
+def test_sidecar_threads_run_at_lower_priority_than_the_job_except_delivery(
+    run: RunDirectory,
+) -> None:
+    """The thread that delivers the report has the job's priority.
+
+    A thread that imports during the initial wait runs only on idle processors.
     """
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
@@ -208,10 +209,10 @@ def test_threads_of_the_sidecar_have_their_priorities(run: RunDirectory) -> None
     assert (policy, usual) == (os.SCHED_OTHER, str(priority.USUAL_GROUP))
 
 
-def test_starved_idle_thread_does_not_delay_the_report(run: RunDirectory, busy: None) -> None:
-    """Other programs keep all processors busy. The sidecar starts again without the idle thread,
-    and the report comes.
-    """
+def test_report_is_written_although_the_idle_priority_thread_starves(
+    run: RunDirectory, busy: None
+) -> None:
+    """Other programs keep all processors busy. The sidecar starts again without that thread."""
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 1)
@@ -231,8 +232,8 @@ def test_starved_idle_thread_does_not_delay_the_report(run: RunDirectory, busy: 
         )
 
 
-def test_next_sidecar_reads_everything_after_a_kill(run: RunDirectory) -> None:
-    """The killed sidecar had read nothing. The next one reads everything."""
+def test_next_sidecar_reads_everything_after_the_first_is_killed(run: RunDirectory) -> None:
+    """The killed sidecar had read nothing."""
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     pid = started(run, rank)
@@ -248,8 +249,8 @@ def test_next_sidecar_reads_everything_after_a_kill(run: RunDirectory) -> None:
     assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (20, 0)
 
 
-def test_second_sidecar_is_refused_while_the_first_waits(run: RunDirectory) -> None:
-    """The sidecar's lock is already held when its interpreter starts."""
+def test_second_sidecar_is_refused_while_the_first_starts(run: RunDirectory) -> None:
+    """The sidecar's lock is already locked when its interpreter starts."""
     rank = Rank(run, 0, 1)
     started(run, rank)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
@@ -279,7 +280,7 @@ def test_sidecar_is_not_a_child_of_the_rank(run: RunDirectory) -> None:
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_sidecar_is_a_child_without_a_shell(
+def test_sidecar_is_a_child_if_there_is_no_shell(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
@@ -293,12 +294,10 @@ def test_sidecar_is_a_child_without_a_shell(
 
 
 @pytest.mark.parametrize("wrong", ["python", "shell"])
-def test_failed_start_raises_and_leaves_no_file(
+def test_failed_start_of_a_sidecar_raises_and_leaves_no_file(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
 ) -> None:
-    """Python is missing, or the node cannot start more processes. The error comes at once, and no
-    file is left.
-    """
+    """Python is missing, or the node cannot start more processes. The error is raised at once."""
     rank = Rank(run, 0, 1)
     if wrong == "python":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))

@@ -1,4 +1,4 @@
-"""Ends of steps for every kind of loop, as a table of events and step ends."""
+"""Which events end a step, for every kind of training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchlens_perf.recorder.steps import EvaluationRule, StepRule
 
 OPTIMIZERS = {"a": 1, "o": 2, "t": 3}
-MODULES = {"m": 11, "n": 12}  # parts of a model that is not called itself
+MODULES = {"m": 11, "n": 12}  # Parts of a model that is not called itself.
 
 
 def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -> str:
@@ -22,8 +22,8 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
     - m, n: forward passes of parts of the model without gradients
     - M, N: the same with gradients
 
-    passed: the optimizers that were passed to watch(), in their order. alive: an optimizer exists
-    when the rule searches for one.
+    `passed` has the optimizers that were passed to watch(), in order. `alive` is True if an
+    optimizer exists when the rule searches for one.
     """
     played = ""
     for event in events.replace("|", ""):
@@ -114,13 +114,13 @@ def test_step_ends_at_the_expected_event_for_each_kind_of_loop(
         "until w.step()",
     ],
 )
-def test_each_backward_pass_is_a_step_without_an_optimizer(expected: str) -> None:
-    """From the second backward pass on, each one is a step, because no other event can end it."""
+def test_each_backward_pass_ends_a_step_without_an_optimizer(expected: str) -> None:
+    """Before the second backward pass, another event might still end the step."""
     assert expected == ends(StepRule(), expected, alive=False)
 
 
-def test_loop_trains_from_the_first_optimizer_step_on() -> None:
-    """Before an optimizer has stepped or was passed, forward passes count as inference."""
+def test_forward_passes_before_the_first_optimizer_step_count_as_inference() -> None:
+    """No optimizer was passed in this loop."""
     rule = StepRule()
     assert not rule.trains
     rule.optimizer_stepped(1)
@@ -128,10 +128,7 @@ def test_loop_trains_from_the_first_optimizer_step_on() -> None:
     assert StepRule(passed=1).trains
 
 
-def test_optimizer_that_was_not_passed_is_ignored_unless_it_continues_alone() -> None:
-    """An optimizer that was not passed does not matter, unless it is the only one that continues to
-    step.
-    """
+def test_optimizer_that_was_not_passed_ends_steps_only_if_it_continues_alone() -> None:
     rule = StepRule(passed=1)
     assert not rule.optimizer_stepped(2)
     assert not rule.ignores_passed
@@ -148,8 +145,8 @@ def test_only_the_user_ends_steps_after_the_first_manual_one(events: str) -> Non
 
 
 @given(st.text("fbaoe", max_size=60))
-def test_training_step_ends_only_at_optimizer_steps(events: str) -> None:
-    """In training, forward and backward passes end no step."""
+def test_training_steps_end_only_at_optimizer_steps(events: str) -> None:
+    """Forward and backward passes end no step in training."""
     played = ends(StepRule(passed=2), events, "ao")
     assert all(played[place - 1] in "ao" for place, sign in enumerate(played) if sign == "|")
 
@@ -182,8 +179,8 @@ def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
 
 
 def test_evaluation_is_recognized_after_a_change_of_step_ends() -> None:
-    """Earlier observations do not count: neither the step that is in both phases, nor those before
-    it.
+    """Observations from before the change do not count, and neither does the step in which it
+    happens.
     """
     rule = EvaluationRule()
     assert evaluating(rule, ".......") == "......."

@@ -1,7 +1,7 @@
-"""CPU time of a step's own work, and time runnable without a CPU, from Linux, over both recorders.
+"""CPU time of a step's phases, and time runnable without a CPU, from the Linux kernel.
 
-The kernel updates a running thread's time at its ticks, every 1 to 10 ms. The tests compare times
-of at least 80 ms.
+Each test uses both recorders. The kernel updates a running thread's time at its ticks, every 1 to
+10 ms. The tests compare times of at least 80 ms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ COMPETITOR += "while time.monotonic() < end: pass"
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """With torch loaded, a collection may take as much CPU time as the measured work: 90 ms were
+    """Switch off garbage collection.
+
+    With torch loaded, a collection can use as much CPU time as the measured work: 90 ms were
     observed.
     """
     gc.disable()
@@ -57,7 +59,7 @@ class TimedRig(Rig):
     """A recorder that measures thread times."""
 
     def measure_next_step(self) -> None:
-        """End a step that is long enough for the next one to be measured. Drop its records."""
+        """End a step that is long enough for the next one to be measured, and drop its records."""
         if self.clock is None:
             time.sleep(2 * LONG_NS / 1e9)
         else:
@@ -66,8 +68,9 @@ class TimedRig(Rig):
         self.records()
 
     def thread_times(self) -> dict[Kind, tuple[int, int]]:
-        """End the step. Return CPU time and time runnable without a CPU in ns, by phase; STEP is
-        the time outside of phases.
+        """End the step and return CPU time and time runnable without a CPU in ns, by phase.
+
+        The key STEP is the time outside phases.
         """
         self.recorder.next_step()
         found = [each for each in self.records() if each["kind"] == Kind.THREAD_TIME]
@@ -101,7 +104,7 @@ def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[Timed
 
 
 def work(cpu_s: float = WORK_S) -> int:
-    """Use that much CPU time, however long that takes. Return the used nanoseconds."""
+    """Use the given CPU time, however long that takes, and return the used nanoseconds."""
     begin_ns = time.thread_time_ns()
     while time.thread_time_ns() - begin_ns < cpu_s * 1e9:
         pass
@@ -109,7 +112,7 @@ def work(cpu_s: float = WORK_S) -> int:
 
 
 def test_computation_counts_as_cpu_time_of_its_phase(rig: TimedRig) -> None:
-    """A loop that computes has as much CPU time as on the thread's own clock, in its phase."""
+    """The CPU time is the same as on the thread's own clock."""
     with rig.inside(Kind.FORWARD):
         worked_ns = work()
     times = rig.thread_times()
@@ -120,7 +123,7 @@ def test_computation_counts_as_cpu_time_of_its_phase(rig: TimedRig) -> None:
     )
 
 
-def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
+def test_sleep_is_neither_cpu_time_nor_lack_of_a_cpu(rig: TimedRig) -> None:
     begin_ns = time.monotonic_ns()
     with rig.inside(Kind.DATA):
         time.sleep(3 * WORK_S)
@@ -131,8 +134,9 @@ def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
 
 
 def test_cpu_times_of_phases_add_up_to_the_step(rig: TimedRig) -> None:
-    """Every nanosecond of the thread's CPU time is in one phase. An enclosing phase only has its
-    own part.
+    """Every nanosecond of the thread's CPU time is in one phase.
+
+    An enclosing phase has only its own part.
     """
     begin_ns = time.thread_time_ns()
     outside_ns = work()
@@ -154,10 +158,8 @@ def test_cpu_times_of_phases_add_up_to_the_step(rig: TimedRig) -> None:
     assert sum(cpu_ns.values()) == CLOSE(whole_ns, rel=0.1)
 
 
-def test_cpu_time_in_waits_is_subtracted(rig: TimedRig) -> None:
-    """Polling in a wait is not work of the enclosing phase, and neither is polling in a pause: the
-    end of a backward pass.
-    """
+def test_cpu_time_of_polling_in_a_wait_is_not_work_of_the_phase(rig: TimedRig) -> None:
+    """Polling at the end of a backward pass is not work either."""
     rig.recorder.start_collectives(rig.ring.intern("wait"))
     with rig.inside(Kind.BACKWARD):
         backward_ns = work()
@@ -175,8 +177,8 @@ def test_cpu_time_in_waits_is_subtracted(rig: TimedRig) -> None:
     assert times[Kind.WAIT][0] == CLOSE(waited_ns, rel=0.1)
 
 
-def test_pause_ends_with_the_step(rig: TimedRig) -> None:
-    """A backward pass whose end is missing, because it raised, only affects its own step."""
+def test_backward_pass_without_an_end_affects_only_its_own_step(rig: TimedRig) -> None:
+    """The end is missing because the backward pass raised."""
     rig.recorder.own_work_paused()
     paused_ns = work()
     assert rig.thread_times()[Kind.WAIT][0] == CLOSE(paused_ns, rel=0.1)
@@ -187,7 +189,7 @@ def test_pause_ends_with_the_step(rig: TimedRig) -> None:
 
 @contextmanager
 def competitor(cpu: int) -> Iterator[None]:
-    """Run a busy process on that CPU."""
+    """Run a busy process on the given CPU."""
     process = subprocess.Popen([sys.executable, "-c", COMPETITOR % cpu], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -199,9 +201,10 @@ def competitor(cpu: int) -> Iterator[None]:
         process.communicate()
 
 
-def test_thread_without_a_cpu_is_counted_as_runnable(rig: TimedRig) -> None:
-    """A thread that shares its CPU with a busy process is runnable about as long as it runs. CPU
-    time is its own.
+def test_time_without_a_cpu_is_measured_next_to_a_busy_process(rig: TimedRig) -> None:
+    """A thread that shares its CPU with a busy process is runnable about as long as it runs.
+
+    Its CPU time is its own.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
@@ -220,7 +223,7 @@ def test_thread_without_a_cpu_is_counted_as_runnable(rig: TimedRig) -> None:
     assert cpu_ns + ready_ns < 1.1 * taken_ns
 
 
-def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
+def test_very_short_phases_have_no_thread_time_record(rig: TimedRig) -> None:
     """The kernel has counted no CPU time by the end of a very short phase."""
     for kind in (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT):
         with rig.inside(kind):
@@ -232,12 +235,10 @@ def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
     assert (0, 0) not in times.values()
 
 
-def test_zero_statistics_of_the_kernel_are_not_measured(
+def test_kernel_statistics_of_zero_count_as_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without scheduling statistics the file exists and is all zero. That means "not measured", not
-    "no work".
-    """
+    """Without scheduling statistics in the kernel, the file exists but has only zeros."""
     rig = TimedRig(python, tmp_path)
     before = open_files()
     for text in (b"0 0 0\n", b"", b"?"):
@@ -250,10 +251,10 @@ def test_zero_statistics_of_the_kernel_are_not_measured(
     rig.close()
 
 
-def test_step_is_not_measured_if_statistics_disappear(
+def test_step_is_not_measured_if_the_kernels_file_disappears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is not measured, and no error reaches the user's code."""
+    """No error reaches the user's code."""
     rig = TimedRig(python, tmp_path)
     assert rig.recorder.start_thread_time()
     rig.measure_next_step()
@@ -300,12 +301,10 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
 
 
 @pytest.mark.parametrize(("phases", "measured"), [(31, True), (32, False), (100, False)])
-def test_steps_of_very_many_phases_are_not_measured(
+def test_step_with_too_many_phases_is_not_measured(
     phases: int, measured: bool, rig_with_clock: TimedRig
 ) -> None:
-    """A partial measurement would be misleading. Such a step has no thread times, and the next one
-    does.
-    """
+    """A partial measurement would be misleading. The next step has thread times."""
     rig = rig_with_clock
     rig.measure_next_step()
     for _ in range(phases):
@@ -320,8 +319,8 @@ def test_steps_of_very_many_phases_are_not_measured(
 
 
 def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
-    """Computation of another thread, in its own phases, is not the training thread's, and does not
-    end its phase.
+    """The other thread computes in its own phases, which do not end those of the training
+    thread.
     """
     worked_ns: list[int] = []
 
@@ -345,9 +344,7 @@ def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
 def test_recorder_refuses_to_measure_another_thread(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """On another thread the recorder refuses, so that no other thread's time counts as the training
-    thread's.
-    """
+    """Otherwise another thread's time would count as that of the training thread."""
     rig = TimedRig(implementation, tmp_path)
     told: list[bool] = []
     on_thread(lambda: told.append(rig.recorder.start_thread_time()))
@@ -359,12 +356,10 @@ def test_recorder_refuses_to_measure_another_thread(
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_file_of_the_kernel_is_closed_with_the_recorder(
+def test_kernels_file_is_closed_with_the_recorder(
     end: str, implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """The kernel's file is closed with the recorder, also in a forked child, and a closed recorder
-    does not open it.
-    """
+    """A forked child closes it too, and a closed recorder does not open it."""
     before = open_files()
     rig = TimedRig(implementation, tmp_path)
     assert rig.recorder.start_thread_time()
@@ -375,15 +370,13 @@ def test_file_of_the_kernel_is_closed_with_the_recorder(
     assert open_files() == before
 
 
-def test_autograds_thread_counts_in_the_backward_pass(rig: TimedRig) -> None:
-    """The owner waits for autograd's thread, so its lack of a CPU counts. Its time in another phase
-    does not.
-    """
+def test_autograds_thread_counts_only_in_the_backward_pass(rig: TimedRig) -> None:
+    """The owner waits for autograd's thread, so the lack of a CPU of that thread counts."""
     cpu = min(os.sched_getaffinity(0))
     ready, stop = threading.Event(), threading.Event()
 
     def compute() -> None:
-        # This pins the current thread only.
+        # This call pins the current thread only.
         os.sched_setaffinity(0, {cpu})
         rig.recorder.computes_backward()
         ready.set()
@@ -407,8 +400,8 @@ def test_autograds_thread_counts_in_the_backward_pass(rig: TimedRig) -> None:
     assert times.get(Kind.OPTIMIZER, (0, 0))[1] < 0.25 * times[Kind.BACKWARD][1]
 
 
-def test_new_thread_of_autograd_is_measured(rig: TimedRig) -> None:
-    """The next thread is measured instead, and the file of the ended one is closed."""
+def test_new_thread_of_autograd_is_measured_after_the_first_has_ended(rig: TimedRig) -> None:
+    """The file of the ended thread is closed."""
     before = open_files()
     for _ in range(3):
         on_thread(rig.recorder.computes_backward)

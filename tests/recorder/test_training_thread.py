@@ -1,4 +1,4 @@
-"""The thread that a watch records. Gradients of other threads are never read."""
+"""Which thread is recorded as the training thread, and reads of gradients on other threads."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def notes(recording: Recording) -> str:
     return "; ".join(recording.metadata["notes"])
 
 
-def test_steps_on_another_thread_are_recorded(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Their phases are recorded. Only the pass that shows which thread trains is missing."""
+def test_steps_on_another_thread_than_the_watchs_are_recorded(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """Only the first pass is missing, which shows that the thread trains."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.steps).result()
@@ -78,7 +80,9 @@ def test_steps_on_another_thread_are_recorded(tmp_path: Path, pool: ThreadPoolEx
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_steps_of_a_coroutine_are_recorded(tmp_path: Path, by_hand: bool) -> None:
-    """asyncio.to_thread() trains, and the event loop's thread may mark the end of a step."""
+    """asyncio.to_thread() runs the training code, and the event loop's thread may mark the end of a
+    step.
+    """
     trainer = Trainer()
 
     async def main(watch: perf.Watch) -> None:
@@ -124,10 +128,10 @@ def test_inference_on_another_thread_is_recorded(tmp_path: Path, pool: ThreadPoo
     assert kinds(recording)[Kind.FORWARD] == STEPS - 1
 
 
-def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
+def test_thread_that_trains_is_recorded_although_another_ran_the_model_first(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """An actor's thread runs the model first. The learner's thread trains it."""
+    """An actor's thread runs the model, and the learner's thread trains it later."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.infer).result()
@@ -141,8 +145,10 @@ def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
     assert there[Kind.BACKWARD] == 0
 
 
-def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Its passes are recorded as another thread's, and the report mentions it."""
+def test_second_training_thread_ends_no_step_and_is_noted(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """Passes of the second thread are recorded as those of another thread."""
     first, second = Trainer(), Trainer()
     with recorded(
         tmp_path, [first.model, second.model], [first.optimizer, second.optimizer]
@@ -154,16 +160,16 @@ def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExe
             pool.submit(recording.watch.step).result()
 
     here, there = kinds(recording), kinds(recording, elsewhere=True)
-    # Until the second thread has stepped, its optimizer, which was passed last, counts as the end
-    # of the first step.
+    # Before the second thread has stepped, its optimizer counts as the end of the first step,
+    # because it was passed last.
     assert [here[kind] for kind in (Kind.STEP, *PHASES)] == [STEPS - 1, STEPS, STEPS, STEPS]
     assert (there[Kind.FORWARD], there[Kind.BACKWARD], there[Kind.STEP]) == (STEPS, STEPS, 0)
     assert "their steps are not counted" in notes(recording)
     assert recording.unbalanced == recording.internal_errors == 0
 
 
-def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) -> None:
-    """Cross-validation may use a thread for each fold."""
+def test_next_training_thread_is_recorded_after_the_first_has_ended(tmp_path: Path) -> None:
+    """Cross-validation may use one thread after the other, one for each fold."""
     ended = threading.Event()
     with recorded(tmp_path) as recording:
         trainer = Trainer()
@@ -178,12 +184,10 @@ def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) ->
     assert kinds(recording)[Kind.STEP] == 2 * STEPS
 
 
-def test_work_of_other_threads_is_counted_separately(
+def test_work_of_other_threads_is_counted_separately_in_a_section(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """The watch's thread is inside of a section, so it stays the recorded one and waits for the
-    work.
-    """
+    """The watch's thread waits inside a section, so it remains the recorded thread."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         for _ in range(20):
@@ -232,7 +236,7 @@ def compute_inputs(model: nn.Module) -> None:
 def test_no_gradient_is_read_while_another_thread_computes_gradients(
     tmp_path: Path, pool: ThreadPoolExecutor, elsewhere: Callable[[nn.Module], None] | None
 ) -> None:
-    """While the training thread is alone, its gradients are read to count accumulations."""
+    """While only the training thread computes, its gradients are read to count accumulations."""
     trainer = Trainer()
     trainer.model.weight = Counted(trainer.model.weight.detach())
     trainer.optimizer = torch.optim.SGD([trainer.model.weight], lr=0.1)
@@ -247,7 +251,7 @@ def test_no_gradient_is_read_while_another_thread_computes_gradients(
     assert (reads > 0) == (elsewhere is None)
 
 
-def test_pass_that_started_before_the_watch_is_found(tmp_path: Path) -> None:
+def test_backward_pass_that_started_before_the_watch_is_considered(tmp_path: Path) -> None:
     """The pass runs on another thread while the hooks are attached, so no hook has seen its
     start.
     """
@@ -276,9 +280,9 @@ def test_pass_that_started_before_the_watch_is_found(tmp_path: Path) -> None:
 def test_models_are_not_searched_by_gradient_while_another_thread_computes(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop has no optimizer. Its models are found by their gradients.
+    """The loop has no optimizer, so its models are found by their gradients.
 
-    Optimizers of other tests may still be alive, for example in the traceback of one that failed.
+    Optimizers of other tests may still exist, for example in the traceback of a failed one.
     """
     monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.living_optimizers", list)
     model = nn.Linear(4, 4)

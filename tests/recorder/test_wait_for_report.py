@@ -1,6 +1,4 @@
-"""The wait for the report at a run's end: it lasts as long as the sidecar makes progress, and no
-longer.
-"""
+"""The program waits for its report at a run's end only as long as the sidecar makes progress."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT
 
-# Compute until the test ends it.
+# This source computes until the test ends it.
 BUSY = """
 import os, sys, time
 
@@ -43,18 +41,19 @@ def enough(tmp_path: Path) -> Path:
 
 
 def late_sidecar(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
-    """Run this source at the start of each sidecar."""
+    """Run the given source at the start of each sidecar."""
     (folder / "sitecustomize.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
-def test_wait_continues_while_the_sidecar_works(
+def test_program_waits_while_the_sidecar_computes(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar computes for two seconds before it writes the report. One line says that the
-    program waits.
+    """The sidecar computes for two seconds before it writes the report.
+
+    One line says that the program waits.
     """
-    # The load of this machine is not known.
+    # The test does not know the load of the machine.
     monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2, enough=str(enough)))
     with watched(tmp_path / "runs"):
@@ -66,12 +65,10 @@ def test_wait_continues_while_the_sidecar_works(
     assert "20 steps" in printed
 
 
-def test_wait_for_a_stopped_sidecar_ends_after_a_second(
+def test_program_stops_waiting_a_second_after_the_sidecar_is_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar is stopped. The wait ends after a second, or half a second after the last
-    progress if that is later.
-    """
+    """The wait lasts at least half a second after the sidecar's last progress."""
     monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
     with watched(tmp_path / "runs") as watch:
         pid = sidecar_of(watch)
@@ -87,14 +84,14 @@ def test_wait_for_a_stopped_sidecar_ends_after_a_second(
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.7])
-def test_wait_is_limited_by_the_users_timeout(
+def test_wait_is_limited_by_the_users_exit_timeout(
     timeout_s: float,
     enough: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This also limits the wait for a sidecar that makes progress."""
+    """The sidecar in this test makes progress."""
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
     with watched(tmp_path / "runs", config=Config(_exit_timeout_s=timeout_s)) as watch:
         sidecar_of(watch)
@@ -107,11 +104,12 @@ def test_wait_is_limited_by_the_users_timeout(
 
 
 @pytest.mark.parametrize("raised", ["RuntimeError", "KeyboardInterrupt"])
-def test_report_after_an_exception_is_below_the_traceback(
+def test_report_after_an_exception_is_printed_below_the_traceback(
     raised: str, enough: Path, tmp_path: Path
 ) -> None:
-    """The traceback is printed after at most a second. The program then waits as after a normal
-    end.
+    """The traceback is printed after at most a second.
+
+    The program then waits as after a normal end.
     """
     (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = f"""
@@ -163,10 +161,10 @@ def test_next_watch_ends_the_wait_for_the_previous_report(
     wait_for_sidecar(RunDirectory(first.run_dir), 120)
 
 
-def test_job_of_several_nodes_waits_a_second(
+def test_job_of_several_nodes_waits_at_most_a_second(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other nodes would wait, too."""
+    """All nodes would have to wait for a longer time."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",

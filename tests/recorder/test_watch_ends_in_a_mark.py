@@ -1,4 +1,6 @@
-"""A watch that ends while a mark runs Python code, either in that code or on another thread."""
+"""A watch that ends while the recorder runs Python code, either in that code or on another
+thread.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ End = Callable[..., Any]
 
 
 class EndingRig:
-    """A recorder that the test ends from inside of a mark: it is closed, its file is unmapped, and
-    no reference is left.
+    """A recorder that the test ends while it is called.
+
+    It is closed, its file is unmapped, and no reference is left.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class EndingRig:
         self._by_another_thread = by_another_thread
 
     def end(self, *args: Any, **kwargs: Any) -> int:
-        """End the watch; a mark calls this."""
+        """End the watch. Code that the recorder runs calls this function."""
         if self._by_another_thread:
             thread = threading.Thread(target=self._end)
             thread.start()
@@ -53,7 +56,7 @@ class EndingRig:
             self.ended += 1
 
     def make(self, intern: Callable[[str], int]) -> None:
-        """Make another recorder on the file that calls this function for names."""
+        """Make another recorder on the file. It calls the given function for names."""
         self.recorder.close()
         self.recorder = self.rig.recorder = self.implementation.Recorder(
             self.rig.ring.buffer, intern
@@ -102,7 +105,7 @@ def nvtx_pop_of_a_drop(rig: EndingRig) -> None:
 
 
 def nvtx_pop_of_the_end(rig: EndingRig) -> None:
-    """close() pops the open ranges."""
+    """Close the recorder, which pops the open ranges."""
     rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
     recorder = rig.recorder
     recorder.begin(int(Kind.BACKWARD), 1)
@@ -196,7 +199,7 @@ def nvtx_after_a_wait(rig: EndingRig) -> None:
     waited(rig)
 
 
-# The mark holds the lock that keeps the file mapped. Another thread's close() waits for it, as
+# The call owns the lock that keeps the file mapped. Another thread's close() waits for it, as
 # intended.
 LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
 PLACES = (
@@ -210,13 +213,13 @@ PLACES = (
 @pytest.mark.parametrize("by_another_thread", [False, True], ids=["by itself", "by another thread"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_watch_may_end_while_a_mark_runs_python(
+def test_watch_may_end_while_the_recorder_runs_python_code(
     implementation: ModuleType,
     place: Callable[[EndingRig], None],
     by_another_thread: bool,
     tmp_path: Path,
 ) -> None:
-    """The user's code sees no error and the same results. The mark is lost with the watch."""
+    """The user's code sees no error and the same results. Only the current record is lost."""
     if by_another_thread and (place in LOCKED or place is nvtx_pop_of_the_end):
         pytest.skip("that thread waits for the mark")
     rig = EndingRig(implementation, tmp_path, by_another_thread=by_another_thread)
@@ -235,10 +238,10 @@ def in_a_section_of_the_next_watch(implementation: ModuleType, folder: Path) -> 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_next_watch_may_start_while_a_mark_runs_python(
+def test_next_watch_may_start_while_the_recorder_runs_python_code(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """While a section interns its name, the watch ends and another one starts.
+    """While a section requests an id for its name, the watch ends and another one starts.
 
     No record is wrong.
     """
@@ -275,15 +278,13 @@ def test_next_watch_may_start_while_a_mark_runs_python(
 @pytest.mark.parametrize(
     "failing", [ValueError("planted"), "no number"], ids=["raises", "wrong type"]
 )
-def test_failed_interning_is_counted(
+def test_section_whose_name_has_no_id_is_recorded_as_other(
     failing: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The user's `with` block runs, its record has the name "(other)", and the error is counted.
-    The name is requested once.
-    """
+    """The user's `with` block runs, and the error is counted. The id is requested once."""
     rig, asked = Rig(IMPLEMENTATIONS[0], tmp_path), []
     if rig.implementation.__name__.endswith(".python"):
         pytest.skip("the native recorder is missing: there is no C compiler")
@@ -311,10 +312,10 @@ def test_failed_interning_is_counted(
     rig.close()
 
 
-def test_failed_interning_is_logged_by_the_python_recorder(
+def test_section_without_an_id_is_logged_by_the_python_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """guard() does the same and logs the error."""
+    """The record also has the name "(other)"."""
     rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
     monkeypatch.setenv(errors.RAISE, "0")
     monkeypatch.setattr(errors, "swallowed", errors.Swallowed())
@@ -376,10 +377,10 @@ def interrupted_wait(rig: EndingRig) -> None:
     [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_interruption_reaches_the_loop(
+def test_ctrl_c_while_the_recorder_runs_python_code_reaches_the_loop(
     implementation: ModuleType, place: Callable[[EndingRig], None], tmp_path: Path
 ) -> None:
-    """Ctrl-C while a mark runs Python is raised in the user's code, and no mark is broken by it."""
+    """No record is broken by the exception."""
     rig = EndingRig(implementation, tmp_path, by_another_thread=False)
 
     def loop() -> None:

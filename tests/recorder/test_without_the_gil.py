@@ -1,4 +1,4 @@
-"""A free-threaded Python, on which recording requires the GIL, and a broken native recorder."""
+"""Recording requires the GIL on a free-threaded Python, and survives a broken native recorder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ print(recorder.NATIVE, recorder.LOADING_PROBLEM, *doctor._native(), sep="|")
 def test_nothing_is_recorded_without_the_gil(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """One line has the reason, no file is made, and doctor reports it, too. This Python has the
-    GIL, so its answer is replaced.
+    """One line has the reason, no file is created, and the doctor reports it too.
+
+    This Python has the GIL, so its answer is replaced.
     """
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:
@@ -57,7 +58,7 @@ def test_nothing_is_recorded_without_the_gil(
     assert "PYTHON_GIL=1" in str(line)
 
 
-def test_recording_is_not_refused_while_the_gil_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_threaded_python_records_while_the_gil_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
     assert recorder.refusal() is None
 
@@ -65,8 +66,8 @@ def test_recording_is_not_refused_while_the_gil_is_on(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(
     FREE_THREADED is None, reason="there is no free-threaded Python here (python3.13t or later)"
 )
-def test_package_leaves_the_gil_off(tmp_path: Path) -> None:
-    """A real one: importing the package, a watch and a section leave its GIL off."""
+def test_package_does_not_switch_the_gil_on(tmp_path: Path) -> None:
+    """A free-threaded Python imports the package and runs a watch and a section."""
     assert FREE_THREADED is not None
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     run = [FREE_THREADED, "-W", "error", "-c", PROGRAM]
@@ -81,10 +82,8 @@ def test_package_leaves_the_gil_off(tmp_path: Path) -> None:
     assert len(finished.stderr.splitlines()) == 1
 
 
-def test_damaged_native_recorder_is_replaced_by_python(tmp_path: Path) -> None:
-    """The file exists and is damaged. The Python recorder is used, with a message that differs from
-    that for a missing one.
-    """
+def test_damaged_native_recorder_is_replaced_by_the_python_recorder(tmp_path: Path) -> None:
+    """The file exists and is damaged. The message differs from that for a missing file."""
     package = shutil.copytree(
         ROOT / "torchlens_perf",
         tmp_path / "torchlens_perf",
