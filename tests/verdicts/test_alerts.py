@@ -1,5 +1,4 @@
-"""Alerts: raised once at the start and once at the end, with ids that do not depend on the process
-that raises them."""
+"""Alerts: one at the start and one at the end of a problem, with ids that any process derives."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NOW_NS = 1_700_000_000_000_000_000
 def told(
     log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None
 ) -> list[Alert]:
-    """Return the alerts that a log raises for these findings."""
+    """Return the alerts that a log raises for the given findings."""
     return list(log.changes(attempt, found, hung, PLACES, NOW_NS))
 
 
@@ -35,7 +34,7 @@ def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
 
 
 def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
-    """Both have the same subject."""
+    """Both alerts have the same subject."""
     log, slow = FindingLog("run"), episode()
     assert told(log, NOTHING) == []
     (started,) = told(log, findings(slow))
@@ -98,7 +97,7 @@ def test_straggler_that_started_and_ended_at_once_raises_both_alerts() -> None:
     assert [alert.change for alert in raised] == ["started", "ended"]
 
 
-def test_ids_of_a_replay_equal_those_of_the_live_run() -> None:
+def test_alert_ids_of_a_replay_equal_those_of_the_live_run() -> None:
     live, slow, other = FindingLog("run"), episode(), episode(rank=5, since=140)
     raised = told(live, findings(slow)) + told(live, findings(slow, other))
     slow = dataclasses.replace(slow, until_step=180)
@@ -109,7 +108,7 @@ def test_ids_of_a_replay_equal_those_of_the_live_run() -> None:
     assert len({alert.id for alert in raised}) == 3
 
 
-def test_ids_differ_by_run_attempt_rank_step_and_change() -> None:
+def test_alert_ids_differ_by_run_attempt_rank_step_and_change() -> None:
     ids = [
         alert.id
         for run, attempt, rank, since in itertools.product("ab", (0, 1), (1, 2), (100, 200))
@@ -122,8 +121,10 @@ def test_ids_differ_by_run_attempt_rank_step_and_change() -> None:
 
 
 def test_alert_ids_equal_their_pinned_values() -> None:
-    """Ids must not change in later versions: `printf run/0/straggler/3/112 | sha256sum`, and again
-    with /started."""
+    """Ids must not change in later versions: `printf run/0/straggler/3/112
+
+    sha256sum`, and again with /started.
+    """
     (alert,) = told(FindingLog("run"), findings(episode()))
     assert (alert.about, alert.id) == (
         "d99058c2bea77235e991556cbaa1c026",
@@ -132,10 +133,10 @@ def test_alert_ids_equal_their_pinned_values() -> None:
 
 
 @pytest.mark.parametrize("restart", [None, 80], ids=["one sidecar", "two"])
-def test_corrected_first_step_raises_no_other_alert(restart: int | None) -> None:
+def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int | None) -> None:
     """While a rank becomes slower, its first step is corrected.
 
-    It is one straggler live, over a restart and in a replay.
+    The straggler stays the same live, over a restart and in a replay.
     """
     blocks = [
         block.between(first, first + 4)
@@ -204,9 +205,10 @@ def test_slow_node_is_one_alert_with_its_shared_cost(
 
 @pytest.mark.parametrize("restart", [None, 130, 150, 170], ids=str)
 def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> None:
-    """Live, over a restart and in a replay, the ids are the same."""
-    # Ranks 0 and 1 are named alone, rank 2 makes the group a node, and rank 3 joins it. Rank 2 ends
-    # and is named again. Rank 0 ended before rank 3 was named, which becomes known only later.
+    """The ids are the same live, over a restart and in a replay."""
+    # Ranks 0 and 1 are reported alone, rank 2 makes the group a node, and rank 3 joins it. Rank 2
+    # ends and is reported again. Rank 0 ended before rank 3 was reported, which becomes known only
+    # later.
     named = {(0, 112): 143, (1, 120): 190, (2, 140): 160, (3, 145): 200, (2, 175): 195}
 
     def at(step: int) -> Findings:
@@ -244,12 +246,12 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
 
 
 def test_restarted_sidecar_does_not_repeat_an_alert() -> None:
-    """The end has the subject of the earlier alert."""
+    """The alert at the end has the subject of the earlier one."""
     first, slow = FindingLog("run"), episode(since=100)
     (started,) = told(first, findings(slow))
     second = restarted(first, findings(slow))
     goes_on = EarlierEpisodes(findings(slow))
-    assert told(second, goes_on.merged_with(NOTHING)) == []  # nothing is judged yet
+    assert told(second, goes_on.merged_with(NOTHING)) == []  # Nothing has been judged yet.
     again = episode(since=164)
     assert told(second, goes_on.merged_with(findings(again))) == []
     again = dataclasses.replace(again, until_step=300)
@@ -261,8 +263,8 @@ def test_restarted_sidecar_does_not_repeat_an_alert() -> None:
     assert "from step 100 to step 299" in ended.sentence
 
 
-def test_straggler_that_ended_without_a_sidecar_raises_its_end() -> None:
-    """Its end is known once it would have been named again."""
+def test_straggler_that_ended_while_no_sidecar_ran_raises_its_end() -> None:
+    """The end is known once the rank would have been found again."""
     before = findings(episode())
     log, goes_on = FindingLog("run"), EarlierEpisodes(before)
     told(log, before)
@@ -296,7 +298,7 @@ def test_new_attempt_ends_open_findings() -> None:
     assert raised[0].text.endswith("It is over: the job was restarted.")
 
 
-def test_new_findings_end_those_of_replaced_processes() -> None:
+def test_first_findings_on_new_processes_end_those_on_replaced_ones() -> None:
     log = FindingLog("run")
     told(log, findings(episode(), episode(5, until=180)))
     (ended,) = told(log, NOTHING)
@@ -308,7 +310,7 @@ def test_new_findings_end_those_of_replaced_processes() -> None:
 
 
 def test_hang_raises_its_start_its_updates_and_its_end() -> None:
-    """The alert is updated only if kind or ranks change."""
+    """The alert is updated only if the kind of hang or its ranks change."""
     log = FindingLog("run")
     (started,) = told(log, NOTHING, hung=hang(kind="apart", ranks=()))
     assert told(log, NOTHING, hung=hang(kind="apart", ranks=(), since_s=20)) == []
@@ -324,7 +326,8 @@ def test_hang_raises_its_start_its_updates_and_its_end() -> None:
         57,
         hang(since_s=20).text,
     )
-    # The end has the duration that was measured last. It does not grow until the end.
+    # The alert at the end has the duration that was measured last, which does not grow until the
+    # end.
     assert (started.duration_s, ended.duration_s) == (12.0, 20)
 
 
@@ -353,8 +356,8 @@ def hanging() -> FindingLog:
     return restarted(log)
 
 
-def test_saved_hang_stays_open_until_a_step_is_made() -> None:
-    """A restarted sidecar finds it again only after some seconds."""
+def test_saved_hang_stays_open_until_a_step_ends() -> None:
+    """A restarted sidecar finds the hang again only after some seconds."""
     log = hanging()
 
     def look(hung: dict | None, at_step: int | None) -> list[tuple[str, float | None]]:
@@ -364,14 +367,14 @@ def test_saved_hang_stays_open_until_a_step_is_made() -> None:
     assert look(None, 57) == []
     assert look(hang(since_s=12), 57) == []
     assert look(None, 57) == [("ended", 90)]
-    # The hang is over after a step was made, or after all processes have ended.
+    # The hang is over after a step has ended, or after all processes have ended.
     for at_step in (58, None):
         log = hanging()
         assert look(None, 57) == []
         assert look(None, at_step) == [("ended", 90)]
 
 
-def test_rank_named_at_the_same_step_of_a_new_attempt_has_another_alert() -> None:
+def test_slow_rank_at_the_same_step_of_a_new_attempt_has_another_alert() -> None:
     log = FindingLog("run")
     (first,) = told(log, findings(episode()))
     ended, second = log.changes(1, findings(episode()), None, PLACES, NOW_NS)
@@ -383,7 +386,7 @@ def test_rank_named_at_the_same_step_of_a_new_attempt_has_another_alert() -> Non
     assert again.changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
 
 
-def test_newly_slow_link_updates_the_alert() -> None:
+def test_another_slow_link_updates_the_open_alert() -> None:
     """All slow links share one alert, whichever costs most."""
     log, raised = FindingLog("run"), []
     for verdict in (
@@ -407,7 +410,7 @@ def test_newly_slow_link_updates_the_alert() -> None:
     assert others == [(), ()]
 
 
-def test_verdict_absent_for_less_than_a_minute_stays_open() -> None:
+def test_verdict_missing_for_less_than_a_minute_stays_open() -> None:
     log, second = FindingLog("run"), 10**9
     changes = [
         [
@@ -453,7 +456,7 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     ]
 
 
-def test_alert_names_the_slow_module_of_the_report() -> None:
+def test_alert_has_the_slow_module_of_the_report() -> None:
     module = {
         "name": "blocks.3",
         "by_rank": {},
@@ -465,7 +468,7 @@ def test_alert_names_the_slow_module_of_the_report() -> None:
     assert "most of the difference is in blocks.3" in alert.sentence
 
 
-def test_slow_ranks_are_counted_by_class() -> None:
+def test_open_slow_ranks_are_counted_by_class() -> None:
     """Ended episodes do not count, and all classes are present."""
     found = findings(
         episode(0),

@@ -1,5 +1,7 @@
-"""The findings of a run in the node's state: equal to the alerts, also over a restart of the
-sidecar."""
+"""Findings of a run in the node's state:
+
+equal to the alerts, also over a restart of the sidecar.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     assert rig.log.records.holds("hang") is None
 
 
-def test_restart_changes_neither_alerts_nor_records() -> None:
+def test_sidecar_restart_changes_neither_alerts_nor_records() -> None:
     straight, restarted = Rig(), Rig()
     looks = [
         (100, 56, None), (112, 56, hang(57)), (113, 56, hang(57, since_s=13)), (114, 56, None), (160, 57, None),
@@ -96,7 +98,7 @@ def test_restart_changes_neither_alerts_nor_records() -> None:
 def _without_duration(finding: Finding) -> Finding:
     """Return a finding without its duration.
 
-    The longest duration may fall into the restart, when it is not seen.
+    The longest duration may occur while no sidecar runs.
     """
     hang = None if finding.hang is None else dataclasses.replace(finding.hang, since_s=0.0, text="")
     alert = dataclasses.replace(finding.alert, duration_s=None, text="", unix_ns=0)
@@ -134,7 +136,7 @@ def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
     assert [(each.since_step, each.until_step) for each in rig.found] == [(0, 90), (100, None)]
 
 
-def test_stragglers_are_removed_at_their_end() -> None:
+def test_stragglers_are_removed_from_the_log_at_their_end() -> None:
     """The detector keeps their episodes."""
     log = FindingLog("run")
     alerts = log.changes(
@@ -159,7 +161,7 @@ def test_new_attempt_starts_without_findings() -> None:
     assert (rig.log.records.attempt, [each.kind for each in rig.found]) == (1, ["slow_link"])
 
 
-def test_oldest_ended_findings_are_removed() -> None:
+def test_oldest_ended_findings_are_removed_above_the_limit() -> None:
     """Open findings stay."""
     rig = Rig()
     for step in range(0, 10 * MAX_KEPT, 10):

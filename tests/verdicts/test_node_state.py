@@ -1,4 +1,4 @@
-"""The file of a node's state: it is read back unchanged, or refused."""
+"""The file of a node's state, which is read back unchanged or refused."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ WHY = Diagnosis(
 
 @pytest.fixture
 def state(run: RunDirectory, tmp_path: Path) -> NodeState:
-    """Return a state with a value in every field, mostly from rounds of a sidecar over two
-    ranks."""
+    """Return a state with a value in every field.
+
+    Most values come from rounds of a sidecar over two ranks.
+    """
     ranks = [Gpu(run, rank, identity={"attributes": {"slurm.job.id": "7"}}) for rank in range(2)]
     for rank in ranks:
         session, recorder = rank.session, rank.session.recorder
@@ -118,7 +120,7 @@ def empty(value: dict[str, Any]) -> set[str]:
 
 
 def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState) -> None:
-    """Saved again it is the same file, and the report is the same."""
+    """A state that is read and saved again gives the same file and the same report."""
     state.save(run)
     written = run.node_state(HOST).read_bytes()
     loaded = node_state.load(run.node_state(HOST))
@@ -152,8 +154,10 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     assert empty(value["join"]) == {"generation", "outdated_records", "from_any"}
 
 
-def test_values_are_read_back_with_their_types(run: RunDirectory, state: NodeState) -> None:
-    """Sketches, arrays, and mutable and immutable values."""
+def test_values_of_the_state_are_read_back_with_their_types(
+    run: RunDirectory, state: NodeState
+) -> None:
+    """The values are sketches, arrays, and mutable and immutable collections."""
     state.save(run)
     loaded = node_state.load(run.node_state(HOST))
     (process, *_), (before, *_) = loaded.processes.values(), state.processes.values()
@@ -174,7 +178,7 @@ def test_values_are_read_back_with_their_types(run: RunDirectory, state: NodeSta
 
 
 @pytest.mark.parametrize("schema", [b"12", b"99"])
-def test_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
+def test_state_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
     run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
     with pytest.raises(
         RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"
@@ -182,7 +186,7 @@ def test_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> 
         node_state.load(run.node_state(HOST))
 
 
-def test_damaged_file_is_refused(run: RunDirectory, state: NodeState) -> None:
+def test_damaged_state_file_is_refused(run: RunDirectory, state: NodeState) -> None:
     """The file ends early, lacks a field, or has a value of another type."""
     state.save(run)
     path = run.node_state(HOST)
@@ -205,8 +209,8 @@ def test_damaged_file_is_refused(run: RunDirectory, state: NodeState) -> None:
             node_state.load(path)
 
 
-def test_values_that_are_not_finite_become_null(run: RunDirectory) -> None:
-    """They are refused when read, unless the field may be None."""
+def test_values_that_are_not_finite_become_null_in_the_state_file(run: RunDirectory) -> None:
+    """Null is refused when read, unless the field may be None."""
     for detectable_ns, cpu_s in ((None, 1.0), (3.0, 1.0), (3.0, math.nan), (3.0, math.inf)):
         state = NodeState(
             HOST,

@@ -1,4 +1,4 @@
-"""The history of signals: means over steps, for ranks that come and go, in bounded memory."""
+"""The history of diagnostic signals: means over steps for each rank, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchlens_perf.verdicts.causes.metrics import METRICS, SLOTS, MetricHistory
 
 
 def told(history: MetricHistory, second: float, step: int, shares: dict[int, float]) -> None:
-    """Return gc_share of some ranks for one second."""
+    """Add one second with the given `gc_share` of some ranks."""
     rows = np.stack([vector({"gc_share": share}) for share in shares.values()])
     history.add(np.array(list(shares)), np.full(len(shares), step), rows, second)
 
@@ -18,7 +18,7 @@ def gc_share(history: MetricHistory, rank: int, since: int, until: int | None = 
     return named(history.means([rank], since, until)[rank])["gc_share"]
 
 
-def test_vector_keeps_missing_signals_as_nan_and_clips_large_ones() -> None:
+def test_missing_signals_are_stored_as_nan_and_large_ones_clipped() -> None:
     row = vector({"gc_share": 0.25, "major_faults_per_s": 1e6})
 
     assert named(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
@@ -43,8 +43,8 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
     assert np.isnan(found).all()
 
 
-def test_means_leave_out_slots_with_other_steps() -> None:
-    """If all slots also contain other steps, they count."""
+def test_means_exclude_time_slots_with_other_steps() -> None:
+    """If all slots also contain other steps, all of them count."""
     history = MetricHistory()
     for second in range(10):
         told(history, 100.0 + second, 10 * second, {0: 0.0, 3: 0.5 if second >= 5 else 0.25})
@@ -52,13 +52,13 @@ def test_means_leave_out_slots_with_other_steps() -> None:
     assert gc_share(history, 3, 50) == 0.5
     assert gc_share(history, 3, 0, 50) == 0.25
     assert gc_share(history, 0, 0) == 0.0
-    assert gc_share(history, 3, 85) == 0.5  # of its last second, which began with step 90
+    assert gc_share(history, 3, 85) == 0.5  # Of the last second, which began with step 90.
     assert history.means([7], 0) == {}
     assert history.ranks == [0, 3]
 
 
 def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
-    """A fault that began earlier than it was detected does not count as usual."""
+    """A fault that began before it was detected does not count as usual."""
     history = MetricHistory()
     for second in range(12):
         values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}
@@ -68,7 +68,7 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
     found = history.usual_before(3, 100)
     assert found is not None
     assert named(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
-    assert history.usual_before(3, 40) is None  # three seconds without the first
+    assert history.usual_before(3, 40) is None  # Three seconds without the first one.
     assert history.usual_before(7, 100) is None
 
 
@@ -83,7 +83,7 @@ def test_signal_that_was_always_high_is_usual() -> None:
 
 
 def test_samples_of_one_second_have_equal_weight() -> None:
-    """A rank that comes later has the mean of its own samples."""
+    """A rank that starts later has the mean of its own samples."""
     history = MetricHistory()
     told(history, 0.1, 0, {1: 0.25})
     told(history, 0.2, 1, {1: 0.75})
@@ -103,7 +103,7 @@ def test_missing_samples_do_not_change_a_mean() -> None:
 
 
 def test_history_has_at_most_32_slots_and_short_ones_for_recent_time() -> None:
-    """After a run of days, a change minutes ago is still separate from earlier days."""
+    """After days of a run, a change minutes ago is still separate from earlier days."""
     history, days, slow_since = MetricHistory(), 2 * 86400, 2 * 86400 - 300
     for second in range(0, days, 5):
         told(history, float(second), second, {1: float(second >= slow_since)})
@@ -123,8 +123,7 @@ def test_late_samples_of_a_slot_have_full_weight() -> None:
     assert gc_share(history, 1, 0) == pytest.approx(0.5, abs=0.002)
 
 
-def test_rare_sample_counts_once() -> None:
-    """One sample in five rounds does not count for the rounds in between."""
+def test_signal_sampled_once_in_five_rounds_counts_once() -> None:
     history = MetricHistory()
     for round_ in range(100):
         values = {"gc_share": 0.1} | (
@@ -136,7 +135,7 @@ def test_rare_sample_counts_once() -> None:
 
 
 def test_usual_rate_of_error_bursts_is_their_mean() -> None:
-    """Earlier bursts of errors make later ones unremarkable."""
+    """If errors came in bursts before, another burst is no evidence."""
     history = MetricHistory()
     for second in range(100):
         row = vector({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})

@@ -1,5 +1,4 @@
-"""Diagnosis of slow ranks by signals: each cause with its evidence and action, and no cause if none
-fits."""
+"""Diagnosis of slow ranks by signals: causes with evidence and action, or no cause."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def diagnosis(
 ) -> Diagnosis:
     """Diagnose rank SLOW.
 
-    changed: its differences from a healthy rank. others: those of the other ranks.
+    `changed` has its differences from a healthy rank, and `others` those of the other ranks.
     """
     rows = {rank: {**HEALTHY, **(others or {})} for rank in range(4)}
     for rank in (SLOW, *together):
@@ -189,7 +188,7 @@ def only(found: Diagnosis) -> Cause:
         ),
     ],
 )
-def test_planted_cause_is_the_only_one_named(
+def test_planted_cause_is_the_only_one_in_the_diagnosis(
     kind: str, phase: str, changed: dict[str, float], words: str
 ) -> None:
     """The cause has its numbers, its evidence and an action."""
@@ -205,8 +204,8 @@ def test_planted_cause_is_the_only_one_named(
     )
 
 
-def test_healthy_rank_has_no_cause() -> None:
-    """The diagnosis lists measured and unmeasured subjects separately."""
+def test_diagnosis_of_a_healthy_rank_has_no_cause() -> None:
+    """Measured and unmeasured subjects are listed separately."""
     found = diagnosis({})
     unmeasured = {rank: vector({"gc_share": 0.0}).astype(np.float32) for rank in range(4)}
     on_a_cpu = diagnose(episode(SLOW), unmeasured, None)
@@ -219,7 +218,7 @@ def test_healthy_rank_has_no_cause() -> None:
     assert diagnose(episode(SLOW), {}, None).looked_at == ()
 
 
-def test_lack_of_cpu_is_not_listed_as_ruled_out_for_a_rank_in_phase_cpu() -> None:
+def test_lack_of_cpu_is_not_ruled_out_for_a_rank_in_phase_cpu() -> None:
     """The signal is measured on the training thread.
 
     The autograd thread may be the one that waits.
@@ -243,35 +242,36 @@ def test_lack_of_cpu_is_not_listed_as_ruled_out_for_a_rank_in_phase_cpu() -> Non
     [
         {"gc_share": 0.05},
         {"asleep_share": 0.07, "disk_wait_share": 0.07},
-        {"asleep_share": 0.3},  # asleep, but not for a disk
-        {"major_faults_per_s": 500.0},  # page faults that take no time
+        {"asleep_share": 0.3},  # Asleep, but not for a disk.
+        {"major_faults_per_s": 500.0},  # Page faults that take no time.
         {
             "sm_clock_mhz": 1950.0,
             "sm_clock_share": 0.985,
             "power_share": 0.6,
-        },  # usual difference of clocks
+        },  # A usual difference of clocks.
         {
             "sm_clock_mhz": 1900.0,
             "sm_clock_share": 0.96,
             "power_share": 0.9,
-        },  # explains a sixth of the excess
+        },  # Explains a sixth of the excess.
         {
             "sm_clock_mhz": 1410.0,
             "sm_clock_share": 1.0,
-        },  # another kind of GPU, at its highest clock
+        },  # Another kind of GPU, at its highest clock.
         {
             "asleep_share": 0.1,
             "major_faults_per_s": 900.0,
             "memory_limit_share": 0.99,
-        },  # first reads of pages
+        },  # First reads of pages.
         {"nvlink_errors_per_s": 1 / 1200},
         {"pcie_replays_per_s": 0.5},
         {"alloc_retries_per_step": 0.02},
         {"temperature_c": 90.0},
-        {"cpu_wait_share": 0.2, "neighbour_share": 0.9},  # work does not contain waits for a CPU
+        # Compute time does not contain waits for a CPU.
+        {"cpu_wait_share": 0.2, "neighbour_share": 0.9},
     ],
 )
-def test_signal_that_explains_little_is_no_cause(changed: dict[str, float]) -> None:
+def test_signal_that_explains_little_of_the_excess_is_no_cause(changed: dict[str, float]) -> None:
     assert diagnosis(changed, slow=episode(SLOW, phase="compute")).causes == ()
 
 
@@ -283,14 +283,14 @@ def test_signal_that_explains_little_is_no_cause(changed: dict[str, float]) -> N
         {"xids_per_s": 0.05}, {"alloc_retries_per_step": 1.0},
     ],
 )  # fmt: skip
-def test_signal_of_all_ranks_or_of_the_past_is_no_cause(changed: dict[str, float]) -> None:
+def test_signal_of_all_ranks_or_of_earlier_steps_is_no_cause(changed: dict[str, float]) -> None:
     assert diagnosis(changed, others=changed).causes == ()
     assert diagnosis(changed, before=changed).causes == ()
     assert len(diagnosis(changed, before={}).causes) == 1
 
 
-def test_signal_without_comparison_is_no_cause_except_a_quota() -> None:
-    """Other ranks have no telemetry, so their replays may be as high.
+def test_signal_without_comparison_is_no_cause_except_a_cpu_quota() -> None:
+    """Other ranks have no telemetry, so their CUDA graph replays may be as frequent.
 
     A CPU quota needs no comparison.
     """
@@ -306,15 +306,15 @@ def test_signal_without_comparison_is_no_cause_except_a_quota() -> None:
     assert cause.kind == "cpu_quota"
 
 
-def test_ranks_that_are_slow_together_are_not_compared() -> None:
+def test_ranks_that_are_slow_together_are_not_compared_with_each_other() -> None:
     """All ranks of a node are throttled."""
     changed = {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.6, "thermal_share": 0.8}
 
     assert only(diagnosis(changed, together=(2, SLOW))).kind == "gpu_throttled"
 
 
-def test_causes_are_ordered_by_explained_share() -> None:
-    """Evidence that takes no time by itself comes last."""
+def test_causes_are_ordered_by_the_share_that_they_explain() -> None:
+    """Evidence that explains no time comes last."""
     found = diagnosis(
         {
             "gc_share": 0.08,
@@ -339,7 +339,7 @@ def verdict(found: Diagnosis, **changed: Any) -> Any:
     return now
 
 
-def test_verdict_names_cause_explained_share_and_action() -> None:
+def test_verdict_has_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
     assert (
@@ -355,8 +355,8 @@ def test_verdict_names_cause_explained_share_and_action() -> None:
     assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
 
 
-def test_error_without_time_is_not_called_the_cause() -> None:
-    """The next action stays that of the phase."""
+def test_hardware_error_that_explains_no_time_is_not_called_the_cause() -> None:
+    """The next action remains that of the phase."""
     told = verdict(diagnosis({"xids_per_s": 0.001}))
 
     assert "Because" not in told.sentence
@@ -368,7 +368,7 @@ def test_error_without_time_is_not_called_the_cause() -> None:
 
 
 @pytest.mark.parametrize("phase", ["data", "cpu"])
-def test_device_is_no_cause_of_waiting_for_data_or_cpu(phase: str) -> None:
+def test_device_is_no_cause_of_waiting_for_data_or_a_cpu(phase: str) -> None:
     changed = {
         "sm_clock_mhz": 1200.0,
         "sm_clock_share": 0.6,
@@ -380,8 +380,8 @@ def test_device_is_no_cause_of_waiting_for_data_or_cpu(phase: str) -> None:
     assert diagnosis(changed, slow=episode(SLOW, phase=phase)).causes == ()
 
 
-def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
-    """Work of short steps contains the waits for a CPU."""
+def test_lack_of_a_cpu_may_explain_any_phase_of_short_steps() -> None:
+    """Waits for a CPU are not recorded in short steps, so compute time contains them."""
     rows = {
         rank: {**HEALTHY, "cpu_wait_share": 0.3 * (rank == SLOW), "neighbour_share": 0.5}
         for rank in range(4)
@@ -394,8 +394,8 @@ def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
     assert cause.kind == "busy_neighbour"
 
 
-def test_verdict_lists_checks_if_no_cause_was_found() -> None:
-    """If nothing was measured, the verdict does not mention causes."""
+def test_verdict_lists_ruled_out_causes_if_none_was_found() -> None:
+    """If no signal was measured, the verdict does not mention causes."""
     assert (
         "No cause found (checked: garbage collection, waits for a CPU, "
         in verdict(diagnosis({})).sentence
@@ -404,7 +404,7 @@ def test_verdict_lists_checks_if_no_cause_was_found() -> None:
     assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 
 
-def test_diagnosis_survives_the_state_file() -> None:
+def test_diagnosis_is_unchanged_by_the_state_file() -> None:
     slow = episode(SLOW, phase="data")
     named = with_groups(
         findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2})

@@ -1,5 +1,4 @@
-"""Groups of slow ranks on one node or at one position, from judged jobs and the placements of their
-ranks."""
+"""Slow ranks grouped by node or position in the mesh, and imbalance between pipeline stages."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 MS = 1e6
 
 
-def test_slow_ranks_of_one_host_are_one_node() -> None:
+def test_slow_ranks_of_one_host_are_one_node_group() -> None:
     """The slowest rank leads the group."""
     job = Job.of(32, 100)
     for rank in range(8, 16):
@@ -36,8 +35,7 @@ def test_slow_ranks_of_one_host_are_one_node() -> None:
 
 
 def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
-    """Without one of eight slow ranks the job would gain nearly nothing, as seven others are as
-    slow."""
+    """Without only one of eight slow ranks, the job would hardly be faster."""
     job, at = Job.of(32, 140), places(32)
     for rank in range(8, 16):
         job.slow(rank, 30, "backward", slice(20, 110))
@@ -64,7 +62,7 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
     assert [each.shared_cost_ns for each in ended] == pytest.approx([gain_ns] * 8, rel=0.1)
 
 
-def test_cost_of_a_node_with_several_populations_is_that_of_the_slowest() -> None:
+def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> None:
     """A rank alone has its own cost."""
     job, at = Job.of(16, 80), {}
     judge = StragglerDetector()
@@ -82,8 +80,8 @@ def test_cost_of_a_node_with_several_populations_is_that_of_the_slowest() -> Non
     assert alone.cost_ns == alone.lead.cost_ns == pytest.approx(20 * MS, rel=0.15)
 
 
-def test_cost_of_ranks_never_compared_together_is_not_known() -> None:
-    """Such a node is not sorted last because of it."""
+def test_cost_of_a_node_with_ranks_never_compared_together_is_unknown() -> None:
+    """The node is not sorted last because of the unknown cost."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in (8, 9, 11, 12, 14, 15)]
     node, rank = straggler_groups([*slow, episode(3, cost_ns=MS)], places(32))
 
@@ -104,8 +102,8 @@ def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
     assert saved(both) == both
 
 
-def test_node_is_named_if_three_quarters_of_its_ranks_are_slow() -> None:
-    """Six of eight slow ranks are a node, five are five ranks."""
+def test_node_is_reported_if_three_quarters_of_its_ranks_are_slow() -> None:
+    """Six of eight slow ranks are a node; five are five ranks."""
     slow = [episode(rank) for rank in (8, 9, 11, 12, 14, 15)]
     (node,) = straggler_groups(slow, places(32))
 
@@ -113,7 +111,7 @@ def test_node_is_named_if_three_quarters_of_its_ranks_are_slow() -> None:
     assert [each.kind for each in straggler_groups(slow[1:], places(32))] == ["rank"] * 5
 
 
-def test_node_is_not_named_in_a_job_of_one_host_or_for_one_rank() -> None:
+def test_node_is_not_reported_in_a_job_of_one_host_or_for_one_rank() -> None:
     assert [
         each.kind for each in straggler_groups([episode(rank) for rank in range(8)], places(8))
     ] == ["rank"] * 8
@@ -122,7 +120,7 @@ def test_node_is_not_named_in_a_job_of_one_host_or_for_one_rank() -> None:
 
 
 def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
-    """They hold the same experts, on all nodes."""
+    """The ranks have the same experts, on all nodes."""
     job = Job.of(32, 100)
     ep = [rank % 8 for rank in range(32)]
     for rank in range(3, 32, 8):
@@ -135,7 +133,7 @@ def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
     assert found.host == f"node-{found.lead.rank // 8}"
 
 
-def test_pipeline_stage_is_not_named_as_a_position() -> None:
+def test_slow_pipeline_stage_is_not_reported_as_a_mesh_position() -> None:
     slow = [episode(rank) for rank in (0, 8, 16, 24)]
 
     assert {
@@ -144,7 +142,7 @@ def test_pipeline_stage_is_not_named_as_a_position() -> None:
     } == {"rank"}
 
 
-def test_rank_is_named_once_with_its_node_before_its_position() -> None:
+def test_slow_rank_is_in_its_node_group_rather_than_in_a_position_group() -> None:
     members = [*range(8, 16), 3, 19, 27, 20]
     found = straggler_groups(
         [episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)])
@@ -167,7 +165,7 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
     assert [each.diagnosis for each in found] == [why] * MAX_EXPLAINED + [None] * 4
 
 
-def test_ended_episodes_form_no_group() -> None:
+def test_ended_episodes_belong_to_no_group() -> None:
     """Two slow ranks of four are two groups."""
     assert with_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
@@ -209,8 +207,8 @@ def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placemen
 
 class TestImbalance:
     @pytest.mark.parametrize("ranks", [1, 4])
-    def test_imbalance_names_the_stage_with_the_most_work(self, ranks: int) -> None:
-        """No rank is slow. Stages of one rank are compared as well."""
+    def test_imbalance_has_the_stage_with_the_most_work(self, ranks: int) -> None:
+        """No rank is slow. Stages with a single rank are compared as well."""
         found, at = pipeline(1.0, 0.9, 1.4, 1.1, ranks=ranks)
         named = with_groups(found, at)
 
@@ -221,8 +219,8 @@ class TestImbalance:
         assert named.imbalance.work_ns == pytest.approx(1.4 * WORK_NS, rel=0.02)
         assert named.imbalance.others_work_ns == pytest.approx(WORK_NS, rel=0.02)
 
-    def test_cost_is_the_excess_over_the_mean_of_all_stages(self) -> None:
-        """With two stages it is half of the difference."""
+    def test_cost_of_an_imbalance_is_the_excess_over_the_mean_of_all_stages(self) -> None:
+        """With two stages, the cost is half of their difference."""
         for work, gain in (((1.0, 1.5), 0.25), ((1.0, 0.9, 1.4, 1.1), 0.3)):
             found, at = pipeline(*work)
             imbalance = stage_imbalance(found, at)
@@ -235,7 +233,7 @@ class TestImbalance:
 
         assert stage_imbalance(found, at) is None
 
-    def test_no_imbalance_without_two_stages_known_places_and_steps(self) -> None:
+    def test_no_imbalance_without_two_stages_known_ranks_and_steps(self) -> None:
         found, at = pipeline(1.0, 2.0)
         assert stage_imbalance(found, at) is not None
         assert stage_imbalance(found, {}) is None
@@ -245,7 +243,7 @@ class TestImbalance:
         assert stage_imbalance(NOTHING, {}) is None
 
     def test_stage_with_several_populations_counts_its_largest_work(self) -> None:
-        """All ranks of the stage are named."""
+        """All ranks of the stage are listed."""
         usual = tuple(
             Usual(population, ranks, work * MS, 0.0)
             for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
@@ -261,7 +259,7 @@ class TestImbalance:
         )
 
 
-def test_groups_and_imbalance_survive_json() -> None:
+def test_groups_and_imbalance_are_unchanged_by_json() -> None:
     found, at = pipeline(1.0, 1.5)
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
     both = findings(groups=tuple(straggler_groups(slow, places(16, node_size=4))))

@@ -1,5 +1,4 @@
-"""The straggler detector on rows of whole jobs: named ranks, first slow steps, and jobs without
-slow ranks."""
+"""The straggler detector on step bins of whole jobs with and without slow ranks."""
 
 from __future__ import annotations
 
@@ -47,10 +46,10 @@ class TestNamed:
     @pytest.mark.parametrize(
         "phase", ["data", "forward", "backward", "optimizer", "host", "compute"]
     )
-    def test_slow_rank_is_named_with_phase_first_step_and_excess(
+    def test_slow_rank_is_reported_with_phase_first_step_and_excess(
         self, ranks: int, phase: str
     ) -> None:
-        """The rank is 6 % slower. Ranks that wait for it are not named."""
+        """The rank is 6 % slower. Ranks that wait for it are not reported."""
         rank = ranks // 2
         found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
 
@@ -68,7 +67,7 @@ class TestNamed:
         assert 0.4 * found.excess_ns < found.cost_ns < 1.001 * found.excess_ns
 
     def test_rank_that_was_always_slow_is_slow_since_the_start(self) -> None:
-        """Slow warm-up steps of another rank do not change that."""
+        """Slow warm-up steps of another rank make no difference."""
         job = Job.of(4, 100).slow(3, 12)
         job.slow(0, 5000, rows=slice(0, 3))
         found = only(job.judged())
@@ -108,7 +107,7 @@ class TestNamed:
 
     @pytest.mark.parametrize("seed", [*range(4), 47])
     def test_episodes_of_one_rank_do_not_overlap(self, seed: int) -> None:
-        """The rank is slow again and again, in much noise."""
+        """The rank is slow repeatedly, in much noise."""
         job, draw = Job.of(2 + seed % 3, 600, noise=0.05, seed=seed), np.random.default_rng(seed)
         at = 60
         while at < 600:
@@ -123,7 +122,7 @@ class TestNamed:
             assert before.until_step <= after.since_step
 
     @pytest.mark.parametrize("seed", range(8))
-    def test_intermittent_slowness_is_named_with_its_share_of_steps(self, seed: int) -> None:
+    def test_intermittent_slowness_is_reported_with_its_share_of_steps(self, seed: int) -> None:
         """The rank is slow in two of seven steps."""
         job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(
             1, 40, "host", two_of_seven(80, 200)
@@ -137,7 +136,9 @@ class TestNamed:
         assert found.slow_excess_ns == pytest.approx(40 * MS, rel=0.15)
 
     @pytest.mark.parametrize("stalls", [[90], [62, 110], [100, 130, 160]])
-    def test_single_stalls_change_neither_phase_nor_excess(self, stalls: list[int]) -> None:
+    def test_single_stalls_change_neither_phase_nor_excess_of_an_episode(
+        self, stalls: list[int]
+    ) -> None:
         """Each stall takes five seconds."""
         job = Job.of(4, 260).slow(1, 12, rows=slice(60, None)).slow(1, 5000, "data", rows=stalls)
         found = only(job.judged())
@@ -148,7 +149,7 @@ class TestNamed:
         assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
 
     def test_each_of_two_slow_ranks_costs_little_alone(self) -> None:
-        """Without one of them, the job waits for the other."""
+        """Without one of the slow ranks, the job waits for the other."""
         one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
 
         assert {one.rank, other.rank} == {1, 2}
@@ -156,7 +157,7 @@ class TestNamed:
             assert found.excess_ns == pytest.approx(20 * MS, rel=0.15)
             assert found.cost_ns < 3 * MS
 
-    def test_rank_with_more_workload_is_named_with_its_share(self) -> None:
+    def test_rank_with_more_workload_is_reported_with_its_share_of_tokens(self) -> None:
         for ranks in (2, 4, 32):
             lengths = 1 + 0.05 * np.random.default_rng(ranks).standard_normal((ranks, 200))
             lengths[1, 60:] *= 1.4
@@ -189,7 +190,7 @@ class TestCpu:
         job.ready_ns[1, rows] += excess_ms * MS
         return job
 
-    def test_rank_that_lacks_a_cpu_for_long_is_named_in_phase_cpu(self) -> None:
+    def test_rank_that_lacks_a_cpu_for_long_is_reported_in_phase_cpu(self) -> None:
         found = only(self.job(60, slice(100, None)).judged())
 
         assert (found.rank, found.phase) == (1, "cpu")
@@ -199,21 +200,21 @@ class TestCpu:
         assert found.phase_excess_ns == found.excess_ns
         assert found.cost_ns == pytest.approx(58 * MS, rel=0.1)
 
-    def test_short_lack_of_cpu_is_not_named(self) -> None:
-        """Scheduling favours ranks by chance for seconds."""
+    def test_short_lack_of_a_cpu_is_not_reported(self) -> None:
+        """The scheduler may favour some ranks for seconds by chance."""
         assert self.job(60, slice(100, 100 + 5 * MIN_ROWS)).judged().episodes == ()
 
-    def test_lack_of_cpu_in_fewer_than_half_of_the_steps_is_not_named(self) -> None:
+    def test_lack_of_a_cpu_in_fewer_than_half_of_the_steps_is_not_reported(self) -> None:
         job = self.job(0, slice(0))
         job.ready_ns[1, 50::3] += 200 * MS
         assert job.judged().episodes == ()
 
-    def test_lack_of_cpu_is_not_named_while_another_rank_is_slower(self) -> None:
+    def test_lack_of_a_cpu_is_not_reported_while_another_rank_is_slower(self) -> None:
         found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judged())
 
         assert (found.rank, found.phase) == (2, "data")
 
-    def test_small_excess_is_named_in_long_steps_if_the_job_waits_for_it(self) -> None:
+    def test_small_excess_in_long_steps_is_reported_if_the_job_waits_for_it(self) -> None:
         """The excess is 4 % of the time with a CPU, and less than 3 % of the step."""
         random = np.random.default_rng(0)
         job = Job.of(12, 300, noise=1e-3)
@@ -228,7 +229,7 @@ class TestCpu:
         assert found.episodes == ()
         assert found.detectable_ns >= MIN_SHARE * found.step_ns
 
-    def test_lack_of_cpu_is_not_named_if_one_rank_has_no_measurement(self) -> None:
+    def test_lack_of_a_cpu_is_not_reported_if_one_rank_has_no_measurement(self) -> None:
         job = self.job(60, slice(100, None))
         job.ready_ns[3] = np.nan
         assert job.judged().episodes == ()
@@ -260,15 +261,15 @@ NOISES: dict[str, Any] = {
 class TestNoRankNamed:
     @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
     @pytest.mark.parametrize("noise", long_but({"normal", "heavy tails"}, NOISES))
-    def test_no_rank_is_named_in_healthy_jobs(self, noise: str, ranks: int) -> None:
-        """50 jobs of each size and kind of noise."""
+    def test_no_rank_is_reported_in_healthy_jobs(self, noise: str, ranks: int) -> None:
+        """There are 50 jobs of each size and kind of noise."""
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
         for each in deviations:
             assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
 
     @pytest.mark.long
-    def test_autocorrelated_noise_names_few_ranks_and_not_for_ever(self) -> None:
+    def test_autocorrelated_noise_reports_few_ranks_for_a_limited_time(self) -> None:
         """Steps vary by 5 % and are similar to their neighbours, so ranks look slow for a while."""
         deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
         found = [Job.of(4, 160, noise=0.05, deviations=each).judged() for each in deviations]
@@ -277,8 +278,7 @@ class TestNoRankNamed:
         assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
 
     @pytest.mark.long
-    def test_rank_named_for_a_short_excess_is_dropped(self) -> None:
-        """Its noise goes on."""
+    def test_episode_of_a_short_excess_ends_although_noise_continues(self) -> None:
         for seed in (6, 10, 15, 16):
             found = only(
                 Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged()
@@ -287,13 +287,13 @@ class TestNoRankNamed:
             assert abs(found.until_step - 70) <= 10
 
     @pytest.mark.parametrize("noise", NOISES)
-    def test_no_rank_is_named_in_500_judgements_of_a_healthy_job(self, noise: str) -> None:
+    def test_no_rank_is_reported_in_500_judgements_of_a_healthy_job(self, noise: str) -> None:
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(7), (4, 2000))
         assert Job.of(4, 2000, noise=share, deviations=deviations).judged().episodes == ()
 
     @pytest.mark.parametrize("told", [True, False])
-    def test_varying_workload_names_no_rank(self, told: bool) -> None:
+    def test_no_rank_is_reported_for_random_workload(self, told: bool) -> None:
         """Sequences have random lengths, which are reported or not."""
         for seed in range(20):
             ranks = (2, 3, 4, 8)[seed % 4]
@@ -302,13 +302,13 @@ class TestNoRankNamed:
             )
             assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
 
-    def test_varying_workload_raises_the_detectable_excess(self) -> None:
+    def test_random_workload_raises_the_detectable_excess(self) -> None:
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 200)), 0.1, 2)
         found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judged()
 
         assert found.detectable_ns >= MIN_SHARE * WORKLOAD_FACTOR * found.step_ns
 
-    def test_excess_below_three_percent_of_the_step_is_not_named(self) -> None:
+    def test_excess_below_three_percent_of_the_step_is_not_reported(self) -> None:
         assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
         assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
 
@@ -317,18 +317,18 @@ class TestNoRankNamed:
         [(4, 20, False), (4, 70, True), (12, 20, True)],
         ids=["short", "long", "much"],
     )
-    def test_short_disturbance_is_not_named_unless_it_is_long_or_large(
+    def test_short_disturbance_is_not_reported_unless_it_is_long_or_large(
         self, excess_ms: int, rows: int, named: bool
     ) -> None:
         """Steps of 50 ms are 8 % longer for one second, for three seconds, or 24 % longer."""
         job = Job.of(4, 120)
-        job.parts_ns /= 4  # steps of 50 ms
+        job.parts_ns /= 4  # Steps of 50 ms.
         found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judged()
 
         assert [episode.rank for episode in found.episodes] == [1] * named
 
     @pytest.mark.parametrize("width", [1, 4])
-    def test_detectable_excess_of_a_short_run_is_named_and_half_of_it_is_not(
+    def test_detectable_excess_of_a_short_run_is_reported_and_half_of_it_is_not(
         self, width: int
     ) -> None:
         job = Job.of(4, 44 * width, noise=1e-3)
@@ -348,7 +348,7 @@ class TestNoRankNamed:
 
     @pytest.mark.parametrize("noise", [0.03, *long(0.001)])
     @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
-    def test_detectable_excess_is_named_in_nine_of_ten_jobs(
+    def test_detectable_excess_is_reported_in_nine_of_ten_jobs(
         self, noise: float, step_ms: int
     ) -> None:
         named = 0
@@ -360,7 +360,7 @@ class TestNoRankNamed:
         assert named >= 9
 
     @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
-    def test_half_of_the_detectable_excess_is_not_named_after_long_time(
+    def test_half_of_the_detectable_excess_is_not_reported_after_a_long_time(
         self, ranks: int, share: float
     ) -> None:
         named = [
@@ -376,12 +376,12 @@ class TestNoRankNamed:
         assert len(named) <= 1
 
     @pytest.mark.long
-    def test_slow_rank_is_named_in_rows_shorter_than_the_asked_time(self) -> None:
+    def test_slow_rank_is_reported_if_step_bins_are_shorter_than_requested(self) -> None:
         job = Job.of(4, 1200, noise=1e-3)
         job.parts_ns *= 9 * MS / WORK_NS
         assert only(job.slow(1, 0.5, rows=slice(100, None)).judged()).rank == 1
 
-    def test_slowest_of_many_differing_ranks_is_not_named(self) -> None:
+    def test_slowest_of_many_differing_ranks_is_not_reported(self) -> None:
         """Eight or more ranks show their usual spread."""
         spread = np.linspace(-15, 15, 16)
         job = Job.of(16, 200)
@@ -391,7 +391,7 @@ class TestNoRankNamed:
         assert job.judged().episodes == ()
         assert only(job.slow(3, 80).judged()).rank == 3
 
-    def test_slowness_of_all_ranks_names_no_rank(self) -> None:
+    def test_no_rank_is_reported_if_all_ranks_become_slow(self) -> None:
         job = Job.of(4, 200)
         job.parts_ns[:, 100:] *= 1.5
         assert job.judged().episodes == ()
@@ -400,7 +400,7 @@ class TestNoRankNamed:
 class TestHysteresis:
     @pytest.mark.parametrize("noise", [0.04, *long(0.01)])
     def test_lasting_fault_is_one_episode(self, noise: float) -> None:
-        """The fault lasts 1500 rows, also with an excess close to the noise."""
+        """The fault lasts 1500 step bins, also with an excess close to the noise."""
         found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
 
         assert (found.until_step, found.last_step) == (None, 1999)
@@ -411,7 +411,7 @@ class TestHysteresis:
 
         assert (found.until_step, found.last_step) == (None, 1999)
 
-    def test_fault_that_returns_after_long_is_a_second_episode(self) -> None:
+    def test_fault_that_returns_after_a_long_time_is_a_second_episode(self) -> None:
         job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
         now, before = job.judged().episodes
 
@@ -421,8 +421,10 @@ class TestHysteresis:
 
 
 def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
-    """Yield the rows of all ranks in random pieces, in order for each rank, and if to judge after
-    each piece."""
+    """Yield the step bins of all ranks in random pieces, and whether to judge after each piece.
+
+    The bins of each rank are in order.
+    """
     left = dict.fromkeys(range(job.ranks), 0)
     while left:
         rank = draw(st.sampled_from(sorted(left)))
@@ -442,7 +444,7 @@ class TestBatching:
     WHOLE = JOB.judged()
 
     @given(data=st.data())
-    def test_findings_do_not_depend_on_how_rows_are_split(self, data: st.DataObject) -> None:
+    def test_findings_do_not_depend_on_how_step_bins_are_split(self, data: st.DataObject) -> None:
         assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [
             (2, True),
             (1, False),
@@ -457,7 +459,7 @@ class TestBatching:
         assert judge.judge(final=True) == self.WHOLE
 
     @pytest.mark.long
-    def test_rows_beyond_the_window_are_judged_as_if_they_came_in_turn(self) -> None:
+    def test_bins_beyond_the_window_are_judged_like_bins_that_arrive_one_by_one(self) -> None:
         job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
         judge = StragglerDetector()
         for row in range(0, 1000, 50):
@@ -467,7 +469,7 @@ class TestBatching:
         assert judge.judge(final=True) == job.judged()
         assert len(job.judged().episodes) == 2
 
-    def test_findings_do_not_depend_on_rank_numbers(self) -> None:
+    def test_renumbering_the_ranks_gives_the_same_findings(self) -> None:
         order = [2, 0, 1]
         mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judged()
 
@@ -476,8 +478,8 @@ class TestBatching:
             assert dataclasses.replace(found, rank=0) == dataclasses.replace(expected, rank=0)
 
     @pytest.mark.parametrize("piece", [1, 3, 7, 200])
-    def test_rows_of_different_widths_are_compared_in_the_widest(self, piece: int) -> None:
-        """Rows of one, two and four steps arrive in pieces, and no row is lost."""
+    def test_step_bins_of_different_widths_are_compared_in_the_widest(self, piece: int) -> None:
+        """Bins of one, two and four steps arrive in pieces, and no bin is lost."""
         job = Job.of(3, 400, noise=0.02).slow(1, 20, "data", slice(100, None))
         rows = [wider(job.rows_of(rank), width) for rank, width in enumerate((1, 2, 4))]
         judge = StragglerDetector()
@@ -493,11 +495,11 @@ class TestBatching:
 
         assert (only(found).rank, only(found).phase) == (1, "data")
         assert abs(only(found).since_step - 100) <= 8
-        assert found.rows == 100 - 4  # all but the warm-up
+        assert found.rows == 100 - 4  # All but the warm-up.
 
 
 def judged_in_rows(job: Job, width: int) -> Findings:
-    """Return the findings on rows of `width` steps."""
+    """Return the findings on bins of `width` steps."""
     judge = StragglerDetector()
     for rank in range(job.ranks):
         judge.add(rank, wider(job.rows_of(rank), width))
@@ -507,7 +509,10 @@ def judged_in_rows(job: Job, width: int) -> Findings:
 def streamed(
     job: Job, hidden: dict[int, slice], piece: int = 10
 ) -> tuple[StragglerDetector, list[Findings]]:
-    """Judge after every `piece` rows. hidden: rows of a rank that never arrive."""
+    """Judge after every `piece` bins.
+
+    `hidden` has the bins of a rank that never arrive.
+    """
     judge, all_found = StragglerDetector(), []
     for first in range(0, job.rows, piece):
         for rank in range(job.ranks):
@@ -522,18 +527,18 @@ class TestLateAndMissing:
     def job(self, rows: int = 300) -> Job:
         return Job.of(4, rows, seed=5).slow(1, 20, "data", slice(60, None))
 
-    def test_rows_wait_for_a_rank_within_64_rows(self) -> None:
+    def test_bins_wait_for_a_rank_that_is_at_most_64_bins_behind(self) -> None:
         _, found = streamed(self.job(), {3: slice(40, 40 + LATE_ROWS)})
 
         assert found[8].last_step == 39
 
-    def test_rank_behind_by_more_than_64_rows_is_left_out(self) -> None:
+    def test_rank_behind_by_more_than_64_bins_is_not_compared(self) -> None:
         _, found = streamed(self.job(), {3: slice(40, 1 << 30)})
 
         assert [each.last_step for each in found[8:12]] == [39, 39, 107, 119]
         assert only(found[-1]).rank == 1
 
-    def test_rank_with_late_first_rows_is_compared_from_then_on(self) -> None:
+    def test_rank_with_late_first_bins_is_compared_from_then_on(self) -> None:
         """Earlier findings are kept."""
         for rank in (0, 1):
             job = self.job().slow(3, 25, "host", slice(150, None))
@@ -545,7 +550,7 @@ class TestLateAndMissing:
             assert all(np.isfinite(value) for each in slow.values() for value in numbers(each))
 
     @pytest.mark.long
-    def test_rows_that_one_rank_lost_are_not_compared(self) -> None:
+    def test_bins_that_one_rank_lost_are_not_compared(self) -> None:
         """All values stay finite."""
         for hole in (slice(70, 100), slice(70, 170)):
             for rank in (0, 1, 3):
@@ -565,7 +570,7 @@ class TestLateAndMissing:
                         np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual
                     )
 
-    def test_late_rows_count_like_rows_in_time(self) -> None:
+    def test_late_bins_count_like_bins_in_time(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in (0, 1, 2):
@@ -590,7 +595,7 @@ class TestLateAndMissing:
         assert found.last_step == 79
         assert only(found).rank == 1
 
-    def test_episode_of_an_ended_rank_ends_with_its_last_row(self) -> None:
+    def test_episode_of_an_ended_rank_ends_with_its_last_bin(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
@@ -604,7 +609,7 @@ class TestLateAndMissing:
 
     @pytest.mark.parametrize("fewer", [1, 3, 4])
     @pytest.mark.parametrize("short", [0, 1])
-    def test_ranks_that_end_a_few_rows_apart_are_compared_to_the_end(
+    def test_ranks_that_end_a_few_bins_apart_are_compared_to_the_end(
         self, short: int, fewer: int
     ) -> None:
         """The slow rank stays slow."""
@@ -613,7 +618,7 @@ class TestLateAndMissing:
         for rank in range(4):
             judge.add(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
         judge.judge()
-        for rank in range(4):  # the ends arrive in another order for each value of `short`
+        for rank in range(4):  # The ends arrive in another order for each value of `short`.
             judge.end((short + rank) % 4)
             judge.judge()
         found = judge.judge(final=True)
@@ -621,8 +626,8 @@ class TestLateAndMissing:
         assert (only(found).rank, only(found).until_step) == (1, None)
         assert (found.compared, found.last_step) == (4, 119 - fewer)
 
-    def test_ranks_with_different_widths_are_compared_to_the_end(self) -> None:
-        """The last row of the wider ranks is not filled."""
+    def test_ranks_with_different_bin_widths_are_compared_to_the_end(self) -> None:
+        """The last bin of the ranks with wider bins is incomplete."""
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
@@ -652,8 +657,8 @@ class TestLateAndMissing:
         assert (before.last_step, before.rows, before.compared) == (59, 56, 2)
         assert (found.last_step, found.rows, found.compared) == (59, 56, 2)
 
-    def test_detector_that_starts_late_does_not_report_since_the_start(self) -> None:
-        """This happens after a restart of the sidecar."""
+    def test_detector_that_starts_late_does_not_report_slowness_since_the_start(self) -> None:
+        """A restarted sidecar starts a detector late."""
         job = Job.of(4, 200).slow(1, 20)
         judge = StragglerDetector()
         judge.add_block("", job.block(rows=slice(100, None)))
@@ -685,7 +690,7 @@ class TestLateAndMissing:
         job.flags[:] = Flag.COLLECTED | Flag.MANUAL | Flag.INFERENCE
         assert only(job.judged()).rank == 1
 
-    def test_remaining_rows_are_judged_at_the_end(self) -> None:
+    def test_remaining_bins_are_judged_at_the_end(self) -> None:
         job = Job.of(2, 4 * EVERY + 3)
         judge = StragglerDetector()
         judge.add_block("", job.block())
@@ -700,7 +705,7 @@ def numbers(episode: Episode) -> list[float]:
 
 class TestPopulations:
     def test_ranks_with_different_work_are_not_compared(self) -> None:
-        """The usual work of each stage is reported."""
+        """The usual work of each pipeline stage is reported."""
         judge = StragglerDetector()
         job = Job.of(8, 100)
         job.parts_ns[4:] *= 1.3
@@ -718,8 +723,8 @@ class TestPopulations:
         assert found.usual[1].work_ns / found.usual[0].work_ns == pytest.approx(1.3, rel=0.02)
         assert found.usual[0].wait_ns == pytest.approx(0.3 * WORK_NS, rel=0.2)
 
-    def test_rank_is_compared_within_its_stage(self) -> None:
-        """Ranks of the other stage take longer."""
+    def test_rank_is_compared_only_within_its_pipeline_stage(self) -> None:
+        """Ranks of the other stage are slower."""
         job = Job.of(8, 100).slow(2, 20, "optimizer")
         job.parts_ns[4:] *= 1.3
         judge = StragglerDetector()
@@ -728,8 +733,8 @@ class TestPopulations:
 
         assert only(judge.judge(final=True)).rank == 2
 
-    def test_single_rank_of_a_stage_is_not_compared(self) -> None:
-        """Its usual times are still known."""
+    def test_single_rank_of_a_pipeline_stage_is_not_compared(self) -> None:
+        """The rank's usual times are still known."""
         judge = StragglerDetector()
         judge.add_block("a", Job.of(1, 100).block())
         found = judge.judge(final=True)
@@ -739,7 +744,7 @@ class TestPopulations:
 
 
 def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> None:
-    """Few rows detect nothing."""
+    """No excess is detectable in few bins."""
     found = Job.of(4, 64, noise=0.05, seed=6).judged()
     assert MIN_SHARE * found.step_ns < found.detectable_ns < 0.2 * found.step_ns
     seen_ms = found.detectable_ns / MS
@@ -761,7 +766,7 @@ def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> Non
     assert quiet.detectable_ns == pytest.approx(MIN_SHARE / (1 - MIN_SHARE) * quiet.step_ns)
 
 
-def test_findings_survive_json() -> None:
+def test_straggler_findings_are_unchanged_by_json() -> None:
     judge = StragglerDetector()
     judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
     for found in (judge.judge(final=True), NOTHING):

@@ -1,4 +1,4 @@
-"""Measurements of episodes, on rows without noise, so that the expected values are exact."""
+"""Measurements of episodes of slow ranks, on step bins without noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY = Episode(
 
 
 def episode_of(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Episode:
-    """Return the episode of a rank from row `first` on."""
+    """Return the episode of a rank from bin `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.put(job.block())
     keys, present = window.comparable(first, job.rows)
@@ -40,7 +40,7 @@ def parts(**ms: float) -> np.ndarray:
 
 class TestPhase:
     @pytest.mark.parametrize("phase", OWN_PARTS)
-    def test_phase_is_the_part_with_the_largest_excess(self, phase: str) -> None:
+    def test_phase_of_an_episode_is_the_part_with_the_largest_excess(self, phase: str) -> None:
         found = phase_of(parts(data=1, optimizer=1) + parts(**{phase: 9}), parts(**WORK_MS))
 
         assert found == (phase, pytest.approx((9 + (phase in ("data", "optimizer"))) * MS))
@@ -48,15 +48,15 @@ class TestPhase:
     @pytest.mark.parametrize(
         ("forward", "backward", "phase", "ms"),
         [
-            (6, 11, "compute", 17),  # equal relative excess
-            (9, 8, "compute", 17),  # similar relative excess
+            (6, 11, "compute", 17),  # Equal relative excess.
+            (9, 8, "compute", 17),  # Similar relative excess.
             (6, 0, "forward", 6),
             (1, 11, "backward", 11),
-            (17, 5, "forward", 17),  # more than three times the relative excess
+            (17, 5, "forward", 17),  # More than three times the relative excess.
             (-3, 11, "backward", 11),
         ],
     )
-    def test_similar_relative_excess_in_forward_and_backward_is_compute(
+    def test_similar_relative_excess_in_forward_and_backward_is_phase_compute(
         self, forward: float, backward: float, phase: str, ms: float
     ) -> None:
         found = phase_of(parts(forward=forward, backward=backward), parts(**WORK_MS))
@@ -68,7 +68,7 @@ class TestPhase:
 
         assert phase_of(parts(forward=0.5, backward=17), usual)[0] == "backward"
 
-    def test_phase_is_another_part_with_a_larger_excess(self) -> None:
+    def test_phase_is_another_part_if_its_excess_is_larger(self) -> None:
         assert phase_of(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
 
 
@@ -85,7 +85,7 @@ def test_measurements_of_a_constant_excess_are_exact() -> None:
         assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
     assert found.z_score == pytest.approx(
         4 * np.sqrt(60)
-    )  # ten standard deviations a row, clipped to four
+    )  # Ten standard deviations a bin, clipped to four.
 
 
 def test_intermittent_excess_has_its_share_of_steps() -> None:
@@ -99,8 +99,8 @@ def test_intermittent_excess_has_its_share_of_steps() -> None:
     assert found.phase == "data"
 
 
-def test_single_stall_does_not_change_measurements() -> None:
-    """The stall takes five seconds in one row."""
+def test_single_stall_does_not_change_the_measurements() -> None:
+    """The stall takes five seconds in one bin."""
     job = Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer").slow(1, 5000, "data", slice(70, 71))
     found = episode_of(job)
 
@@ -117,14 +117,14 @@ def test_cost_is_the_excess_over_the_second_slowest_rank() -> None:
 
 
 def shared(job: Job, *ranks: int, first: int = 0) -> float:
-    """Return the shared cost of several ranks from row `first` on."""
+    """Return the shared cost of several ranks from bin `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.put(job.block())
     keys, present = window.comparable(first, job.rows)
     return shared_cost_ns(window, np.array(ranks), np.delete(present, ranks), keys)
 
 
-def test_shared_cost_of_ranks_that_cost_nothing_alone() -> None:
+def test_ranks_that_cost_nothing_alone_have_a_shared_cost() -> None:
     job = Job.of(8, 60, noise=0.0).slow(2, 20).slow(3, 20).slow(6, 5)
 
     assert episode_of(job, 2).cost_ns == episode_of(job, 3).cost_ns == 0.0
@@ -132,12 +132,12 @@ def test_shared_cost_of_ranks_that_cost_nothing_alone() -> None:
     assert shared(job, 2, 3, 6) == pytest.approx(20 * MS, rel=1e-4)
     assert shared(job.slow(2, 5000, "data", slice(40, 41)), 2, 3) == pytest.approx(
         15 * MS, rel=1e-4
-    )  # a single stall
+    )  # A single stall.
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])
 def test_shared_cost_of_healthy_ranks_is_zero(ranks: tuple[int, ...]) -> None:
-    """One of them is often the slowest by chance."""
+    """One of the ranks is often the slowest by chance."""
     assert shared(Job.of(8, 200, noise=0.05), *ranks) < 1.5 * MS
 
 
@@ -148,8 +148,8 @@ def test_cost_of_a_healthy_rank_is_zero() -> None:
     assert all(episode_of(job, rank).cost_ns < 0.7 * MS for rank in range(4))
 
 
-def test_episode_in_phase_cpu_measures_ready_time() -> None:
-    """The cost includes it."""
+def test_episode_in_phase_cpu_measures_the_time_runnable_without_a_cpu() -> None:
+    """The cost includes this time."""
     job = Job.of(4, 50, noise=0.0)
     job.ready_ns[:] = 0.0
     job.ready_ns[1] = 30 * MS
@@ -172,8 +172,8 @@ def test_cost_never_exceeds_the_excess() -> None:
     assert found.cost_ns == pytest.approx(20 * MS)
 
 
-def test_more_workload_is_relative_to_the_median_of_the_others() -> None:
-    """The share is 0 if not known."""
+def test_more_workload_is_relative_to_the_median_of_the_other_ranks() -> None:
+    """If the workload is unknown, the share is 0."""
     job = Job.of(4, 50, noise=0.0).slow(1, 20)
     job.workload[:] = np.array([[100], [130], [90], [100]])
     assert episode_of(job).more_workload == pytest.approx(0.3)
@@ -188,14 +188,14 @@ def test_more_workload_is_relative_to_the_median_of_the_others() -> None:
     assert episode_of(job).more_workload == pytest.approx(0.3)
 
 
-def test_usual_times_of_many_ranks_come_from_a_sample() -> None:
+def test_usual_times_of_many_ranks_are_computed_from_a_sample() -> None:
     found = episode_of(Job.of(600, 20, noise=0.01).slow(1, 20, "host"))
 
     assert found.others_work_ns == pytest.approx(200 * MS, rel=0.005)
     assert (found.phase, found.phase_excess_ns) == ("host", pytest.approx(20 * MS, rel=0.02))
 
 
-def test_episode_survives_json() -> None:
+def test_episode_is_unchanged_by_json() -> None:
     for changes in ({}, {"until_step": 90}):
         episode: Any = dataclasses.replace(episode_of(Job.of(2, 30).slow(1, 20)), **changes)
         assert saved(episode) == episode

@@ -1,5 +1,4 @@
-"""Statistics of the straggler detector, compared with brute force and with normal values of known
-spread."""
+"""Statistics of the straggler detector, compared with simple algorithms and known distributions."""
 
 from __future__ import annotations
 
@@ -49,8 +48,10 @@ class TestExcess:
         seed=st.integers(0, 999),
         kind=st.sampled_from([np.float32, np.float64]),
     )
-    def test_excess_equals_numpy_median_exactly(self, ranks: int, seed: int, kind: type) -> None:
-        """Also for equal values, and for many ranks, which are compared with the median of all."""
+    def test_excess_equals_that_computed_with_numpys_median(
+        self, ranks: int, seed: int, kind: type
+    ) -> None:
+        """Values may be equal. Many ranks are compared with the median of all."""
         values = np.round(2 * normal(ranks, 6, seed=seed)).astype(kind)
         values[:, :3] += normal(ranks, 3, seed=seed + 1).astype(kind)
         usual = [
@@ -64,7 +65,7 @@ class TestExcess:
         assert (median(values, 1) == np.median(values, axis=1)).all()
 
     @given(ranks=st.integers(2, 40), seed=st.integers(0, 999))
-    def test_common_change_of_all_ranks_cancels(self, ranks: int, seed: int) -> None:
+    def test_change_of_all_ranks_is_no_excess(self, ranks: int, seed: int) -> None:
         values = normal(ranks, 5, seed=seed)
         shifted = values + np.array([0, 10, -3, 1e3, 5])
 
@@ -87,7 +88,7 @@ class TestNoise:
     def test_noise_of_normal_values_is_their_standard_deviation(self, ranks: int) -> None:
         assert noise(50 * normal(ranks, 256)) == pytest.approx(50, rel=0.25)
 
-    def test_noise_ignores_lasting_excess_and_stalls_and_one_noisy_rank(self) -> None:
+    def test_noise_excludes_lasting_excess_and_stalls_and_one_noisy_rank(self) -> None:
         calm = noise(50 * normal(8, 256))
         for change in (
             lambda values: values[3].__iadd__(1e4),
@@ -100,7 +101,7 @@ class TestNoise:
             change(values)
             assert noise(values) < 1.6 * calm
 
-    def test_noise_is_higher_for_correlated_rows(self) -> None:
+    def test_noise_is_higher_for_correlated_bins(self) -> None:
         values = 50 * normal(4, 256)
         for row in range(1, 256):
             values[:, row] += 0.7 * values[:, row - 1]
@@ -108,7 +109,7 @@ class TestNoise:
 
         assert noise(values) > 1.7 * apart
 
-    def test_noise_of_few_rows_is_not_lower_on_average(self) -> None:
+    def test_noise_of_few_bins_is_not_lower_on_average(self) -> None:
         few = np.mean([noise(50 * normal(2, 12, seed=seed)) for seed in range(200)])
 
         assert 60 < few < 90
@@ -119,8 +120,8 @@ class TestNoise:
 
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 999), least=st.integers(1, 15))
-def test_strongest_interval_equals_brute_force(rows: int, seed: int, least: int) -> None:
-    """Intervals end at the newest row and have at least `least` rows."""
+def test_strongest_interval_equals_that_of_a_full_search(rows: int, seed: int, least: int) -> None:
+    """An interval ends at the newest bin and has at least `least` bins."""
     deviations = 3 * normal(3, rows, seed=seed)
     found = strongest_interval(deviations, least)
 
@@ -139,8 +140,8 @@ def test_strongest_interval_equals_brute_force(rows: int, seed: int, least: int)
 
 class TestThreshold:
     @pytest.mark.parametrize("ranks", [2, 64])
-    def test_normal_values_stay_below_the_threshold(self, ranks: int) -> None:
-        """In a hundred jobs, they reach half of it."""
+    def test_scores_of_normal_values_stay_below_the_threshold(self, ranks: int) -> None:
+        """The highest score in a hundred jobs is at least half of the threshold."""
         strongest = [
             strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max()
             for seed in range(100)
@@ -153,7 +154,7 @@ class TestThreshold:
         assert threshold(2) < threshold(64) < threshold(16384) < 1.5 * threshold(2)
         assert self_normalized_threshold(2) < self_normalized_threshold(16384) < threshold(16384)
 
-    def test_single_value_never_reaches_the_threshold(self) -> None:
+    def test_score_of_a_single_value_never_reaches_the_threshold(self) -> None:
         deviations = np.zeros((2, 64))
         deviations[0, -LEAST] = 1e9
 
@@ -166,8 +167,8 @@ class TestChangePoint:
         series = np.where(np.arange(60) >= at, 10.0, 0.0)
         assert change_point(series, 10.0) == at
 
-    def test_change_point_is_within_a_few_rows_under_noise(self) -> None:
-        """The noise is half of the excess, and there is a giant stall before it."""
+    def test_change_point_is_within_a_few_bins_under_noise(self) -> None:
+        """The noise is half of the excess, and a giant stall comes before it."""
         errors = []
         for seed in range(100):
             series = 5 * normal(100, seed=seed) + np.where(np.arange(100) >= 60, 10.0, 0.0)
@@ -179,14 +180,14 @@ class TestChangePoint:
 
 
 class TestOverSince:
-    def test_slowness_is_over_after_enough_rows_without(self) -> None:
+    def test_slowness_ends_after_enough_bins_without_excess(self) -> None:
         slow = np.arange(60) < 40
         assert over_since(slow, 0.95, LEAST) == 40
         assert over_since(slow[:45], 0.95, LEAST) is None
         assert over_since(np.ones(60, bool), 1.0, LEAST) is None
 
-    def test_short_pause_of_intermittent_slowness_is_no_end(self) -> None:
-        """The rank is slow in two of seven rows. A pause of fifty rows is an end."""
+    def test_short_pause_does_not_end_intermittent_slowness(self) -> None:
+        """The rank is slow in two of seven bins. A pause of fifty bins is an end."""
         slow = np.arange(300) % 7 < 2
         for gap, over in ((12, None), (50, 250)):
             series = slow.copy()
@@ -194,7 +195,7 @@ class TestOverSince:
             found = over_since(series, 2 / 7, LEAST)
             assert found == over if over is None else abs((found or 0) - over) <= 5
 
-    def test_too_few_rows_are_no_end(self) -> None:
+    def test_too_few_bins_without_excess_do_not_end_slowness(self) -> None:
         assert over_since(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
 
 
@@ -214,8 +215,8 @@ class TestIsPersistent:
         series[[5, 15, 25, 35]] += 1000
         assert is_persistent(series, 1.0, 3.0)
 
-    def test_one_low_quarter_is_allowed_and_two_are_not(self) -> None:
-        """A quarter below zero is an end."""
+    def test_excess_with_one_low_quarter_is_persistent_and_with_two_is_not(self) -> None:
+        """A quarter below zero counts as an end."""
         for quarters, loose, strict in (
             ([10, 10, 10, 10], True, True),
             ([10, 10, 1, 10], True, False),
@@ -239,7 +240,7 @@ class TestStalls:
         assert np.delete(cut, [3, 17, 40]).tolist() == others.tolist()
         assert cut[[3, 17, 40]].tolist() == [others.max()] * 3
 
-    def test_frequent_large_values_are_no_stalls(self) -> None:
+    def test_frequent_large_values_are_not_reduced_like_stalls(self) -> None:
         """Noise, heavy tails and short series are not changed either."""
         often = normal(48)
         often[::10] += 1000
@@ -256,7 +257,9 @@ class TestStalls:
 
 class TestWorkload:
     def rows(self, ranks: int = 4) -> tuple[np.ndarray, np.ndarray]:
-        """Return excess that mostly depends on the workload, by 1000 ns a token, and the tokens."""
+        """Return an excess that mostly depends on the workload, by 1000 ns a token, and the
+        tokens.
+        """
         tokens = 4096 + 400 * normal(ranks, 100)
         return excess_over_others(1000 * tokens + 20_000 * normal(ranks, 100, seed=1)), tokens
 
@@ -267,7 +270,7 @@ class TestWorkload:
         assert noise(left) < noise(excess) / 8
         assert abs(np.corrcoef(left.ravel(), excess_over_others(tokens).ravel())[0, 1]) < 0.4
 
-    def test_excess_of_another_cause_is_kept(self) -> None:
+    def test_excess_that_workload_does_not_explain_is_kept(self) -> None:
         excess, tokens = self.rows()
         excess[2] += 300_000
         left = without_workload(excess, tokens, 48)
@@ -276,7 +279,7 @@ class TestWorkload:
         assert abs(left[1].mean()) < 60_000
 
     def test_excess_of_a_lasting_larger_workload_is_kept(self) -> None:
-        """A larger workload of few rows is subtracted."""
+        """Only the excess of a few bins with larger workload is subtracted."""
         for rows, stays in ((60, True), (20, False)):
             tokens = 4096 + 100 * normal(4, 200)
             tokens[1, -rows:] += 1500
@@ -287,7 +290,7 @@ class TestWorkload:
             assert (left[0] != excess[0]).all()
             assert (left[1, : -rows - 10] != excess[1, : -rows - 10]).all()
 
-    def test_rows_without_workload_are_not_changed(self) -> None:
+    def test_excess_of_bins_without_workload_is_unchanged(self) -> None:
         excess, tokens = self.rows()
         gaps = tokens.copy()
         gaps[0, [3, 50]], gaps[2, 99] = np.nan, np.nan
@@ -298,11 +301,11 @@ class TestWorkload:
         np.testing.assert_allclose(left[:, ~untold], whole[:, ~untold], atol=60_000)
         assert noise(left[:, ~untold]) < noise(excess) / 8
 
-    def test_workload_that_explains_nothing_changes_nothing(self) -> None:
+    def test_excess_is_unchanged_if_workload_explains_nothing(self) -> None:
         """The workload is unknown, constant, unrelated, or makes a rank faster."""
         excess, tokens = self.rows()
         unknown = tokens.copy()
-        unknown[0, :60] = np.nan  # of most rows
+        unknown[0, :60] = np.nan  # Unknown in most bins.
         for workload in (
             unknown,
             np.full_like(tokens, 7.0),

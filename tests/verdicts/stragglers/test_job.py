@@ -1,4 +1,4 @@
-"""From steps to findings on one node: placements, rows for other nodes, and ends of ranks."""
+"""From steps to findings on one node: rank placements, bins for other nodes, and ends of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestPlace:
             ("ep", "ep"),
         ],
     )
-    def test_dimension_is_the_one_in_the_group_description(
+    def test_mesh_dimension_is_read_from_the_group_description(
         self, description: str, name: str
     ) -> None:
         assert dimension(description) == name
@@ -60,7 +60,7 @@ class TestPlace:
     def who(self, rank: int, host: str) -> Identity:
         return identity_of(RunDirectory(Path("run")), rank, host=host)
 
-    def test_coordinates_are_positions_in_named_groups(self) -> None:
+    def test_mesh_coordinates_are_positions_in_named_groups(self) -> None:
         """The default group is not a dimension."""
         groups = self.groups(dp="1-13/4", tp="8-9", cp="0-3")
         groups["9"] = {"description": "default_pg", "ranks": "0-15"}
@@ -69,7 +69,7 @@ class TestPlace:
         assert place.coordinates == {"dp": 2, "tp": 1}
         assert place.host == "node-1"
 
-    def test_population_depends_on_modules_and_stage_only(self) -> None:
+    def test_population_depends_on_modules_and_pipeline_stage_only(self) -> None:
         one = place_of(
             self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")
         ).population
@@ -99,7 +99,7 @@ class TestPlace:
 
 
 class TestNodeJudge:
-    def test_steps_of_a_slow_rank_lead_to_findings_and_rows(self) -> None:
+    def test_steps_of_a_slow_rank_lead_to_findings_and_bins(self) -> None:
         judge, sent = JobDetector(), []
         for first in range(0, 200, 25):
             for rank in range(4):
@@ -115,8 +115,8 @@ class TestNodeJudge:
         assert judge.places == dict.fromkeys(range(4), HERE)
         assert sum(len(rows) for rows in sent if rows is not None) == 4 * 200
 
-    def test_short_steps_are_joined_to_wide_rows(self) -> None:
-        """The remaining steps come with the rank's end."""
+    def test_short_steps_are_joined_to_wide_bins(self) -> None:
+        """The remaining steps form a bin at the rank's end."""
         judge = JobDetector()
         rows = [
             judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6)
@@ -159,8 +159,8 @@ class TestNodeJudge:
         ]
 
     @pytest.mark.parametrize("early", [0, 3])
-    def test_placement_is_final_after_the_first_rows(self, early: int) -> None:
-        """Models and groups of all ranks may not be known in the first steps."""
+    def test_rank_placement_is_final_after_the_first_bins(self, early: int) -> None:
+        """Models and groups of all ranks may be unknown in the first steps."""
         judge = JobDetector()
         for rank in range(3):
             judge.set_place(rank, Placement("", "not known yet"))
@@ -173,7 +173,7 @@ class TestNodeJudge:
         assert [each.rank for each in judge.judge(final=True).episodes] == [1]
         assert judge.findings.compared == 3
 
-    def test_rows_of_other_nodes_are_judged_together_with_own_ranks(self) -> None:
+    def test_bins_of_other_nodes_are_judged_together_with_own_ranks(self) -> None:
         job = Job.of(4, 80).slow(3, 20)
         judge = JobDetector()
         for rank in range(4):
@@ -191,7 +191,7 @@ class TestNodeJudge:
             judge.add_steps(rank, HERE, table(range(60, 100), rank))
         assert judge.judge().episodes == (over,)
 
-    def test_findings_stay_the_same_without_new_rows(self) -> None:
+    def test_findings_stay_the_same_without_new_bins(self) -> None:
         judge = JobDetector()
         assert judge.judge() is NOTHING
         for rank in range(2):

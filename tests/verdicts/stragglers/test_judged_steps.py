@@ -1,4 +1,4 @@
-"""The clock that a rank is judged by: decided once, before its first rows."""
+"""Whether a rank is judged by its host's or its device's clock, decided before its first bins."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_steps_wait_until_the_device_of_a_rank_is_known() -> None:
     assert judge.by == DEVICE
 
 
-def test_device_without_times_is_judged_by_the_host() -> None:
-    """All host steps are used. Later device times are not."""
+def test_rank_on_a_device_without_times_is_judged_by_the_host() -> None:
+    """All host steps are used, and later device times are not."""
     judge = JudgedSteps()
     found = [judged(judge, step(n), on_device=True) for n in range(SILENT_AFTER_STEPS)]
     late = judged(judge, step(SILENT_AFTER_STEPS, timed=3), on_device=True)
@@ -72,7 +72,7 @@ def test_device_without_times_is_judged_by_the_host() -> None:
     assert (late, judge.by) == ([(SILENT_AFTER_STEPS, 10)], HOST)
 
 
-def test_short_run_is_judged_by_the_host() -> None:
+def test_rank_of_a_short_run_is_judged_by_the_host() -> None:
     judge = JudgedSteps()
     assert judged(judge, step(0), on_device=None) == []
     rest = judge.rest()
@@ -81,6 +81,6 @@ def test_short_run_is_judged_by_the_host() -> None:
     assert JudgedSteps().by == UNDECIDED
 
 
-def test_decision_of_an_earlier_sidecar_is_kept() -> None:
+def test_clock_chosen_by_an_earlier_sidecar_is_kept() -> None:
     assert judged(JudgedSteps(HOST), step(0), on_device=True) == [(0, 10)]
     assert judged(JudgedSteps(DEVICE), step(0), on_device=True) == []

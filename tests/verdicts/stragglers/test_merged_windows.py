@@ -1,4 +1,6 @@
-"""Slow ranks by windows that devices merged, and their effect on the detector's findings."""
+"""Slow ranks found in windows that devices have merged, and their effect on the detector's
+findings.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def window(
 ) -> npt.NDArray[np.void]:
     """Return the records of a window, which was merged in the last of its 64 steps.
 
-    slow: additional ms by rank and part.
+    `slow` has additional ms by rank and part.
     """
     usual = {row: round(scale * ms * MS) for row, ms in {**USUAL_MS, Row.STALL: stall_ms}.items()}
     usual[Row.WORK] = sum(usual.values()) - usual[Row.STALL]
@@ -108,8 +110,8 @@ FORWARD: Slow = {3: {Row.FORWARD: 9}}
 CLEAN: Slow = {5: {Row.GAP: 0.2}}
 
 
-def test_rank_is_named_after_three_slow_windows() -> None:
-    """The episode has its part and excess, and the first step of its first slow window.
+def test_rank_is_reported_after_three_slow_windows() -> None:
+    """The episode has its part and excess, and begins with the first slow window.
 
     It ends after two healthy windows.
     """
@@ -150,7 +152,7 @@ def test_rank_is_named_after_three_slow_windows() -> None:
         ({Row.FORWARD: 0.5, Row.GAP: 9, Row.OPTIMIZER: 1}, GAP),
     ],
 )
-def test_episode_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
+def test_episode_found_in_windows_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
     named = with_groups(
@@ -191,12 +193,12 @@ def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
         pytest.param(seen(*[{0: {Row.STALL: 9}}] * 9), id="it waits for others"),
     ],
 )
-def test_no_rank_is_named_without_a_lasting_large_excess(windows: MergedWindows) -> None:
+def test_no_rank_is_reported_without_a_lasting_large_excess(windows: MergedWindows) -> None:
     assert windows.episodes() == []
 
 
 def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
-    """Return findings of a detector that compares this many ranks."""
+    """Return findings of a detector that compares the given number of ranks."""
     usual = (Usual("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
     return findings(*episodes, usual=usual, compared=ranks, **changed)
 
@@ -220,7 +222,10 @@ def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
 
 
 def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
-    """The rank is not named, but mentioned. If both agree, nothing changes."""
+    """The rank is not reported as slow, but mentioned.
+
+    If windows and detector agree, nothing changes.
+    """
     agreed = judged(episode(rank=3, since=0), ranks=8)
     assert combined_with_windows(agreed, seen(*[FORWARD] * 3), ALL) == agreed
     nobody = combined_with_windows(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
@@ -240,8 +245,8 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     )
 
 
-def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
-    """The verdict names the ranks that the windows show instead."""
+def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
+    """The verdict has the ranks that the windows show instead."""
     windows = seen(*[FORWARD] * 5)
     found = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
@@ -255,7 +260,7 @@ def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
         in verdict.sentence
     )
     for other in (
-        episode(rank=6, since=150),  # fewer than three windows since
+        episode(rank=6, since=150),  # Fewer than three windows since the first step.
         episode(rank=6, since=0, slow_share=0.4),
         episode(rank=6, since=0, phase="cpu"),
         episode(rank=6, since=0, excess_ns=4 * MS),
@@ -283,15 +288,15 @@ def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Plac
     assert combined_with_windows(found, seen(*[FORWARD] * 4), places) is found
 
 
-def test_restarted_sidecar_drops_episodes_from_windows() -> None:
-    """They are found again, or not, but never stay open."""
+def test_restarted_sidecar_drops_episodes_found_in_windows() -> None:
+    """An episode may be found again, but does not stay open without new windows."""
     found = combined_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [
         1
     ]
 
 
-def test_rank_outside_of_a_full_window_is_neither_disputed_nor_over() -> None:
+def test_rank_missing_in_a_full_window_is_neither_disputed_nor_ended() -> None:
     """A window has eight outliers, and twelve of 64 ranks are slow."""
     ranks = 64
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}

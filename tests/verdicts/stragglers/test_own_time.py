@@ -1,4 +1,4 @@
-"""A rank's own time from the times of its host and its device, with values calculated by hand."""
+"""A rank's own time estimated from host and device times, compared with calculated values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ MS = 1e6
 
 
 def parts(**ms: float) -> np.ndarray:
-    """Return the parts of one rank in one row."""
+    """Return the parts of one rank in one bin."""
     return np.array([[[ms.get(part, 0.0) * MS for part in OWN_PARTS]]])
 
 
 def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float]) -> np.ndarray:
-    """Return the own time of two ranks in a forward pass, for which rank 0 waits in a
-    collective."""
+    """Return the own time of two ranks in a forward pass in which rank 0 waits in a collective."""
     lines = [
         np.concatenate([parts(forward=ms) for ms in of_ranks])
         for of_ranks in (device_ms, issue_ms, lag_ms)
@@ -35,14 +34,14 @@ def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float
 
 
 def own_alone_ms(device: np.ndarray, issue: np.ndarray, lag: np.ndarray) -> np.ndarray:
-    """Return the own time, by part, of a rank without other ranks."""
+    """Return the own time, by part, of a job with one rank."""
     own_ns, _ = own_time(Lines(device, issue, lag), Lines(device[0], issue[0], lag[0]))
     own_ms: np.ndarray = own_ns / MS
     return own_ms
 
 
 def test_launch_bound_ranks_have_equal_own_times() -> None:
-    """Rank 1 is last by chance, and its device is idle until its host has issued.
+    """Rank 1 is last by chance, and its device is idle until its host has issued work.
 
     The device of rank 0 is in a stall meanwhile.
     """
@@ -51,24 +50,25 @@ def test_launch_bound_ranks_have_equal_own_times() -> None:
     )
 
 
-def test_slow_host_costs_what_it_is_slower_by() -> None:
+def test_own_time_of_a_slow_host_has_its_excess() -> None:
     np.testing.assert_allclose(
         np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4]
     )
 
 
-def test_host_time_hidden_by_a_lagging_device_is_not_counted() -> None:
+def test_host_time_hidden_by_a_lagging_device_is_not_own_time() -> None:
     """The device of the slow rank lags by more than its host needs, so device times are
-    compared."""
+    compared.
+    """
     np.testing.assert_allclose(
         forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0]
     )
 
 
 def test_kernels_after_host_code_add_to_own_time() -> None:
-    """Both hosts need 15 ms and both devices 8 ms, half of it after the host's code.
+    """Hosts need 15 ms and devices 8 ms, half of it after the host's code.
 
-    The lag of rank 0 hides that.
+    On rank 0, a lag of the device hides this.
     """
     device_ms = [8.0, 19.0]
 
@@ -83,27 +83,29 @@ def test_kernels_after_host_code_add_to_own_time() -> None:
     )
 
 
-def test_lag_hides_a_part_of_the_hosts_time() -> None:
+def test_lag_of_the_device_hides_a_part_of_the_hosts_time() -> None:
     own_ms = own_alone_ms(parts(forward=2.0), parts(forward=9.0), parts(forward=3.0))
 
     np.testing.assert_allclose(own_ms, parts(forward=6.0) / MS)
 
 
 def test_recomputation_counts_as_issued_in_the_backward_pass() -> None:
-    """The host's time for both is in backward, and is compared with the device's time for both."""
+    """The host's time for recomputation and backward pass is compared with the device's time for
+    both.
+    """
     own_ms = own_alone_ms(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts())
 
     np.testing.assert_allclose(own_ms, parts(backward=4.0, recompute=3.0) / MS)
 
 
-def test_rank_whose_wait_is_not_known_is_not_the_critical_one() -> None:
+def test_rank_with_unknown_wait_is_not_the_slowest() -> None:
     assert critical_rank(np.array([[np.nan, 0.0], [5.0, 1.0]])).tolist() == [1, 0]
 
 
 def launch_bound(job: Job) -> BinBatch:
     """Return a job with equal hosts, whose devices need a twentieth of the time.
 
-    In each row, ranks wait for the slowest.
+    In each bin, ranks wait for the slowest.
     """
     block, hosts_ns = job.block(), job.parts_ns.copy()
     is_last = np.arange(job.ranks)[:, None] == hosts_ns.sum(axis=2).argmax(axis=0)
@@ -127,10 +129,10 @@ def judged(block: BinBatch) -> Findings:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_no_rank_is_named_in_a_healthy_launch_bound_job(ahead: int) -> None:
-    """One rank is ahead for long.
+def test_no_rank_is_reported_in_a_healthy_launch_bound_job(ahead: int) -> None:
+    """One rank is ahead for a long time.
 
-    By device times alone, the other one would cost 95 % of the step.
+    By device times alone, the other rank would cost 95 % of the step.
     """
     job = Job.of(2, 120, noise=0.001)
     job.parts_ns[1 - ahead] *= 1.01
@@ -144,8 +146,8 @@ def test_no_rank_is_named_in_a_healthy_launch_bound_job(ahead: int) -> None:
     assert by_devices.episodes[0].cost_ns > 0.9 * WORK_NS
 
 
-def test_cost_of_a_slow_host_is_the_difference() -> None:
-    """The slow host takes 30 ms more of 200 ms, in the forward pass."""
+def test_cost_of_a_slow_host_is_its_additional_time() -> None:
+    """The slow host needs 30 ms more of 200 ms, in the forward pass."""
     (episode,) = judged(
         launch_bound(Job.of(2, 120, noise=0.001).slow(1, 30, "forward", slice(40, None)))
     ).episodes
@@ -155,10 +157,10 @@ def test_cost_of_a_slow_host_is_the_difference() -> None:
     assert episode.cost_ns == pytest.approx(30 * MS, rel=0.03)
 
 
-def test_small_difference_between_hosts_is_not_named() -> None:
-    """The difference is 5 % of the step, as hosts share their processors.
+def test_small_difference_between_hosts_is_not_reported() -> None:
+    """Hosts that share their processors differ by 5 % of the step.
 
-    By device times it would be named.
+    By device times, a rank would be reported.
     """
     job = Job.of(2, 120, noise=0.001).slow(1, 10, "forward")
 
@@ -167,7 +169,7 @@ def test_small_difference_between_hosts_is_not_named() -> None:
     assert not judged(job.block()).episodes[0].by_host
 
 
-def test_rows_without_host_times_of_all_ranks_are_compared_by_work() -> None:
+def test_bins_without_host_times_of_all_ranks_are_compared_by_device_times() -> None:
     """Host times of other nodes are not sent."""
     job = Job.of(2, 40)
     block = job.block()

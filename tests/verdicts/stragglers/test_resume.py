@@ -1,5 +1,4 @@
-"""A detector that starts in the middle of a run: earlier stragglers continue, or are over for
-good."""
+"""A detector that starts in the middle of a run continues or ends earlier stragglers."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ USUAL = (Usual("same", "0-7", 60e6, 40e6),)
 def looks(
     fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1
 ) -> Iterator[tuple[int, Findings]]:
-    """Yield the findings after every four steps. At step `restart` another sidecar takes over."""
+    """Yield the findings after every four steps. At step `restart` another sidecar continues."""
     judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
         for population, block in part.blocks(1):
@@ -44,9 +43,10 @@ def looks(
         "intermittent:rank=3,share=0.3,since=100",
     ],
 )
-def test_rank_that_stays_slow_has_one_open_episode(fault: str, seed: int) -> None:
-    """Also while the new detector has too few rows to name a slightly or intermittently slow
-    rank."""
+def test_rank_that_stays_slow_over_a_restart_has_one_open_episode(fault: str, seed: int) -> None:
+    """At first, the new detector has too few bins to find a slightly or intermittently slow
+    rank.
+    """
     seen = [
         (step, found.episodes) for step, found in looks(fault, 320, 200, seed, 0.2) if step >= 200
     ]
@@ -59,8 +59,8 @@ def test_rank_that_stays_slow_has_one_open_episode(fault: str, seed: int) -> Non
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 @pytest.mark.parametrize("until", [200, 300])
-def test_slowness_over_a_restart_is_one_episode(until: int, noise: float) -> None:
-    """The episode keeps its first step and key, and is not reopened after its end."""
+def test_slowness_over_a_restart_is_one_episode_with_one_key(until: int, noise: float) -> None:
+    """The episode also keeps its first step, and is not reopened after its end."""
     seen = list(looks(f"constant:rank=3,share=0.1,since=100,until={until}", 400, 200, noise=noise))
     (before,) = next(found.episodes for step, found in seen if step == 200)
     over = [
@@ -76,7 +76,7 @@ def test_slowness_over_a_restart_is_one_episode(until: int, noise: float) -> Non
     assert len(over) >= 10
 
 
-def test_episode_ends_if_it_would_have_been_named_again() -> None:
+def test_episode_ends_if_the_new_detector_would_have_found_it() -> None:
     """The episode ends at the last step that the earlier detector judged."""
     enough = {"usual": USUAL, "rows": 64, "last_step": 300}
     for changed in (
@@ -84,7 +84,7 @@ def test_episode_ends_if_it_would_have_been_named_again() -> None:
         {"last_step": 180},
         {"detectable_ns": 21e6},
         {"detectable_ns": None},
-        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # its steps were not compared
+        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # The rank's steps were not compared.
         {"rows": 0, "compared": 0, "detectable_ns": None},
     ):
         (left,) = (
@@ -101,17 +101,17 @@ def test_episode_ends_if_it_would_have_been_named_again() -> None:
     ("changed", "rows", "last_step"),
     [({"phase": "cpu"}, 95, 320), ({"slow_share": 0.25}, 80, 320), ({"z_score": 6.0}, 96, 280)],
 )
-def test_episode_that_takes_longer_to_name_ends_later(
+def test_episode_that_needs_more_bins_to_be_found_ends_later(
     changed: dict[str, Any], rows: int, last_step: int
 ) -> None:
-    """Lack of a CPU, intermittent slowness, and a low score."""
+    """The three cases are lack of a CPU, intermittent slowness, and a low score."""
     for seen, until in (((rows, last_step), None), ((96, 320), 151)):
         now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
         (left,) = EarlierEpisodes(findings(episode(**changed))).merged_with(now).episodes
         assert left.until_step == until
 
 
-def test_episode_below_the_detectable_excess_stays_open() -> None:
+def test_episode_below_the_detectable_excess_stays_open_after_a_restart() -> None:
     earlier = findings(episode(excess_ns=2e6))
     ends = [
         EarlierEpisodes(earlier)
@@ -126,7 +126,7 @@ def test_episode_below_the_detectable_excess_stays_open() -> None:
 
 
 def test_slowness_after_a_healthy_time_is_another_episode() -> None:
-    """All rows arrive at once, as after a long time without a sidecar."""
+    """All bins arrive at once, as after a long time without a sidecar."""
     goes_on = EarlierEpisodes(findings(episode()))
     found = goes_on.merged_with(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
     assert [(each.since_step, each.until_step, each.named_step) for each in found.episodes] == [
@@ -135,8 +135,8 @@ def test_slowness_after_a_healthy_time_is_another_episode() -> None:
     ]
 
 
-def test_slowness_in_the_first_rows_after_a_restart_continues_the_episode() -> None:
-    """The number of missed steps does not matter."""
+def test_slowness_in_the_first_bins_after_a_restart_continues_the_episode() -> None:
+    """The number of missed steps makes no difference."""
     goes_on = EarlierEpisodes(findings(episode()))
     (left,) = goes_on.merged_with(findings(usual=USUAL, rows=12, last_step=920)).episodes
     assert left.until_step is None
@@ -146,7 +146,7 @@ def test_slowness_in_the_first_rows_after_a_restart_continues_the_episode() -> N
     assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)
 
 
-def test_ended_episodes_are_kept_after_open_ones() -> None:
+def test_ended_episodes_are_listed_after_open_ones() -> None:
     over = episode(5, until=160, cost_ns=90e6)
     found = EarlierEpisodes(findings(over, episode())).merged_with(
         findings(episode(since=155), usual=USUAL)

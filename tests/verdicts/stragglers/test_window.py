@@ -1,5 +1,6 @@
-"""The sliding window: columns that all ranks have, which are reused, late, missing, or of different
-width."""
+"""The sliding window of comparable step bins, some of which are late, missing, or of other
+width.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def excess_of(job: Job, keys: np.ndarray, ranks: Any = slice(None)) -> np.ndarra
     return excess_over_others(job.parts_ns[ranks].sum(axis=2)[:, keys])
 
 
-def test_batch_of_one_rank_has_row_numbers_and_equal_values() -> None:
+def test_batch_of_one_rank_has_bin_numbers_and_equal_values() -> None:
     job = Job.of(3, 10)
     block = BinBatch.of(1, wider(job.rows_of(1), 2))
 
@@ -48,15 +49,15 @@ def test_batch_of_one_rank_has_row_numbers_and_equal_values() -> None:
     assert all(getattr(block, name).shape[:2] == (1, 5) for name in FIELDS)
 
 
-def test_rows_outside_of_a_range_are_marked_as_missing() -> None:
-    """A row that begins inside is kept."""
+def test_bins_outside_a_range_are_marked_as_missing() -> None:
+    """A bin that begins inside the range is kept."""
     block = BinBatch.of(0, wider(Job.of(1, 20).rows_of(0), 4))
 
     assert block.between(4, 13).key.tolist() == [[-1, 1, 2, 3, -1]]
     assert block.between(0, 4).between(4, 8).key.max() == -1
 
 
-def test_comparable_rows_have_the_expected_excess() -> None:
+def test_comparable_bins_have_the_expected_excess() -> None:
     job = Job.of(4, 40)
     window = filled(job)
     keys, present = window.comparable(0, 40)
@@ -66,7 +67,7 @@ def test_comparable_rows_have_the_expected_excess() -> None:
     assert window.comparable(10, 30)[0].tolist() == list(range(10, 30))
 
 
-def test_window_keeps_the_newest_rows() -> None:
+def test_window_keeps_the_newest_bins() -> None:
     job = Job.of(2, 1000)
     once, pieces = filled(job), SlidingWindow(np.arange(2), 1)
     for first in range(0, 1000, 170):
@@ -79,8 +80,8 @@ def test_window_keeps_the_newest_rows() -> None:
         )
 
 
-def test_row_missing_on_one_rank_is_not_comparable() -> None:
-    """A row with other work on one rank is not comparable either. Rows around it are."""
+def test_bin_missing_on_one_rank_is_not_comparable() -> None:
+    """A bin with other work on one rank is not comparable either. Bins around it are."""
     job = Job.of(3, 20)
     job.flags[1, 5] = Flag.CHECKPOINT
     job.flags[2, 6] = Flag.COLLECTED
@@ -95,12 +96,12 @@ def test_row_missing_on_one_rank_is_not_comparable() -> None:
     assert set(range(20)) - set(window.comparable(0, 20)[0].tolist()) == {5, 9}
 
 
-def test_comparable_rows_end_at_the_newest_row_of_the_slowest_rank() -> None:
+def test_comparable_bins_end_at_the_newest_bin_of_the_slowest_rank() -> None:
     """Ranks that are far behind or have ended do not count."""
     window = SlidingWindow(np.arange(3), 1)
     job = Job.of(3, 200)
     window.put(job.block([0], slice(0, 100)))
-    assert window.frontier(()) == 99  # ranks without rows are no longer waited for
+    assert window.frontier(()) == 99  # The window no longer waits for ranks without bins.
     window.put(job.block([1], slice(0, 60)))
     window.put(job.block([2], slice(0, 100 - LATE_ROWS)))
     assert window.frontier(()) == 99 - LATE_ROWS
@@ -111,14 +112,14 @@ def test_comparable_rows_end_at_the_newest_row_of_the_slowest_rank() -> None:
     assert window.oldest() == 0
 
 
-def test_ranks_without_rows_are_waited_for_at_first() -> None:
+def test_window_waits_for_ranks_without_bins_at_first() -> None:
     window = SlidingWindow(np.arange(2), 1)
     window.put(Job.of(2, 30).block([0]))
 
     assert window.frontier(()) == -1
 
 
-def test_added_ranks_do_not_change_rows_of_others() -> None:
+def test_added_ranks_do_not_change_bins_of_others() -> None:
     job = Job.of(4, 30)
     window = SlidingWindow(np.array([1, 3]), 1)
     window.put(job.block([1, 3]))
@@ -132,7 +133,7 @@ def test_added_ranks_do_not_change_rows_of_others() -> None:
     np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
 
 
-def test_window_of_more_than_4096_ranks_starts_empty_with_fewer_rows() -> None:
+def test_window_of_more_than_4096_ranks_starts_empty_with_fewer_bins() -> None:
     assert (judged_rows(4096), judged_rows(4097)) == (256, 128)
     window = filled(Job.of(2, 30)).with_ranks(np.arange(4097))
 
@@ -140,7 +141,7 @@ def test_window_of_more_than_4096_ranks_starts_empty_with_fewer_rows() -> None:
 
 
 class TestLate:
-    def test_row_is_compared_again_after_a_late_part(self) -> None:
+    def test_newest_bin_is_compared_again_after_a_late_part(self) -> None:
         job = Job.of(3, 100)
         window = SlidingWindow(np.arange(3), 1)
         window.put(job.block([0, 1]))
@@ -155,8 +156,8 @@ class TestLate:
         assert (len(keys), present.tolist()) == (100, [0, 1, 2])
         np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
 
-    def test_older_row_is_compared_again_after_a_late_part(self) -> None:
-        """The rank already has newer rows."""
+    def test_older_bin_is_compared_again_after_a_late_part(self) -> None:
+        """The rank already has newer bins."""
         job = Job.of(2, 50)
         window = SlidingWindow(np.arange(2), 1)
         window.put(job.block([0]))
@@ -169,7 +170,7 @@ class TestLate:
             window.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20
         )
 
-    def test_rows_missing_on_a_returned_rank_are_not_comparable(self) -> None:
+    def test_bins_missing_on_a_returned_rank_are_not_comparable(self) -> None:
         job = Job.of(3, 200)
         window = SlidingWindow(np.arange(3), 1)
         window.put(job.block([0, 1], slice(0, 150)))
@@ -181,7 +182,7 @@ class TestLate:
         assert present.tolist() == [0, 1, 2]
         assert keys.tolist() == [*range(50), *range(150, 200)]
 
-    def test_rows_are_comparable_once_the_rank_that_lacks_them_has_gone(self) -> None:
+    def test_bins_are_comparable_once_the_rank_that_lacks_them_has_ended(self) -> None:
         job = Job.of(3, 100)
         job.flags[2, 30] = Flag.SAMPLED
         window = SlidingWindow(np.arange(3), 1)
@@ -198,8 +199,8 @@ class TestLate:
 
 class TestNarrowRows:
     @given(cuts=st.lists(st.integers(1, 31), max_size=6), order=st.booleans())
-    def test_rows_of_one_step_make_rows_of_four(self, cuts: list[int], order: bool) -> None:
-        """They arrive in random pieces, of one rank or several."""
+    def test_bins_of_one_step_make_bins_of_four(self, cuts: list[int], order: bool) -> None:
+        """The bins arrive in random pieces, of one rank or several."""
         job = Job.of(2, 32)
         job.flags[0, 9], job.flags[1, 11] = Flag.MANUAL, Flag.COLLECTED
         window = SlidingWindow(np.arange(2), 4)
@@ -220,7 +221,7 @@ class TestNarrowRows:
             assert window.flags[rank, keys].tolist() == expected.flags.tolist()
             assert np.isnan(window.ready_ns[rank, keys]).all()
 
-    def test_incomplete_row_is_dropped_without_others(self) -> None:
+    def test_incomplete_bin_is_dropped_and_others_are_kept(self) -> None:
         job = Job.of(1, 1200)
         window = SlidingWindow(np.arange(1), 4)
         for first, end in ((0, 5), (6, 50), (50, 1200)):
@@ -230,7 +231,7 @@ class TestNarrowRows:
         assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
         assert len(window._narrow[1].key) == 0
 
-    def test_rows_of_two_widths_wait_at_the_same_time(self) -> None:
+    def test_bins_of_two_widths_wait_at_the_same_time(self) -> None:
         job = Job.of(2, 16)
         window = SlidingWindow(np.arange(2), 4)
         for first in range(0, 16, 2):
@@ -244,8 +245,8 @@ class TestNarrowRows:
         assert grown.newest.tolist() == [3, 3, -1]
 
     @pytest.mark.parametrize("width", [1, 4])
-    def test_repeated_rows_change_nothing(self, width: int) -> None:
-        """At once, before they complete a row, and long after."""
+    def test_repeated_bins_change_nothing(self, width: int) -> None:
+        """Bins are repeated at once, before they complete a wider bin, and long after."""
         job = Job.of(2, 64)
         once, twice = SlidingWindow(np.arange(2), width), SlidingWindow(np.arange(2), width)
         for first in range(0, 64, 6):
@@ -262,7 +263,7 @@ class TestNarrowRows:
         )
         np.testing.assert_array_equal(twice.excess_ns, once.excess_ns)
 
-    def test_narrow_rows_are_kept_when_ranks_are_added(self) -> None:
+    def test_narrow_bins_are_kept_when_ranks_are_added(self) -> None:
         job = Job.of(2, 8)
         window = SlidingWindow(np.arange(1), 4)
         window.put(job.block([0], slice(0, 6)))
@@ -275,8 +276,8 @@ class TestNarrowRows:
 
 
 @pytest.mark.parametrize("ended", [(), (2,)])
-def test_rank_without_the_last_row_takes_no_part(ended: tuple[int, ...]) -> None:
-    """The rank has ended, or is late."""
+def test_rank_without_the_last_bin_is_not_compared_in_it(ended: tuple[int, ...]) -> None:
+    """The rank has ended or is late."""
     job = Job.of(3, 80)
     window = SlidingWindow(np.arange(3), 1)
     window.put(job.block([0, 1]))

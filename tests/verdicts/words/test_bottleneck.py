@@ -1,4 +1,4 @@
-"""Verdicts on the use of the steps' time.
+"""Verdicts on how the steps spend their time.
 
 Each number in a sentence is compared with the table and the true value.
 """
@@ -27,13 +27,13 @@ from torchlens_perf.view.tables import tables
 NUMBER = r"(\d+(?:\.\d+)?)"
 DURATION = NUMBER + r" (s|ms|us|ns)"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-# Names in sentences of the columns of the table.
+# Words in sentences for the columns of the table.
 COLUMNS = {
     "waiting for data": "data",
     "host code outside of the phases": "other",
     "waiting in communication": "comm wait",
 }
-ROUNDING = 0.006  # three figures
+ROUNDING = 0.006  # Three figures.
 
 
 def seconds(number: str, unit: str) -> float:
@@ -41,8 +41,10 @@ def seconds(number: str, unit: str) -> float:
 
 
 def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
-    """Return a process with these steps: parts in ms, "flags", and "cpu" for the lack of a CPU in
-    its forward part."""
+    """Return a process with the given steps.
+
+    A step has parts in ms, "flags", and "cpu" for the lack of a CPU in its forward part.
+    """
     statistics = RankStatistics()
     statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
     identity = Identity(
@@ -74,7 +76,7 @@ class Shown:
 
 
 def holds_typical(shown: Shown) -> str:
-    """Check the sentence on the typical step against the table. Return its first words."""
+    """Check the sentence on the typical step against the table, and return its first words."""
     sentence = shown.sentence("of a typical step of").partition(" Next: ")[0]
     step = re.search(rf"of a typical step of {DURATION}", sentence)
     assert step is not None, sentence
@@ -93,7 +95,7 @@ def holds_typical(shown: Shown) -> str:
         if words.lower() == "waiting for a cpu":
             assert part_s == pytest.approx(shown.mean("CPU contention"), rel=2 * ROUNDING)
         inner = re.search(r"\((.*)\)", words)
-        if inner is not None:  # computing, in parts
+        if inner is not None:  # Computing, in parts.
             parts_s = [seconds(*each) for each in re.findall(DURATION, inner[1])]
             assert sum(parts_s) == pytest.approx(part_s, rel=3 * ROUNDING), sentence
     assert named_s <= step_s * (1 + 3 * ROUNDING), sentence
@@ -101,8 +103,10 @@ def holds_typical(shown: Shown) -> str:
 
 
 def holds_long(sentence: str, report: dict[str, Any]) -> None:
-    """Check a sentence on long steps: their number, time each, total time, and share of all steps'
-    time."""
+    """Check the numbers in a sentence on long steps:
+
+    count, excess, total, and share of all time.
+    """
     steps = report["steps"]
     each, total = (
         seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence)
@@ -118,14 +122,15 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
         assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
     else:
         assert regular is not None
-        # A step of another kind may be in the place of one of them.
+        # A step of another kind may have replaced one of these.
         assert total / each == pytest.approx(steps["count"] / int(regular[1]), rel=0.5, abs=2)
     assert float(share[1]) / 100 == pytest.approx(total / steps["total_s"], abs=0.006)
 
 
 def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
     """Return steps with random parts and noise, and sometimes other work, at random or
-    regularly."""
+    regularly.
+    """
     usual = dict(
         zip(
             ("data", "forward", "backward", "optimizer", "host"),
@@ -165,7 +170,7 @@ def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_sentences_agree_with_the_table_for_random_steps(seed: int) -> None:
+def test_numbers_in_sentences_equal_those_in_the_table_for_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, int(rng.integers(40, 300)), int(rng.choice([1, 1, 3])))
     report = report_on(*loops)
@@ -177,10 +182,10 @@ def test_sentences_agree_with_the_table_for_random_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_limit_is_the_largest_wait_if_it_is_large_enough(seed: int) -> None:
+def test_largest_wait_is_the_bottleneck_if_it_is_large_enough(seed: int) -> None:
     """The wait takes a quarter of the step, or more than computing.
 
-    Otherwise computing is the limit.
+    Otherwise computing is the bottleneck.
     """
     rng = np.random.default_rng(1000 + seed)
     (loop,) = random_steps(rng, 100, 1)
@@ -219,7 +224,7 @@ BASE = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 
 
 
 def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
-    """The evaluation has a verdict of its own."""
+    """The evaluation has a separate verdict."""
     loop = [dict(BASE) for _ in range(103)]
     for number in (50, 100):
         loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
@@ -247,7 +252,7 @@ def outliers(report: dict[str, Any]) -> tuple[dict[str, int], str]:
 class TestKindsOfSteps:
     """Sentences on several frequent kinds of steps."""
 
-    def test_two_kinds_are_named_with_counts_and_times(self) -> None:
+    def test_two_frequent_kinds_of_steps_have_counts_and_times(self) -> None:
         loop = [dict(BASE)] * 3 + [dict(BASE)] * 45 + [{**BASE, "optimizer": 46.0}] * 55
         report = report_on(loop)
         (long,) = report["steps"]["long"]
@@ -262,13 +267,13 @@ class TestKindsOfSteps:
             "45 of 103 steps are typical, 3 are warm-up.",
         )
 
-    def test_shorter_steps_are_named_without_a_verdict(self) -> None:
+    def test_shorter_steps_are_mentioned_without_a_verdict(self) -> None:
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
         (verdict,) = report["verdicts"]
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
         assert outliers(report) == ({"shorter": 20}, "80 of 103 steps are typical, 3 are warm-up.")
 
-    def test_steps_that_wait_for_a_cpu_are_of_no_other_kind(self) -> None:
+    def test_steps_that_wait_for_a_cpu_are_no_separate_kind(self) -> None:
         loop = [{**BASE, "cpu": 0.0} for _ in range(100)]
         for number in (20, 33, 34, 41, 50, 58, 59, 60, 77, 80, 81, 93):
             loop[number] = {**BASE, "forward": 24.0, "cpu": 20.0}
@@ -293,12 +298,12 @@ class TestKindsOfSteps:
         ],
     )
     def test_longer_steps_with_a_period_are_a_kind(self, part: str, advice: str) -> None:
-        """The loop does additional work in them, such as training a second model."""
+        """The loop does additional work in every second step, such as training another model."""
         loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
         texts = [each["text"] for each in report_on(loop)["verdicts"]]
         assert any(f"Next: {advice}" in text for text in texts), texts
 
-    def test_table_counts_warm_up_evaluations_and_other_long_steps(self) -> None:
+    def test_outlier_table_counts_evaluations_and_other_long_steps(self) -> None:
         loop = [dict(BASE) for _ in range(150)]
         loop[40] = {**BASE, "host": 900.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
         loop[90] = {**BASE, "data": 500.0}
@@ -309,7 +314,7 @@ class TestKindsOfSteps:
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 
-    def test_longer_steps_that_may_have_waited_for_a_cpu_are_of_no_other_kind(self) -> None:
+    def test_longer_steps_that_may_have_waited_for_a_cpu_are_no_kind(self) -> None:
         """Waits for a CPU are not measured in steps this short."""
         rng = np.random.default_rng(7)
         longer = set(rng.choice(np.arange(5, 200), 40, replace=False).tolist())
@@ -319,20 +324,22 @@ class TestKindsOfSteps:
         assert any("whether they waited for a CPU is not measured" in text for text in texts)
         assert "kinds of steps" not in " ".join(texts)
 
-    def test_one_or_two_steps_are_no_kind(self) -> None:
+    def test_three_longer_steps_are_no_kind(self) -> None:
         loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
         assert "kinds of steps" not in " ".join(
             each["text"] for each in report_on(loop)["verdicts"]
         )
 
     @pytest.mark.parametrize(("typical", "named"), [(1, False), (4, False), (5, True)])
-    def test_few_steps_do_not_show_what_is_usual(self, typical: int, named: bool) -> None:
+    def test_few_typical_steps_do_not_show_which_steps_are_long(
+        self, typical: int, named: bool
+    ) -> None:
         loop = [*[dict(BASE)] * (WARM_UP_STEPS + typical), {**BASE, "backward": 60.0}]
         texts = [each["text"] for each in report_on(loop)["verdicts"]]
         assert any(" longer" in text for text in texts) == named, texts
 
     @pytest.mark.parametrize("seed", range(30))
-    def test_counts_and_times_of_classes_add_up_to_all_steps(self, seed: int) -> None:
+    def test_counts_and_times_of_kinds_add_up_to_all_steps(self, seed: int) -> None:
         rng = np.random.default_rng(5000 + seed)
         loops = random_steps(rng, int(rng.integers(40, 300)), 1)
         steps = report_on(*loops)["steps"]
@@ -348,7 +355,7 @@ class TestKindsOfSteps:
 
 
 class TestLongStepsAndCpus:
-    """Irregular long steps that may only have waited for a CPU."""
+    """Sentences on irregular long steps that may only have waited for a CPU."""
 
     @staticmethod
     def text(
@@ -361,7 +368,9 @@ class TestLongStepsAndCpus:
     @pytest.mark.parametrize(
         ("part", "where"), [("backward", "the backward pass"), ("host", "host code")]
     )
-    def test_sentence_mentions_that_waits_are_not_measured(self, part: str, where: str) -> None:
+    def test_sentence_on_long_steps_says_that_cpu_waits_are_not_measured(
+        self, part: str, where: str
+    ) -> None:
         text = self.text(BASE, {part: 60.0}, [20, 53, 60, 97, 131])
         assert f"(most of it in {where}" in text
         assert "; whether they waited for a CPU is not measured)" in text
@@ -371,7 +380,7 @@ class TestLongStepsAndCpus:
             " busy."
         )
 
-    def test_sentence_on_one_step_mentions_that_its_wait_is_not_measured(self) -> None:
+    def test_sentence_on_one_long_step_says_that_its_cpu_wait_is_not_measured(self) -> None:
         text = self.text(BASE, {"backward": 600.0}, [53])
         assert (
             "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
@@ -380,20 +389,20 @@ class TestLongStepsAndCpus:
             "Next: see what the loop does at step 53, and what else kept the CPUs busy."
         )
 
-    def test_sampled_lack_of_cpus_is_mentioned(self) -> None:
+    def test_sampled_lack_of_cpus_is_mentioned_for_long_steps(self) -> None:
         text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
         assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith(
             "Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs."
         )
 
-    def test_equal_lack_of_cpu_in_all_steps_is_mentioned(self) -> None:
+    def test_equal_lack_of_a_cpu_in_all_steps_is_mentioned_for_long_steps(self) -> None:
         """The longer steps lack a CPU for no longer than the others."""
         text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
         assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
 
-    def test_measured_steps_without_lack_of_cpu_have_no_such_note(self) -> None:
+    def test_long_steps_measured_without_lack_of_a_cpu_have_no_such_note(self) -> None:
         text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
         assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
 
@@ -410,7 +419,7 @@ def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
 
 
 def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
-    """Some of these steps are of another class on a busy machine."""
+    """On a busy machine, some of these steps are in another class."""
     loop = [
         {**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4}
         for step in range(100)
@@ -424,7 +433,7 @@ def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> Non
     )
 
 
-def test_very_long_step_has_a_verdict_of_its_own() -> None:
+def test_very_long_step_has_a_separate_verdict() -> None:
     """The step is not averaged with a slightly long step of the same part."""
     loop = [{**BASE, "communication": 1.0} for _ in range(319)]
     loop[130] = {**BASE, "communication": 60.0}
@@ -451,7 +460,7 @@ def test_very_long_step_has_a_verdict_of_its_own() -> None:
     ],
 )
 def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
-    """They may be rollouts or sampling. The advice fits all of them."""
+    """The passes may be rollouts or sampling, and the advice fits all of these."""
     loop = [
         {**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE)
         for step in range(160)
@@ -465,9 +474,9 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
 
 
 def test_long_steps_of_one_kind_are_one_verdict() -> None:
-    """A much longer one counts as well.
+    """A much longer step is included.
 
-    They are joined before they are compared with other findings.
+    The classes are joined before they are compared with other findings.
     """
     lengths = {40: 10.0, 80: 10.0, 120: 60.0, 160: 120.0}
     loop = [
@@ -485,7 +494,7 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
 
 
 def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:
-    """Steps of few milliseconds do not record it. Samples may show it."""
+    """Steps of a few milliseconds do not record this wait, but samples may show it."""
     evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
     assert "lack_of_cpu" not in evidence.uses_s
     text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
@@ -493,8 +502,8 @@ def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:
     assert "show 10% of the time. Next:" in text
 
 
-def test_sentence_notes_if_long_steps_differ_between_ranks() -> None:
-    """The count is a mean over the ranks, and the numbers are of all ranks."""
+def test_sentence_notes_that_long_steps_differ_between_ranks() -> None:
+    """The count is a mean over the ranks, and step numbers of all ranks are listed."""
     ranks = [[dict(BASE) for _ in range(103)] for _ in range(2)]
     for rank, numbers in enumerate(((30, 50), (50, 100))):
         for number in numbers:
@@ -506,7 +515,7 @@ def test_sentence_notes_if_long_steps_differ_between_ranks() -> None:
     )
 
 
-def test_step_with_a_request_to_this_tool_is_attributed_to_it() -> None:
+def test_step_with_a_call_of_this_package_is_attributed_to_it() -> None:
     """w.step_table() imported a library, which triggered the garbage collector."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
     (said,) = (
@@ -523,7 +532,7 @@ def test_step_with_a_request_to_this_tool_is_attributed_to_it() -> None:
     assert "garbage" not in said
 
 
-def test_lack_of_cpu_in_half_of_the_time_is_the_limit() -> None:
+def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]
     verdicts = report_on(loop, [dict(step) for step in loop])["verdicts"]
 
@@ -534,7 +543,7 @@ def test_lack_of_cpu_in_half_of_the_time_is_the_limit() -> None:
     )
 
 
-def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
+def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
@@ -556,7 +565,7 @@ def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
         ({"communication": 9.0}, "communication_bound", "buckets"),
     ],
 )
-def test_advice_is_about_the_limit_or_the_largest_wait(
+def test_advice_is_about_the_bottleneck_or_the_largest_wait(
     parts: dict[str, float], kind: str, next_words: str
 ) -> None:
     verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
@@ -569,7 +578,7 @@ class TestOtherThreads:
     def report(
         parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any
     ) -> dict[str, Any]:
-        """Return a report on steps of these parts, with time of other threads by phase."""
+        """Return a report on steps with the given parts, and time of other threads by phase."""
         state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
         steps = state.statistics.step.count
         state.statistics.other_threads_ns = {
@@ -584,8 +593,8 @@ class TestOtherThreads:
         return verdict
 
     @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
-    def test_host_code_is_not_the_limit_while_other_threads_work(self, phase: str) -> None:
-        """The recorded thread may wait for them there."""
+    def test_host_code_is_not_the_bottleneck_while_other_threads_work(self, phase: str) -> None:
+        """The recorded thread may wait for them in its host code."""
         verdict = self.verdict({"host": 40.0}, {phase: 30.0})
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
@@ -604,10 +613,10 @@ class TestOtherThreads:
         [({"host": 40.0}, {}, "host_bound"), ({"host": 40.0}, {"forward": 1.0}, "host_bound"),
          ({"host": 0.1}, {"forward": 30.0}, "compute_bound"), ({"data": 40.0}, {"forward": 30.0}, "data_bound")],
     )  # fmt: skip
-    def test_other_limits_are_named_while_other_threads_work(
+    def test_other_bottlenecks_are_reported_while_other_threads_work(
         self, parts: dict[str, float], elsewhere_ms: dict[str, float], kind: str
     ) -> None:
-        """Work on other threads only explains time outside of the phases."""
+        """Work on other threads explains only time outside the phases."""
         assert self.verdict(parts, elsewhere_ms)["kind"] == kind
 
     @pytest.mark.parametrize(
@@ -616,7 +625,7 @@ class TestOtherThreads:
     def test_work_on_other_threads_is_always_in_a_note(
         self, elsewhere_ms: dict[str, float], noted: bool
     ) -> None:
-        """Also if the verdict is about something else."""
+        """The verdict may be about something else."""
         notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
 
         note = "other threads also worked (the forward pass 30.0 ms, data loading 1.00 ms a step)"
@@ -624,7 +633,7 @@ class TestOtherThreads:
 
 
 class TestWaitsInCommunication:
-    """Equal waits of all ranks, which may come from a slow link of one rank."""
+    """Equal waits of all ranks, which a slow link of one rank may cause."""
 
     @staticmethod
     def text(*waits_ms: float) -> str:
@@ -634,21 +643,21 @@ class TestWaitsInCommunication:
         )
         return str(verdict["text"])
 
-    def test_equal_communication_waits_of_ranks_have_a_note_on_slow_links(self) -> None:
+    def test_equal_communication_waits_of_all_ranks_have_a_note_on_slow_links(self) -> None:
         assert (
             ". All ranks wait about equally long. A slow link of one rank would look the same."
             " Next:" in self.text(30.0, 33.0)
         )
 
     @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
-    def test_unequal_communication_waits_of_ranks_have_no_note(
+    def test_unequal_communication_waits_of_ranks_have_no_such_note(
         self, waits_ms: tuple[float, ...]
     ) -> None:
         assert "slow link" not in self.text(*waits_ms)
 
 
 class TestOnADevice:
-    def test_limit_is_not_known_without_device_times(self) -> None:
+    def test_bottleneck_is_unknown_without_device_times(self) -> None:
         """Host times are not presented as the answer."""
         verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")[
             "verdicts"
@@ -723,7 +732,8 @@ def test_advised_modules_pattern_matches_existing_modules(
     rows: list[tuple[str, bool, bool]], deeper: bool, advice: str
 ) -> None:
     """Module names do not begin with the class of the whole model, and a leaf has no modules
-    inside."""
+    inside.
+    """
     modules = [
         {
             "name": name,

@@ -1,5 +1,4 @@
-"""Steps that take longer and longer: one verdict on all of them, and no verdict on the last
-ones."""
+"""One verdict on steps whose durations keep growing, and none on the last of them."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ def verdicts(host_ms: list[float], **parts: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_growing_steps_are_one_verdict() -> None:
-    """Episodes may take more steps the longer the training lasts."""
+def test_steps_that_keep_growing_are_one_verdict() -> None:
+    """In reinforcement learning, episodes may need more steps as training continues."""
     rng = np.random.default_rng(2)
     grown = [
         float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
@@ -41,7 +40,7 @@ def test_growing_steps_are_one_verdict() -> None:
     assert 0.2 * mean_s < growth["cost_s_per_step"] < mean_s
 
 
-def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
+def test_growing_waits_for_a_cpu_are_not_reported_as_growing_steps() -> None:
     """The machine's load may have grown, which has another verdict."""
     found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
 
@@ -49,8 +48,8 @@ def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
     assert not any(each["kind"] == "growing_steps" for each in found)
 
 
-def test_little_growth_is_found_early() -> None:
-    """Steps of 14 ms grow by half."""
+def test_growth_by_half_of_short_steps_is_found_early() -> None:
+    """The steps take 14 ms."""
     (growth,) = [
         each
         for each in verdicts([3.0 + step / 20 for step in range(160)])
@@ -61,7 +60,7 @@ def test_little_growth_is_found_early() -> None:
 
 
 @pytest.mark.parametrize("begin", [60, 100, 140])
-def test_change_at_once_is_no_growth(begin: int) -> None:
+def test_sudden_change_is_not_reported_as_growth(begin: int) -> None:
     noise = np.exp(0.1 * np.random.default_rng(begin).standard_normal(200))
     found = verdicts([float(1 if step < begin else 80) * noise[step] for step in range(200)])
 
@@ -69,8 +68,8 @@ def test_change_at_once_is_no_growth(begin: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_change_halfway_of_a_short_run_is_no_growth(seed: int) -> None:
-    """A rank may become slow. With few windows, many later ones are slower by chance."""
+def test_change_halfway_through_a_short_run_is_not_reported_as_growth(seed: int) -> None:
+    """A rank may have become slow. With few windows, many later ones are slower by chance."""
     noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(128))
     found = verdicts([float((10 if step < 64 else 18) * noise[step]) for step in range(128)])
 

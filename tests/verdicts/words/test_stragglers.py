@@ -58,9 +58,7 @@ def module(
 
 
 def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
-    """The sentence has the rank, the phase, the times, the cost, the first step and the action, in
-    this
-    order."""
+    """The order is rank, phase, times, cost, first step and action."""
     verdict = verdict_on(episode())
 
     assert (
@@ -88,10 +86,12 @@ def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
         ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
     ],
 )  # fmt: skip
-def test_verdict_is_doubted_if_another_rank_comes_last_to_collectives(
+def test_verdict_is_doubted_if_another_rank_is_last_to_arrive(
     last: dict[int, float], said: str
 ) -> None:
-    """Not by host time: the host's judgement is made of the same waits."""
+    """Host times of collectives cannot raise doubt, because the host's judgement uses the same
+    waits.
+    """
     usual = verdict_on(episode())
     held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
 
@@ -102,7 +102,7 @@ def test_verdict_is_doubted_if_another_rank_comes_last_to_collectives(
     assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
 
 
-def test_shares_of_last_arrivals_come_from_enough_collectives_joined_by_kernels() -> None:
+def test_last_arrivals_count_only_for_enough_collectives_joined_by_kernels() -> None:
 
     def row(
         joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10
@@ -124,7 +124,7 @@ def test_shares_of_last_arrivals_come_from_enough_collectives_joined_by_kernels(
     assert last_arrival_shares(rows[1:]) == {}
 
 
-def test_location_follows_the_name_of_the_host_or_node() -> None:
+def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
     slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
     (one,), _ = straggler_verdicts(CONTEXT, with_groups(findings(episode()), at))
@@ -134,7 +134,7 @@ def test_location_follows_the_name_of_the_host_or_node() -> None:
     assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
 
 
-def test_sentence_since_the_start_has_no_step_and_no_unknown_host() -> None:
+def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host() -> None:
     found = findings(episode(1, from_start=True), compared=2)
     (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
@@ -191,7 +191,7 @@ def test_phase_determines_words_class_and_action(
     assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
 
 
-def test_every_phase_has_a_name() -> None:
+def test_every_phase_of_a_straggler_has_words() -> None:
     assert (
         len({phase_name(phase) for phase in (*OWN_PARTS, "compute", "cpu")}) == len(OWN_PARTS) + 2
     )
@@ -227,7 +227,7 @@ class TestModules:
     def context(self, *modules: dict[str, Any]) -> SlowRankContext:
         return SlowRankContext(modules)
 
-    def test_module_with_most_of_the_excess_is_named(self) -> None:
+    def test_module_with_most_of_the_excess_is_mentioned(self) -> None:
         others = {str(rank): 0.010 for rank in range(8)}
         context = self.context(
             module("embed", {**others, "3": 0.011}),
@@ -241,9 +241,11 @@ class TestModules:
         assert verdict.evidence.modules == ("block",)
         assert verdict.evidence.module_excess_s == pytest.approx(0.015)
 
-    def test_module_excess_above_the_phase_excess_is_not_shown(self) -> None:
-        """Times of modules are of the whole run and contain lack of a CPU. 49 ms cannot be part of
-        18 ms."""
+    def test_module_excess_larger_than_the_phase_excess_is_not_shown(self) -> None:
+        """Times of modules cover the whole run and contain lack of a CPU.
+
+        49 ms cannot be part of 18 ms.
+        """
         others = {str(rank): 0.010 for rank in range(8)}
         verdict = verdict_on(
             episode(phase="forward"), self.context(module("block", {**others, "3": 0.059}))
@@ -252,7 +254,7 @@ class TestModules:
         assert "; most of the difference is in block. It costs the job" in verdict.sentence
         assert "49" not in verdict.sentence
 
-    def test_fewest_modules_with_most_of_the_excess_are_named(self) -> None:
+    def test_fewest_modules_that_explain_most_of_the_excess_are_mentioned(self) -> None:
         """In the phase "compute", forward and backward are added."""
         context = self.context(
             module("a", {"3": 0.004, "1": 0.001}, {"3": 0.006, "1": 0.003}),
@@ -265,7 +267,7 @@ class TestModules:
         assert verdict.evidence.module_excess_s == pytest.approx(0.014)
         assert verdict_on(episode(phase="backward"), context).evidence.modules == ()
 
-    def test_modules_with_little_excess_are_not_named(self) -> None:
+    def test_modules_with_little_excess_are_not_mentioned(self) -> None:
         context = self.context(module("a", {"3": 0.012, "1": 0.010}))
 
         assert verdict_on(episode(phase="forward"), context).evidence.modules == ()
@@ -275,7 +277,7 @@ class TestModules:
 class TestModulesOnDevices:
     """Modules of a rank that is judged by its device.
 
-    Host times depend on where its queue was full.
+    Their host times depend on where the device's queue was full.
     """
 
     @staticmethod
@@ -284,7 +286,7 @@ class TestModulesOnDevices:
     ) -> tuple[str, ...]:
         """Return the modules in the sentence.
 
-        excess_s: excess of own device time by module; "Net" is the whole model.
+        `excess_s` has the excess of own device time by module; "Net" is the whole model.
         """
         modules = [
             module(name, {"3": 0.11 if name == "c" else 0.01, "1": 0.01}, {"3": 0.11, "1": 0.01})
@@ -294,26 +296,26 @@ class TestModulesOnDevices:
         context = SlowRankContext(modules, "cuda", DEVICE)
         return verdict_on(episode(phase=phase, **changed), context).evidence.modules
 
-    def test_modules_are_named_by_own_device_times(self) -> None:
+    def test_modules_with_excess_of_own_device_time_are_mentioned(self) -> None:
         assert self.named({"b": 0.018}) == ("b",)
         assert self.named({"a": 0.010, "b": 0.008}) == ("a", "b")
 
-    def test_whole_model_is_not_named_as_a_module(self) -> None:
+    def test_whole_model_is_not_mentioned_as_a_module(self) -> None:
         assert self.named({"Net": 0.018}) == ()
 
-    def test_no_module_is_named_if_all_are_equally_slower(self) -> None:
+    def test_no_module_is_mentioned_if_all_are_equally_slower(self) -> None:
         assert self.named(dict.fromkeys("abcde", 0.004)) == ()
 
-    def test_backward_passes_have_no_device_times_of_modules(self) -> None:
+    def test_no_module_is_mentioned_for_backward_passes_on_a_device(self) -> None:
         assert self.named({"b": 0.018}, phase="backward") == ()
 
-    def test_host_times_count_if_hosts_are_compared(self) -> None:
+    def test_host_times_of_modules_count_if_hosts_are_compared(self) -> None:
         assert self.named(
             {"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS
         ) == ("c",)
 
 
-def test_slow_host_has_its_own_sentence_class_and_action() -> None:
+def test_slow_host_has_a_different_sentence_class_and_action() -> None:
     slow = verdict_on(episode(phase="forward", by_host=True))
 
     assert (
@@ -328,7 +330,7 @@ def test_slow_host_has_its_own_sentence_class_and_action() -> None:
     assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
 
 
-def test_node_or_position_is_named_with_its_slowest_rank() -> None:
+def test_sentence_on_a_node_or_position_has_its_slowest_rank() -> None:
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
     (node,), _ = straggler_verdicts(
         CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT)))
@@ -351,8 +353,8 @@ def test_node_or_position_is_named_with_its_slowest_rank() -> None:
     assert position.evidence.cause == "imbalance"
 
 
-def test_cost_of_a_node_is_shared_or_not_known() -> None:
-    """After the end, it is reported for each rank."""
+def test_cost_of_a_node_is_shared_or_unknown() -> None:
+    """After the end of the episodes, the cost is reported for each rank."""
     known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
     (told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*known), AT))
@@ -392,7 +394,7 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
     ] * 3
 
 
-def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
+def test_slow_ranks_with_different_work_have_separate_costs() -> None:
     at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
     now, _ = straggler_verdicts(CONTEXT, with_groups(found, at))
@@ -417,7 +419,7 @@ def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> Non
     assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 
-def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
+def test_sentence_on_an_imbalance_has_the_stage_with_most_work() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
@@ -431,7 +433,7 @@ def test_sentence_on_an_imbalance_names_the_stage_with_most_work() -> None:
 
 
 def test_ended_episodes_follow_open_ones_newest_first() -> None:
-    """A short one is transient."""
+    """A short ended episode is called transient."""
     slow = [
         episode(5, 150),
         episode(1, 20, until=45),
@@ -456,7 +458,7 @@ def test_ended_episodes_follow_open_ones_newest_first() -> None:
     assert before[0].evidence.until_step == 110
 
 
-def test_number_of_verdicts_is_limited() -> None:
+def test_number_of_straggler_verdicts_is_limited() -> None:
     """The costliest slow ranks and the newest ended episodes are kept."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
     over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
@@ -475,7 +477,7 @@ def test_confidence_is_one_half_at_the_threshold_and_grows_above() -> None:
     assert 0.99 < told[3] < 1
 
 
-def test_share_is_zero_if_the_step_is_not_known() -> None:
+def test_cost_share_is_zero_if_the_step_time_is_unknown() -> None:
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
     assert no_straggler(REPORT, findings(step_ns=0.0)).sentence.startswith(
         "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (0.0%)."
@@ -483,7 +485,7 @@ def test_share_is_zero_if_the_step_is_not_known() -> None:
 
 
 class TestNoSlowRank:
-    def test_verdict_has_the_smallest_detectable_slowdown(self) -> None:
+    def test_verdict_without_slow_ranks_has_the_smallest_detectable_slowdown(self) -> None:
         verdict = no_straggler(REPORT, findings())
 
         assert (
@@ -501,8 +503,8 @@ class TestNoSlowRank:
             assert "Next: run at least 40 steps." in verdict.sentence
             assert verdict.confidence == 0.0
 
-    def test_short_steps_need_more_steps(self) -> None:
-        """Several of them make a row."""
+    def test_more_steps_are_needed_if_steps_are_short(self) -> None:
+        """Several short steps make one step bin."""
         text = no_straggler(
             {**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)
         ).sentence
@@ -539,15 +541,15 @@ class TestNoSlowRank:
                     " on average."
                 ),
             ),
-            ([("0", 4, 4), ("1", 40, 5)], ""),  # the other rank does not wait
-            ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly equal work
+            ([("0", 4, 4), ("1", 40, 5)], ""),  # The other rank does not wait.
+            ([("0", 40, 9), ("1", 42, 8)], ""),  # Nearly equal work.
             ([("0", 4, 44)], ""),
         ],
     )
-    def test_ranks_with_other_models_are_reported_by_their_work(
+    def test_ranks_with_different_models_are_reported_with_their_work(
         self, parts: list[tuple[str, float, float]], expected: str
     ) -> None:
-        """They are not called slow."""
+        """No rank is called slow."""
         usual = tuple(
             Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts
         )
