@@ -1,4 +1,4 @@
-"""A watch changes no bit of a run's results, for every kind of model and loop in the zoo."""
+"""Tests that a watch changes no bit of a run's results, for every model and loop in the zoo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.run.ring import Kind
 
-# Eager cases, which run quickly. Together they use every hook that applies to one rank.
+# These eager cases run fast. Together they use every hook that applies to one rank.
 FEW = (
     "inplace_residual",
     "dropout",
@@ -32,7 +32,7 @@ FEW = (
 )
 
 WITHOUT_BACKWARD = ("encoder_fast_path", "generation")
-# Cases that are compiled as a whole, or whose model is a single module.
+# These cases are compiled as a whole, or their model is a single module.
 WITHOUT_EAGER_MODULES = (
     "compiled_eager", "compiled_aot_eager", "compiled_inductor", "compiled_loop_body", "recurrent", "sparse_embedding",
 )  # fmt: skip
@@ -89,7 +89,7 @@ def autograd_graph(loss: torch.Tensor) -> list[str]:
 
 
 def assert_same(expected: Any, actual: Any, where: str = "") -> None:
-    """Check equality of types and bits."""
+    """Assert that types and bits are equal."""
     assert type(expected) is type(actual), where
     if isinstance(expected, torch.Tensor):
         assert expected.dtype == actual.dtype, where
@@ -112,7 +112,7 @@ def assert_same(expected: Any, actual: Any, where: str = "") -> None:
 
 
 def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
-    """Run without a watch. Return the state and the warnings."""
+    """Run a case without a watch. Return the state and the warnings."""
 
     def watching(
         *models: nn.Module, optimizers: Iterable[Any] = ()
@@ -129,7 +129,7 @@ def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
 def watched(
     case: Case, folder: Path, **settings: Any
 ) -> tuple[dict[str, Any], list[str], Recording]:
-    """Run the same inside a watch. Return the state, the warnings and the recording."""
+    """Run a case inside a watch. Return the state, the warnings and the recording."""
     recordings: list[Recording] = []
 
     @contextmanager
@@ -153,7 +153,7 @@ def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
     actual, actual_warnings, recording = watched(case, folder, **settings)
 
     assert_same(expected, actual)
-    # Torch gives some warnings once per process, so the second run may have fewer.
+    # torch gives some warnings once per process, so the second run may have fewer.
     assert set(actual_warnings) <= set(expected_warnings)
     assert (recording.internal_errors, recording.unbalanced) == (0, 0)
     assert case.steps == len(recording.steps)
@@ -161,9 +161,9 @@ def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
 
 
 @pytest.mark.parametrize("name", long_but(set(CASES) - {"compiled_inductor"}, CASES))
-def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
-    """With every hook enabled, no parameter, buffer, gradient, optimizer, loss, graph or random
-    number changes.
+def test_watched_run_with_every_hook_is_bit_identical(name: str, tmp_path: Path) -> None:
+    """Compared are parameters, buffers, gradients, optimizers, losses, graphs and
+    random numbers.
     """
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 
@@ -177,15 +177,15 @@ def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_run_with_default_settings_is_bit_identical(name: str, tmp_path: Path) -> None:
+def test_watched_run_with_default_settings_is_bit_identical(name: str, tmp_path: Path) -> None:
     assert_harmless(CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_run_with_module_timing_in_python_is_bit_identical(
+def test_watched_run_with_module_timing_in_python_is_bit_identical(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same is true if module calls cannot be routed natively."""
+    """Module calls cannot be routed natively in this case."""
     monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 

@@ -1,8 +1,9 @@
-"""Limits on the time that a watch blocks the training thread: 2 s at its start, 1.5 s at its end,
-none in steps.
+"""Tests of limits on the time that a watch blocks the training thread.
 
-The tests count only the time in which the thread sleeps, as reported by the kernel. Its
-computations, its wait for a processor, and other programs do not affect this time.
+The limits are 2 s at its start, 1.5 s at its end, and none in steps.
+
+Only the time counts in which the thread sleeps, as reported by the kernel. Computations, waits for
+a processor, and other programs do not affect this time.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
-    """Return the script's output for this fault."""
+    """Return the script's output for a fault."""
     told, error, since = FAULTS[name]
     flag = folder / "flag"
     environ = {
@@ -82,9 +83,9 @@ def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", long_but(QUICK, FAULTS))
-def test_training_waits_for_a_fault_are_bounded(name: str, folder: Path) -> None:
-    """Retry to separate causes: a fault's delay recurs in each try, a delay by the machine does
-    not.
+def test_time_that_training_waits_for_a_fault_is_limited(name: str, folder: Path) -> None:
+    """The test is repeated, because a fault's delay recurs in each try, and a delay by the machine
+    does not.
     """
     tried = []
     for number in range(TRIES):

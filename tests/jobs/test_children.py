@@ -1,5 +1,6 @@
-"""The programs that a watch starts: only a verified Python interpreter, and never the user's
-program again.
+"""Tests of the programs that a watch starts.
+
+A watch starts only a verified Python interpreter, and never the user's program again.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ KINDS = (
 
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_program_that_is_no_interpreter_is_not_started(
+def test_program_that_is_no_interpreter_is_never_started(
     kind: str,
     sidecar: bool,
     tmp_path: Path,
@@ -113,12 +114,12 @@ def test_every_command_line_is_built_with_a_checked_interpreter(
         function()  # type: ignore[operator]
 
 
-def test_sys_executable_is_used_in_one_place() -> None:
-    """Command lines of our processes are built in one place."""
+def test_sys_executable_is_read_in_one_place_only() -> None:
+    """Command lines of our processes are built in that place."""
     allowed = {
         "run/children.py",
-        "sidecar/host/stacks.py",  # py-spy lies next to the interpreter
-        "sidecar/start/wait.py",  # this process replaces itself
+        "sidecar/host/stacks.py",  # py-spy is in the same folder as the interpreter.
+        "sidecar/start/wait.py",  # This process replaces itself.
     }
     package = Path(perf.__file__).parent
     found = {
@@ -130,11 +131,11 @@ def test_sys_executable_is_used_in_one_place() -> None:
     assert found == allowed
 
 
-def test_nothing_is_recorded_in_a_process_that_we_started(
+def test_nothing_is_recorded_in_a_process_started_by_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """watch(), TORCHLENS_PERF=1 and `run` record nothing in a process of ours, whatever program it
-    is.
+    """watch(), TORCHLENS_PERF=1 and `run` record nothing there, whatever program the
+    process runs.
     """
     monkeypatch.setenv(CHILD, "1")
     monkeypatch.setenv("TORCHLENS_PERF", "1")
@@ -166,10 +167,7 @@ def test_nothing_is_recorded_in_a_process_that_we_started(
 def test_interpreter_options_for_module_paths_are_passed_to_children(
     typed: list[str], passed_on: list[str]
 ) -> None:
-    """Options that set module paths are passed on.
-
-    Options that inspect the user's program are not.
-    """
+    """Options that inspect the user's program are not passed on."""
     code = (
         "from torchlens_perf.run import children; import json;"
         " print(json.dumps(children.command('x')))"
@@ -187,7 +185,7 @@ def test_interpreter_options_for_module_paths_are_passed_to_children(
     assert options == [*passed_on, str(Path(perf.__file__).parent), "x"]
 
 
-def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
+def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
     """A sitecustomize on PYTHONPATH runs neither in the job nor in its children."""
     mark, folder = tmp_path / "mark", tmp_path / "path"
     folder.mkdir()
@@ -209,17 +207,20 @@ def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "first"),
     [
-        ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),  # pip install --target
-        ("lib", "import sys; sys.path.append({folder!r})"),  # the way of PEX and shiv
-        (".", ""),  # a copy next to the script
+        # The folder of `pip install --target`.
+        ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),
+        ("lib", "import sys; sys.path.append({folder!r})"),  # The method of PEX and shiv.
+        (".", ""),  # A copy in the script's folder.
     ],
 )
-def test_sidecar_uses_the_package_found_by_the_job(folder: str, first: str, tmp_path: Path) -> None:
+def test_sidecar_imports_the_package_that_the_job_imported(
+    folder: str, first: str, tmp_path: Path
+) -> None:
     target, script = tmp_path / folder, tmp_path / "train.py"
     copied = shutil.copytree(ROOT / "torchlens_perf", target / "torchlens_perf", dirs_exist_ok=True)
     main = copied / "__main__.py"
     main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
-    # The path must come before the finder that the tests' editable installation has added.
+    # The path must precede the finder that the tests' editable installation has added.
     finders = (
         "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in"
         " repr(each)]\n"
@@ -238,9 +239,9 @@ def test_sidecar_uses_the_package_found_by_the_job(folder: str, first: str, tmp_
 def test_missing_library_disables_recording_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recording would have no sidecar, so it is off before a ring is created.
+    """Without the library there would be no sidecar, so no ring is created.
 
-    The line names the missing library.
+    The line names the library.
     """
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != LIBRARIES])
     with pytest.raises(RunStoreError, match="numpy, pyarrow, msgspec, rich not found"):
@@ -250,7 +251,7 @@ def test_missing_library_disables_recording_with_one_line(
 def test_package_in_an_archive_disables_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other processes could not run a package in an archive."""
+    """Other processes could not run a package from an archive."""
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
         children.check()
@@ -259,7 +260,7 @@ def test_package_in_an_archive_disables_recording(
 def test_page_of_a_process_that_aborts_after_writing_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A written page is reported without a note. A missing or an old page gets a note."""
+    """A complete page is reported without a note. A missing or an old page gets a note."""
     made = RunDirectory(tmp_path / "run")
     made.path.mkdir()
     page = made.report.with_suffix(".html")
@@ -277,10 +278,8 @@ def test_page_of_a_process_that_aborts_after_writing_is_reported(
     assert said == ["its process ended with -6", "", "its process ended with -6"]
 
 
-def test_exit_code_of_a_child_survives_an_abort_of_its_libraries(tmp_path: Path) -> None:
-    """The exit code is that of the command, even if C++ libraries' threads abort the process at its
-    end.
-    """
+def test_exit_code_of_a_child_is_kept_if_its_libraries_abort(tmp_path: Path) -> None:
+    """Threads of C++ libraries may abort a process at its end."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)")
     command = [sys.executable, "-m", "torchlens_perf", "report", str(tmp_path / "missing")]
     codes = [
@@ -308,10 +307,7 @@ int main(int argc, char **argv) {
 
 
 def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> None:
-    """sys.executable of this C program is the program itself.
-
-    It trains once and is never started again.
-    """
+    """sys.executable of this C program is the program itself, which trains once."""
     get = sysconfig.get_config_var
     count = f"open({str(tmp_path / 'started')!r}, 'a').write('started\\n')\n"
     (tmp_path / "code.h").write_text("#define CODE " + json.dumps(count + TRAIN) + "\n")
@@ -345,8 +341,8 @@ def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> No
     assert not (tmp_path / "torchlens-perf").exists()
 
 
-# Import torch and the package from their installations, because packing them takes minutes and
-# tests no more.
+# Import torch and the package from their installations, because packing both takes minutes and
+# tests nothing more.
 FROZEN = """
 import os, sys
 sys.path[:0] = {path!r}
@@ -363,7 +359,7 @@ exec({code!r})
 def test_pyinstaller_program_is_never_started_again(tmp_path: Path) -> None:
     """sys.executable is a real PyInstaller program, which ignores its arguments.
 
-    It trains once and records nothing.
+    The program trains once and records nothing.
     """
     stdlib = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]
     path, started = [*stdlib, LIBRARIES, str(ROOT)], tmp_path / "started"

@@ -1,5 +1,6 @@
-"""A watch does not affect torch.compile: the frames, graphs and operations are equal, without
-recompilation.
+"""Tests that a watch does not affect torch.compile.
+
+Frames, graphs and operations are equal, and nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _forget_graphs() -> Iterator[None]:
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run with calls routed by the native recorder, and by a replaced nn.Module.__call__ as without
-    a C compiler.
+    """Select a way of routing calls: the native recorder, or a replaced nn.Module.__call__ as
+    without a C compiler.
     """
     if request.param == "python":
         monkeypatch.setattr(session, "Recorder", python.Recorder)
@@ -60,7 +61,9 @@ Run = Callable[["Model", torch.optim.Optimizer, Any], None]
 
 
 class Block(nn.Module):
-    """Not an nn.Sequential, because Dynamo treats torch's own modules differently from a user's."""
+    """A block that is no nn.Sequential, because Dynamo treats torch's own modules differently from
+    a user's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class Model(nn.Module):
 
 
 class Other(Model):
-    """The same module with separate code, so that code compiled for Model is not reused."""
+    """A copy of Model with separate code, so code compiled for Model is not reused."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[1](self.blocks[0](x)))
@@ -129,7 +132,10 @@ def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) ->
 
 
 def with_hooks(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """Modules inside the graph have hooks, as DTensor's do, so Dynamo traces their calls."""
+    """Run modules with hooks inside the graph.
+
+    As with DTensor's hooks, Dynamo traces such calls.
+    """
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
     model.head.register_forward_hook(lambda module, arguments, result: result + 1)
     whole_model(model, optimizer, backend)
@@ -145,7 +151,7 @@ def function_around(model: Model, optimizer: torch.optim.Optimizer, backend: Any
 
 
 def function_with_break(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """The model is called in the middle of a frame that Dynamo has given up, so it is compiled
+    """Call the model in a frame that Dynamo does not compile as a whole, so the model is compiled
     separately.
     """
 
@@ -213,7 +219,7 @@ def gradient_of_input(model: Model, optimizer: torch.optim.Optimizer, backend: A
 
 
 def traced_autograd(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """The backward pass is part of the graph."""
+    """Compile the backward pass as a part of the graph."""
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         gradient_of_input(model, optimizer, backend)
 
@@ -280,9 +286,7 @@ IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
     indirect=["way"],
 )
 def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, way: str) -> None:
-    """With every hook enabled, Dynamo captures the same frames, operations and breaks, and every
-    step is recorded.
-    """
+    """Frames, operations and breaks are the same, and every step is recorded."""
     expected, _ = capture(run, None)
     actual, recording = capture(run, tmp_path)
 
@@ -298,8 +302,8 @@ def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, 
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """Graphs from before and inside the watch are reused in both, and both are timed inside the
-    watch.
+    """Graphs from before and inside the watch are reused in both places, and both are timed inside
+    the watch.
     """
     counter = CompileCounter()
     before, inside = Model(), Other()
@@ -325,7 +329,7 @@ def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
     assert recording.of(Kind.MODULE) + again.of(Kind.MODULE) == []
 
 
-def test_watch_of_modules_with_hooks_does_not_compile_again(tmp_path: Path) -> None:
+def test_watch_of_modules_with_hooks_causes_no_recompilation(tmp_path: Path) -> None:
     """If a module inside the graph has hooks, Dynamo traces and guards its whole call."""
     counter = CompileCounter()
     model = Model()
@@ -342,8 +346,8 @@ def test_watch_of_modules_with_hooks_does_not_compile_again(tmp_path: Path) -> N
     assert counter.frame_count == 1
 
 
-def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:
-    """In an eager model, each compiled block has spans. Modules inside its graph have none."""
+def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path, way: str) -> None:
+    """Modules inside the block's graph have no spans."""
     model = Model()
     model.blocks[0].compile(backend="eager")
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
@@ -359,10 +363,7 @@ def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> N
 
 
 def test_section_inside_a_graph_makes_no_break_and_has_no_times(tmp_path: Path) -> None:
-    """A section inside a graph makes no break and has no times.
-
-    A section around the compiled call has times.
-    """
+    """A section around the compiled call has times."""
     counter = CompileCounter()
     model = Model()
 
@@ -387,10 +388,7 @@ def test_section_inside_a_graph_makes_no_break_and_has_no_times(tmp_path: Path) 
 
 
 def test_code_with_sections_compiled_before_the_watch_runs_inside_it(tmp_path: Path) -> None:
-    """Before the watch the section is unknown.
-
-    The code compiled then still runs correctly inside the watch.
-    """
+    """Dynamo does not know the section when it compiles the code."""
     model = Model()
 
     @torch.compile(backend="eager")
@@ -412,10 +410,10 @@ def test_code_with_sections_compiled_before_the_watch_runs_inside_it(tmp_path: P
 @pytest.mark.xfail(
     reason="Dynamo is told of sections by a watch, and only once it has been imported"
 )
-def test_library_with_sections_compiles_to_the_same_graphs(watching: str, tmp_path: Path) -> None:
-    """A library with sections compiles to the same graphs as one without, with and
-    without a watch.
-    """
+def test_library_with_sections_compiles_to_the_same_graphs_as_without(
+    watching: str, tmp_path: Path
+) -> None:
+    """A watch makes no difference."""
     program = f"""
 import contextlib, torch, torchlens_perf as perf
 
@@ -435,7 +433,7 @@ with watch if {watching != "without a watch"} else contextlib.nullcontext():
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
-def test_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> None:
+def test_graph_of_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> None:
     model, batch = Model(), torch.randn(4, 8)
     expected = torch.export.export(model, (batch,), strict=strict)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -451,7 +449,7 @@ def test_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> No
     assert stacks[0] == stacks[1]
 
 
-def test_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
+def test_result_of_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
     """torch._dynamo.explain returns the same graphs, breaks and reasons."""
     model, batch = Model(), torch.randn(4, 8)
 
@@ -472,7 +470,7 @@ def test_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
 
 
 def test_dynamo_never_compiles_functions_of_this_package(tmp_path: Path) -> None:
-    """Dynamo never compiles our functions, even if it meets one behind a graph break."""
+    """Dynamo meets such a function behind a graph break."""
     from torch._dynamo import convert_frame
 
     convert_frame.input_codes.clear()

@@ -1,4 +1,4 @@
-"""Use the package with the lowest declared and the newest versions of its dependencies."""
+"""Test of the package with the lowest declared and the newest versions of its dependencies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def lowest(requirement: Requirement) -> str:
-    """Return the lowest allowed version."""
+    """Return the lowest version that a requirement allows."""
     (found,) = [each.version for each in requirement.specifier if each.operator == ">="]
     return found
 
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["lowest", "newest"])
 def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
-    """Install the wheel with these versions next to the tests' torch."""
+    """Install the wheel with the given versions, using the tests' torch."""
     made = installations.empty_environment(tmp_path)
     installations.lend(made, [])
     wanted = requirements(wheel)
@@ -82,12 +82,12 @@ def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> 
     return made
 
 
-def test_package_works_with_these_versions(
+def test_package_works_with_lowest_and_newest_dependency_versions(
     environment: Environment, receiver: Receiver, tmp_path: Path
 ) -> None:
     """Every module imports.
 
-    One run is simulated, reported and replayed. Another one is recorded and sent both ways.
+    One run is simulated, reported and replayed. Another run is recorded and sent both ways.
     """
     assert (
         Path(environment.succeeds("python", "-W", "error::ImportWarning", "-c", IMPORT_ALL).strip())

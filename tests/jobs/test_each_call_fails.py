@@ -1,5 +1,6 @@
-"""Each system call at a watch's start and end fails in turn, and training is the same as without
-the package.
+"""Tests in which each system call at a watch's start and end fails in turn.
+
+Training is the same as without the package.
 
 The short form fails the first call of each line of the package. The long form fails every call.
 """
@@ -34,8 +35,8 @@ MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)
 
 
 def unavoidable(call: str) -> bool:
-    """Return True for calls whose failure has to leave a file: removals, and a lock with an unknown
-    owner.
+    """Return True for calls whose failure always leaves a file: removals, and a lock with an
+    unknown owner.
     """
     return call.startswith(("unlink", "rmdir")) or call.endswith("sidecar.lock")
 
@@ -75,12 +76,12 @@ def cases(
     ],
     ids=["usual", "each call", "without a sidecar", "misleading"],
 )
-def test_failing_call_at_the_start_is_harmless(
+def test_failing_call_at_the_start_does_not_change_training(
     sidecar: str, errors: tuple[int, ...], which: str, tmp_path: Path
 ) -> None:
     """Nothing is raised, the parameters are bit-equal, and no hook stays. A later watch works.
 
-    If recording is off, this is one line, and no file is left.
+    If recording is off, one line reports it, and no file is left.
     """
     found, last = cases(tmp_path, sidecar, "start", errors, CASES=which)
     off = [case for case in found if not case["recording"]]
@@ -94,7 +95,8 @@ def test_failing_call_at_the_start_is_harmless(
         assert len(case["lines"]) == 1, case
         assert case["lines"][0].startswith("torchlens_perf is off: "), case
         assert "mistake" not in case["lines"][0], case
-    # With a sidecar, the ring file may be elsewhere, and another process creates the folders.
+    # With a sidecar, the ring file may be in another folder, and another process creates the
+    # folders.
     for part in (
         ("gethostname", "pipe2", "sidecar.log")
         if sidecar == "sidecar"
@@ -126,8 +128,10 @@ def test_training_is_unchanged_in_a_thousand_faulty_starts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("which", ["", *long("all")])
-def test_failing_call_at_the_end_is_harmless(which: str, tmp_path: Path) -> None:
-    """Nothing is raised, no hook stays, and at most one line reports the failure."""
+def test_failing_call_at_the_end_leaves_no_hook_and_at_most_one_line(
+    which: str, tmp_path: Path
+) -> None:
+    """Nothing is raised."""
     found, last = cases(tmp_path, "sidecar", "end", USUAL, CASES=which)
 
     assert last["afterwards"]["recording"]

@@ -1,4 +1,6 @@
-"""Training starts, runs and ends although the disk does not answer. Its records are read later.
+"""Tests that training starts, runs and ends although the disk does not answer.
+
+The records are read later.
 
 A library makes every call on the run folder hang, also in the training process, which must
 therefore make none.
@@ -35,7 +37,7 @@ from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 
 pytestmark = pytest.mark.slow
 WATCHED = str(SCRIPTS / "train_watched.py")
-# Generous limit, as hanging programs do not end at all.
+# The limit is high, because hanging programs do not end at all.
 ENDS_WITHIN_S = 150
 
 
@@ -63,7 +65,7 @@ def train(command: list[str], runs: Path, **environment: str) -> subprocess.Comp
 
 
 def run_of(done: subprocess.CompletedProcess[str]) -> RunDirectory:
-    """Return the run directory in the output."""
+    """Return the run directory that the output names."""
     (path,) = [
         line.removeprefix("recorded ")
         for line in done.stdout.splitlines()
@@ -73,7 +75,7 @@ def run_of(done: subprocess.CompletedProcess[str]) -> RunDirectory:
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the parameters in the output."""
+    """Return the parameters that the output contains."""
     return [line for line in done.stdout.splitlines() if line.startswith(("trained", "parameters"))]
 
 
@@ -86,11 +88,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return trained(done)
 
 
-def test_the_training_process_touches_nothing_in_the_run_folder(runs: Path, tmp_path: Path) -> None:
-    """The process makes no call on the folder at the start, in the steps and at the end.
-
-    Its children make some.
-    """
+def test_training_process_makes_no_call_on_the_run_folder(runs: Path, tmp_path: Path) -> None:
+    """The children of the process make some calls."""
     told = {"FAILING_LOG": str(tmp_path / "calls"), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
     done = train([sys.executable, WATCHED, str(runs), "20"], runs, **told)
     wait_for_sidecar(run_of(done))
@@ -104,10 +103,7 @@ def test_the_training_process_touches_nothing_in_the_run_folder(runs: Path, tmp_
 
 
 def test_training_completes_on_a_disk_that_never_answers(runs: Path, expected: list[str]) -> None:
-    """The disk never answers.
-
-    The training completes, and one line reports that there is no report yet.
-    """
+    """One line says that there is no report yet."""
     done = train([sys.executable, WATCHED, str(runs), "20"], runs, FAILING_WITH="hang")
 
     assert done.returncode == 0, done.stderr
@@ -137,10 +133,7 @@ def test_training_completes_on_a_disk_that_hangs_at_the_end(
 
 @pytest.mark.parametrize("since", ["end", *long("start")])
 def test_records_are_read_when_the_disk_recovers(since: str, runs: Path, tmp_path: Path) -> None:
-    """Records are read as soon as the disk answers.
-
-    No record that the ring file still holds is lost.
-    """
+    """No record that the ring file still contains is lost."""
     flag = tmp_path / "hangs"
     if since == "start":
         flag.touch()
@@ -163,7 +156,7 @@ def test_records_are_read_when_the_disk_recovers(since: str, runs: Path, tmp_pat
 
 @pytest.mark.long
 def test_unmodified_script_trains_on_a_hung_disk(runs: Path) -> None:
-    """TORCHLENS_PERF=1 with a hanging disk does not affect training."""
+    """TORCHLENS_PERF=1 records the script."""
     command = [sys.executable, TRAIN, "--steps", "20"]
     unwatched = train(command, runs)
     done = train(
@@ -178,7 +171,7 @@ def test_unmodified_script_trains_on_a_hung_disk(runs: Path) -> None:
 @pytest.mark.long
 @pytest.mark.distributed
 def test_ranks_under_torchrun_train_on_a_hung_disk(runs: Path) -> None:
-    """Two ranks under torchrun do not wait for each other's disk."""
+    """The two ranks do not wait for each other's disk."""
     command = torchrun("--logs-specs", "torchlens_perf", TRAIN, "--steps", "20")
     unwatched = train(torchrun(TRAIN, "--steps", "20"), runs)
     done = train(command, runs, FAILING_WITH="hang", TORCHLENS_PERF_DIR=str(runs))
@@ -198,13 +191,10 @@ def wait_until_unattended(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     "error", [errno.EROFS, *long(errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES)]
 )
-def test_disk_error_at_the_end_is_reported(
+def test_disk_error_at_the_end_is_reported_with_the_place_of_records(
     error: int, runs: Path, tmp_path: Path, expected: list[str]
 ) -> None:
-    """The line gives the reason and the place of the records.
-
-    They are read once the disk accepts writes.
-    """
+    """The records are read once the disk accepts writes."""
     flag = tmp_path / "refuses"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
     environment = {
@@ -237,10 +227,12 @@ def test_disk_error_at_the_end_is_reported(
 
 
 @pytest.mark.long
-def test_sidecar_reports_a_disk_error_after_the_start(runs: Path, expected: list[str]) -> None:
-    """The first child gave no answer.
+def test_sidecar_retries_and_reports_a_disk_error_after_the_start(
+    runs: Path, expected: list[str]
+) -> None:
+    """The first child sent no answer.
 
-    The sidecar retries, reports the reason, and leaves no file.
+    The sidecar leaves no file.
     """
     unanswered = (
         "import runpy, sys; from torchlens_perf.run import make_folders; make_folders.__file__ ="
@@ -258,13 +250,13 @@ def test_sidecar_reports_a_disk_error_after_the_start(runs: Path, expected: list
     assert list(run._local_files("*")) == []
 
 
-# -- the child that creates folders
+# -- the child process that creates folders
 
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder whose disk hangs for child processes while a file exists, and the path of this
-    file.
+    """Yield a folder whose disk hangs for child processes while a flag file exists, and the path of
+    that file.
     """
     monkeypatch.setenv("LD_PRELOAD", str(library()))
     monkeypatch.setenv("FAILING_PATHS", str(tmp_path / "disk"))
@@ -275,7 +267,9 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
         yield tmp_path / "disk" / "runs", tmp_path / "hangs"
 
 
-def test_missing_answer_is_reported_after_the_timeout(hanging: tuple[Path, Path]) -> None:
+def test_missing_answer_of_the_child_is_reported_after_the_timeout(
+    hanging: tuple[Path, Path],
+) -> None:
     folder, _ = hanging
 
     assert problem_with(folder, 0.5) == "its disk did not answer within 0.5 s"
@@ -295,8 +289,8 @@ def test_folders_of_a_late_answer_are_removed(hanging: tuple[Path, Path]) -> Non
 
 
 def test_nested_folders_of_closed_requests_are_removed(tmp_path: Path) -> None:
-    """Folders that contain another request's folders are removed after this request is closed
-    too.
+    """A folder that contains another request's folders is removed after that request is
+    closed too.
     """
     folder = tmp_path / "runs"
     first, second = FolderRequest([folder]), FolderRequest([folder / "one"])
@@ -309,8 +303,8 @@ def test_nested_folders_of_closed_requests_are_removed(tmp_path: Path) -> None:
     assert eventually(lambda: not folder.exists())
 
 
-def test_kept_and_foreign_folders_stay(hanging: tuple[Path, Path]) -> None:
-    """Only new folders are removed, not kept ones, and not those with other programs' files."""
+def test_kept_folders_and_folders_with_other_files_stay(hanging: tuple[Path, Path]) -> None:
+    """Only new folders without files of other programs are removed."""
     folder, flag = hanging
     flag.unlink()
     kept, undone = FolderRequest([folder / "a"]), FolderRequest([folder / "b", folder / "c" / "d"])

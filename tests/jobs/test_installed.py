@@ -1,8 +1,8 @@
-"""The wheel and the sdist that users install, each in an empty environment, used from an empty
-folder.
+"""Tests of the wheel and the sdist, each in an empty environment, used from an empty folder.
 
 The wheel is built from a tree with new packages, data and native sources that no list mentions.
-They must be in the wheel. Built files, and those left by an earlier build, must not.
+
+The wheel must contain them, but no built files and no files of an earlier build.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchlens_perf.recorder import native_tap
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SCRIPTS = ROOT / "tests" / "scripts"
-# New files of each kind, as a change may add them.
+# New files of each kind that a change may add.
 ADDED = {
     f"{PACKAGE}/added/__init__.py": "",
     f"{PACKAGE}/added/inner/__init__.py": "",
@@ -75,7 +75,7 @@ class Made(NamedTuple):
 
 
 def tree(folder: Path) -> Path:
-    """Copy the tree in the state of unfinished work."""
+    """Copy the tree in a state of unfinished work."""
     source = installations.copy_tree(folder / "checkout")
     left = dict.fromkeys(LEFT, "left") | {f"{PACKAGE}.egg-info/SOURCES.txt": "\n".join(LEFT)}
     for name, text in (ADDED | left).items():
@@ -111,7 +111,7 @@ def by_sdist(folder: Path) -> tuple[Path, Environment]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Make both at the same time, because most of the time is spent in pip."""
+    """Make wheel and sdist at the same time, because most of the time is spent in pip."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(by_wheel, tmp_path_factory.mktemp("wheel"))
         second = pool.submit(by_sdist, tmp_path_factory.mktemp("sdist"))
@@ -142,7 +142,7 @@ def metadata(made: Path) -> email.message.Message:
 
 
 def requirements(made: Path) -> list[str]:
-    """Return its declared requirements."""
+    """Return the declared requirements of the wheel."""
     return [each for each in metadata(made).get_all("Requires-Dist", []) if "extra ==" not in each]
 
 
@@ -153,9 +153,10 @@ def compiling(
     """Run `torchlens-perf build-tap` in another home, in parallel with all tests that do not need
     the tap.
 
-    If the tests have a tap of the same source, the compiler only checks its inputs and copies this
-    tap, because compiling takes half a minute. test_tap_compiles_from_the_sources_in_the_wheel()
-    compiles it.
+    If the tests have a tap of the same source, the compiler only checks its inputs and copies that
+    tap, because compiling takes half a minute.
+
+    test_tap_compiles_from_the_sources_in_the_wheel() compiles the tap.
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
@@ -176,13 +177,13 @@ def compiling(
 
 @pytest.fixture(scope="module")
 def installed(made: Made, compiling: subprocess.Popen[str]) -> Environment:
-    """Return the environment with the wheel."""
+    """Return the environment with the installed wheel."""
     return made.by_wheel
 
 
 @pytest.fixture(scope="module")
 def simulated(installed: Environment) -> Path:
-    """Return a run directory of `torchlens-perf simulate`."""
+    """Return a run directory made by `torchlens-perf simulate`."""
     out = installed.work / "simulated"
     said = installed.succeeds(
         "torchlens-perf",
@@ -200,7 +201,7 @@ def simulated(installed: Environment) -> Path:
     return out
 
 
-# -- what is in them
+# -- contents
 
 
 def expected(folder: str = "") -> set[str]:
@@ -211,22 +212,20 @@ def expected(folder: str = "") -> set[str]:
     }
 
 
-def test_wheel_contains_every_file_of_the_package(made: Made) -> None:
-    """The wheel contains every file of the package, including new ones, and the two libraries, and
-    no others.
-    """
+def test_wheel_contains_exactly_the_files_of_the_package(made: Made) -> None:
+    """The wheel contains every file of the package, including new ones, and the two libraries."""
     package = {name for name in files(made.wheel) if name.startswith(f"{PACKAGE}/")}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     libraries = {f"{PACKAGE}/{name}{suffix}" for name in ("_native", "_nccl_profiler")}
 
     assert package == expected(f"{PACKAGE}/") | libraries
     assert b"a source that was added" in files(made.wheel)[f"{PACKAGE}/_native{suffix}"]
-    # Otherwise the leftovers of an earlier build are in a place where builds do not look.
+    # Leftovers of an earlier build must be in a folder that builds use.
     assert [path.name for path in (made.source / "build").glob("lib*")] == [Path(_BUILD_LIB).name]
 
 
 def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
-    """The wheel has no tests, benchmarks or docs, only the package and pip's metadata."""
+    """Besides the package, the wheel has only pip's metadata."""
     others = {
         name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")
     }
@@ -235,7 +234,7 @@ def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
 
 
 def test_sdist_contains_every_file_of_the_repository(made: Made) -> None:
-    """The sdist has every file of the repository except git's and CI's, and no built files."""
+    """Files of git and CI and built files are left out."""
     not_for_users = {".gitignore", *expected(".ci/"), *expected(".github/")}
     made_by_setuptools = {"PKG-INFO", "setup.cfg"}
     found = {name for name in files(made.sdist) if ".egg-info/" not in name}
@@ -243,16 +242,15 @@ def test_sdist_contains_every_file_of_the_repository(made: Made) -> None:
     assert found - made_by_setuptools == expected() - not_for_users
 
 
-def test_files_equal_those_of_the_tree(made: Made) -> None:
-    """Wheel and sdist contain the tree's files byte for byte."""
+def test_files_of_wheel_and_sdist_equal_those_of_the_tree(made: Made) -> None:
+    """All bytes are compared."""
     for packed in (files(made.wheel), files(made.sdist)):
         for file in installations.tree():
             if str(file) in packed:
                 assert packed[str(file)] == (ROOT / file).read_bytes(), file
 
 
-def test_no_path_of_the_build_machine_is_included(made: Made) -> None:
-    """Neither the wheel nor the sdist contains a path of the build machine."""
+def test_wheel_and_sdist_contain_no_path_of_the_build_machine(made: Made) -> None:
     folders = [
         str(folder).encode() for folder in (made.source, made.source.parents[1], ROOT, Path.cwd())
     ]
@@ -262,7 +260,7 @@ def test_no_path_of_the_build_machine_is_included(made: Made) -> None:
         ] == []
 
 
-# -- what works
+# -- use after installation
 
 
 IMPORT_ALL = """
@@ -292,10 +290,10 @@ print(json.dumps([str(top), len(modules), DATA, recorder.NATIVE, elsewhere, "tor
 """
 
 
-def test_every_module_can_be_imported(installed: Environment) -> None:
-    """Modules import from the installed files, with only torch and the declared requirements.
+def test_every_module_can_be_imported_from_the_installed_files(installed: Environment) -> None:
+    """Only torch and the declared requirements are installed.
 
-    Extras are exempt.
+    Modules for extras are not tested.
     """
     done = installed.run("python", "-c", IMPORT_ALL)
     assert done.returncode == 0, done.stderr
@@ -306,8 +304,8 @@ def test_every_module_can_be_imported(installed: Environment) -> None:
     assert (data, native, torch) == (ADDED[f"{PACKAGE}/added/inner/table.new"], True, True)
 
 
-def test_every_command_has_help(installed: Environment) -> None:
-    """Every command has a help text, by the program's name and by the module's."""
+def test_every_command_prints_help(installed: Environment) -> None:
+    """Commands are called by the program's name and by the module's name."""
     listed = installed.succeeds("torchlens-perf", "--help")
     commands = re.findall(r"^  (\S+)  ", listed, flags=re.MULTILINE)
     assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(
@@ -352,9 +350,7 @@ print(perf.__file__)
 def test_single_process_is_recorded_in_each_documented_way(
     way: str, installed: Environment, tmp_path: Path
 ) -> None:
-    """One process is recorded by the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf
-    run`.
-    """
+    """The ways are the README's lines, TORCHLENS_PERF=1, and `torchlens-perf run`."""
     script, environment = str(installed.home / "train.py"), {}
     if way == "watch":
         script = str(tmp_path / "watched.py")
@@ -390,10 +386,7 @@ def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
 def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(
     real_tap: Path, installed: Environment
 ) -> None:
-    """The tap goes to the user's cache, because a group can write to the package.
-
-    `doctor` finds no problem.
-    """
+    """The tap goes to the user's cache, because a group can write to the package."""
     home = real_tap.parents[2]
     said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(home)).splitlines()
 
@@ -411,10 +404,9 @@ def test_second_run_uses_the_tap_built_by_the_first(
 ) -> None:
     """Under torchrun's flag, the first run uses the Python tap and reports it.
 
-    The second run uses the native tap.
+    The first run's sidecar builds the tap, and the second run uses it.
 
-    The first run's sidecar builds the tap. The compiler copies the tap that the test above has
-    compiled, because compiling at the lowest priority takes minutes.
+    The compiler copies an existing tap, because compiling at the lowest priority takes minutes.
     """
     copies = compiler(tmp_path / "cxx", f'cp {real_tap} "$out"')
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -448,7 +440,7 @@ def test_second_run_uses_the_tap_built_by_the_first(
 
 @pytest.mark.long
 def test_tap_compiles_from_the_sources_in_the_wheel(installed: Environment, tmp_path: Path) -> None:
-    """The tap compiles from the sources in the wheel with the machine's compiler, and loads."""
+    """The machine's compiler builds the tap, which can be loaded."""
     made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
     said = installed.succeeds(
         "torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)
@@ -458,13 +450,11 @@ def test_tap_compiles_from_the_sources_in_the_wheel(installed: Environment, tmp_
     assert "ok      tap on collectives: native" in said
 
 
-# -- the sdist, and no compiler
+# -- the sdist without a compiler
 
 
-def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
-    """The package installs and records with the Python implementation, and `doctor` explains the
-    fix.
-    """
+def test_package_from_the_sdist_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
+    """The package uses the Python implementation, and `doctor` explains the fix."""
     environment = made.by_sdist
     (tmp_path / "watched.py").write_text(
         f"{WATCH}from torchlens_perf.commands.cli import main\nmain(['doctor'])\n"
@@ -485,7 +475,8 @@ def test_package_records_without_a_compiler(made: Made, tmp_path: Path) -> None:
     assert expected(f"{PACKAGE}/") <= installed_files
 
 
-def test_commands_leave_only_requested_files(made: Made, simulated: Path) -> None:
-    """The commands leave only the requested files in their working folder."""
+def test_commands_leave_only_requested_files_in_the_working_folder(
+    made: Made, simulated: Path
+) -> None:
     assert list(made.by_wheel.work.iterdir()) == [simulated]
     assert list(made.by_sdist.work.iterdir()) == []

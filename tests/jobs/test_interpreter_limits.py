@@ -1,5 +1,5 @@
-"""A watch stays harmless with an almost full stack, and with a garbage collector that runs all the
-time.
+"""Tests of a watch with an almost full stack, and with a garbage collector that runs
+all the time.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_garbage_collection_at_each_allocation_is_harmless(
+def test_garbage_collection_at_each_allocation_changes_no_result(
     name: str, collecting: None, tmp_path: Path
 ) -> None:
-    """Bits and recorded steps stay the same, whatever the collector frees or calls in the middle of
-    a mark.
+    """Bits and recorded steps are the same, whatever the collector frees or calls during a
+    recording call.
     """
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
     assert len(recording.steps) == CASES[name].steps
 
 
 def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
-    """Return the parameters after some steps under this recursion limit. None: it is too low."""
+    """Return the parameters after some steps under the recursion limit, or None if the limit is too
+    low.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -81,9 +83,10 @@ def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
 @pytest.mark.skipif(
     IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
 )
-def test_low_recursion_limit_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under each limit near the lowest one for training, results are bit-equal or RecursionError is
-    raised.
+def test_low_recursion_limit_raises_recursion_error_or_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits near the lowest one for training are tested.
 
     A watch needs only a few more frames, and the next watch works.
     """

@@ -1,5 +1,6 @@
-"""Forks while a watch records: every child ends with one thread, and the parent loses no
-records.
+"""Tests of forks while a watch records.
+
+Every child ends with one thread, and the parent loses no records.
 """
 
 from __future__ import annotations
@@ -30,11 +31,8 @@ STORM = str(SCRIPTS / "storm_of_forks.py")
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forks", [20, *long(FORKS)])
-def test_forks_during_marks_lose_no_step(forks: int, tmp_path: Path) -> None:
-    """Another thread marks without pause.
-
-    Children continue training alone, and all of the parent's steps are recorded.
-    """
+def test_forks_while_another_thread_records_lose_no_step(forks: int, tmp_path: Path) -> None:
+    """Children continue training alone, and all of the parent's steps are recorded."""
     began_s, number = time.monotonic(), forks if forks < FORKS else share(FORKS)
     done = run_warm(
         [sys.executable, STORM, str(tmp_path), str(number)],
@@ -62,7 +60,7 @@ def test_forks_during_marks_lose_no_step(forks: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forks", [10, *long(FORKS)])
 def test_new_workers_in_each_epoch_lose_no_step(forks: int, tmp_path: Path) -> None:
-    """Each epoch has two new workers.
+    """Each epoch starts two workers.
 
     Every batch arrives, and every step is recorded with all its spans.
     """

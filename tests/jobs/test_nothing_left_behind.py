@@ -1,4 +1,4 @@
-"""After a watch the process has no patch, hook, thread, file, handler or object of ours."""
+"""Tests that a watch leaves no patch, hook, thread, file, handler or object in the process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TYPE_VECTORCALL_OFFSET = 7 * ctypes.sizeof(ctypes.c_void_p)
 
 
 def state() -> dict[str, Any]:
-    """Return everything that a tool like this could have changed."""
+    """Return everything that a profiler could have changed."""
     return {
         "module class": dict(vars(nn.Module)),
         "module calls": vectorcall(nn.Module.__call__),
@@ -89,7 +89,7 @@ def vectorcall(function: Callable[..., Any]) -> int | None:
 
 
 def open_files() -> list[str]:
-    """Return the open files without the one of this listing."""
+    """Return the open files, except the one that lists them."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -132,7 +132,7 @@ def test_process_state_is_unchanged_after_a_watch(tmp_path: Path) -> None:
 
 
 def test_process_state_is_unchanged_when_the_loop_raises(tmp_path: Path) -> None:
-    """The user's exception passes through a watch, which also leaves nothing in this case."""
+    """The user's exception passes through the watch."""
     model = nn.Sequential(nn.Linear(4, 4))
     error = KeyboardInterrupt()
     before = state()
@@ -150,8 +150,8 @@ def test_process_state_is_unchanged_when_the_loop_raises(tmp_path: Path) -> None
     assert {name for name, value in state().items() if before[name] != value} == set()
 
 
-def test_objects_of_a_watch_are_freed(tmp_path: Path) -> None:
-    """The session and its recorder are freed with the watch, even if the model still exists."""
+def test_session_and_recorder_are_freed_with_the_watch(tmp_path: Path) -> None:
+    """The model still exists."""
     model = nn.Sequential(nn.Linear(4, 4))
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         train(model)

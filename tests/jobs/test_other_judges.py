@@ -1,4 +1,6 @@
-"""The other tools' rules in the accuracy benchmark, on values small enough to compute by hand."""
+"""Tests of other tools' rules in the accuracy benchmark, on values small enough to
+compute by hand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from torchlens_perf.run.records import OWN_PARTS
 def parts(
     forward: list[list[float]], backward: float = 200.0, optimizer: float = 0.0
 ) -> np.ndarray:
-    """Return [ranks, steps, parts] with these forward times."""
+    """Return [ranks, steps, parts] with the given forward times."""
     made = np.zeros((len(forward), len(forward[0]), len(OWN_PARTS)), np.float32)
     made[:, :, OWN_PARTS.index("forward")] = forward
     made[:, :, OWN_PARTS.index("backward")] = backward
@@ -27,7 +29,7 @@ def parts(
 
 
 def test_relative_score_is_the_mean_ratio_of_medians() -> None:
-    """The smallest median is divided by the rank's, per kernel, weighted by time.
+    """For each kernel, the smallest median is divided by the rank's median, weighted by time.
 
     Medians ignore one long step.
     """
@@ -41,7 +43,7 @@ def test_relative_score_is_the_mean_ratio_of_medians() -> None:
 
 
 def test_individual_score_compares_a_rank_with_its_own_best() -> None:
-    """Each rank is compared with its own best so far, so one that was always slow is not slow."""
+    """A rank that was always slow has no low score."""
     first, best = individual_score(parts([[100, 100], [300, 300]]), None)
     second, best = individual_score(parts([[200, 200], [300, 300]]), best)
     third, _ = individual_score(parts([[100, 100], [300, 300]]), best)

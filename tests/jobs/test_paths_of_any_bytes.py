@@ -1,4 +1,4 @@
-"""Paths that are not UTF-8: run directory, script, working directory, and variables."""
+"""Tests of paths that are not UTF-8: run directory, script, working directory, and variables."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
 
 
 def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
-    """An interpreter in such a folder is accepted, and its child finds the package."""
+    """A child of the interpreter finds the package."""
     (tmp_path / ODD).symlink_to(sys.prefix)
     code = (
         "import subprocess; from torchlens_perf.run import children;"
@@ -79,7 +79,7 @@ def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
     assert b"usage: torchlens-perf doctor" in done.stdout
 
 
-def test_status_is_written_for_a_non_utf8_path(tmp_path: Path) -> None:
+def test_status_is_written_for_a_run_with_a_non_utf8_path(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
     sidecar_status.write_status(descriptor, f"is making /{ODD}")
@@ -97,8 +97,7 @@ def test_ring_list_keeps_non_utf8_paths(tmp_path: Path) -> None:
     assert made.kept_rings("node") == [made.rings / "a.ring"]
 
 
-def test_non_utf8_scheduler_variable_becomes_text() -> None:
-    """The variable is converted to text that can be exported."""
+def test_non_utf8_scheduler_variable_is_converted_to_exportable_text() -> None:
     attributes = job_attributes({"SLURM_JOB_NAME": ODD, "SLURM_JOB_ID": "7"})
 
     assert attributes["slurm.job.name"] == "n\ufffd\ufffdd"

@@ -1,4 +1,4 @@
-"""The fault campaign: planted faults match the truth, and answers are scored correctly."""
+"""Tests of the fault campaign: planted faults match the truth, and answers are scored correctly."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def steps_of(fault: Fault, steps: int) -> list[int]:
     return [step for step in range(steps) if fault.slows(step)]
 
 
-def test_seed_determines_the_fault() -> None:
-    """The truth depends only on kind and seed, and differs between seeds."""
+def test_kind_and_seed_determine_the_planted_fault() -> None:
+    """The truth differs between seeds."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)
         assert len({plant(kind, seed).faults for seed in range(30)}) > (15 if kind in FAULTY else 0)
     assert all(plant(kind, seed).faults == () for kind in HEALTHY for seed in range(5))
 
 
-def test_truth_of_every_kind_survives_a_file_round_trip(tmp_path: Path) -> None:
-    """Every kind's truth survives writing and reading, also from a file with additional fields."""
+def test_truth_of_every_kind_is_read_as_written(tmp_path: Path) -> None:
+    """A file with additional fields can be read too."""
     for kind in KINDS:
         for seed in range(10):
             truth = plant(kind, seed)
@@ -72,9 +72,7 @@ def test_truth_of_every_kind_survives_a_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_ranks_and_first_steps_of_faults_are_uniformly_distributed() -> None:
-    """Ranks and first steps are uniformly distributed, so a judge that always names one rank cannot
-    score.
-    """
+    """A judge that always names one rank therefore cannot score."""
     truths = [plant(kind, seed) for kind in FAULTY for seed in SEEDS]
     ranks = Counter(truth.faults[0].rank for truth in truths)
     firsts = [truth.faults[0].first_step for truth in truths]
@@ -85,7 +83,7 @@ def test_ranks_and_first_steps_of_faults_are_uniformly_distributed() -> None:
 
 
 def test_moving_fault_changes_its_rank_once() -> None:
-    """The slow rank changes once, without a pause, long before the run's end."""
+    """The change has no pause and is long before the run's end."""
     for seed in SEEDS:
         truth = plant("moving", seed)
         before, after = truth.faults
@@ -97,7 +95,9 @@ def test_moving_fault_changes_its_rank_once() -> None:
 
 
 def test_intermittent_fault_slows_two_steps_in_seven() -> None:
-    """Any seven consecutive steps from the first on contain two slow ones, whose positions vary."""
+    """From the first slow step on, any seven consecutive steps contain two slow ones at varying
+    positions.
+    """
     slots = set()
     for seed in SEEDS:
         truth = plant("intermittent", seed)
@@ -112,8 +112,7 @@ def test_intermittent_fault_slows_two_steps_in_seven() -> None:
     assert len(slots) > 10
 
 
-def test_planted_pause_is_recorded_in_its_phase(tmp_path: Path) -> None:
-    """A pause in each phase is recorded completely in that phase and step."""
+def test_planted_pause_is_recorded_in_its_phase_and_step(tmp_path: Path) -> None:
     ms, rank = 400, 1
     pauses = {
         "data": (3, "sleep"),
@@ -159,7 +158,7 @@ def test_fault_is_planted_only_on_its_own_rank() -> None:
 
 
 def test_planted_compute_changes_no_result() -> None:
-    """More compute gives the same loss and gradients: the rank is slow, not wrong."""
+    """Additional compute gives the same loss and gradients, so the rank is slow and not wrong."""
     truth = plant("compute", 1)
     planted = Planted(truth, truth.faults[0].rank)
     torch.manual_seed(0)
@@ -183,11 +182,8 @@ def test_planted_compute_changes_no_result() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_lengths_vary_only_in_variable_length_runs() -> None:
-    """In variable-length runs, lengths differ between ranks and steps, with the same mean.
-
-    Other kinds do not vary.
-    """
+def test_input_lengths_vary_only_in_variable_length_runs() -> None:
+    """Lengths differ between ranks and steps, with the same mean."""
 
     def lengths(kind: str, rank: int) -> list[int]:
         truth = plant(kind, 2)
@@ -210,8 +206,8 @@ def test_lengths_vary_only_in_variable_length_runs() -> None:
         ("data", "data", True),
     ],
 )
-def test_answer_counts_only_with_the_right_rank(kind: str, right: str, phase: bool) -> None:
-    """The right rank counts alone, the phase only with the right rank.
+def test_answer_is_right_only_with_the_right_rank(kind: str, right: str, phase: bool) -> None:
+    """The phase counts only together with the right rank.
 
     In a healthy run any named rank is a false alarm.
     """
@@ -227,8 +223,7 @@ def test_answer_counts_only_with_the_right_rank(kind: str, right: str, phase: bo
     assert not score(plant("clean", 4), None).named
 
 
-def test_after_a_move_the_last_rank_is_right() -> None:
-    """In a moving run, the rank that is slow at the end is the right answer."""
+def test_rank_that_is_slow_at_the_end_is_right_after_a_move() -> None:
     truth = plant("moving", 5)
     before, after = truth.faults
 
@@ -236,8 +231,8 @@ def test_after_a_move_the_last_rank_is_right() -> None:
     assert not score(truth, Suspect(before.rank, before.phase)).right_rank
 
 
-def test_slowest_step_judge_names_the_largest_mean_step(tmp_path: Path) -> None:
-    """The judge names the rank with the largest mean step after warm-up.
+def test_slowest_step_judge_names_the_rank_with_the_largest_mean_step(tmp_path: Path) -> None:
+    """Steps before the end of warm-up are ignored.
 
     Runs without truth are not judged.
     """
@@ -281,7 +276,7 @@ def test_slowest_step_judge_names_the_largest_mean_step(tmp_path: Path) -> None:
 def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A recorded run is judged by us and by step times. Tools that did not run have empty cells."""
+    """Our verdict and step times judge the run."""
     truth = Truth("data", 1, 2, 60, (Fault(1, "data", 0, None, 5, "sleep"),))
     run = make_run(tmp_path / truth.name)
     for rank, data_ms in enumerate((1, 6)):
@@ -319,15 +314,12 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
 def test_straggler_diagnoses_of_traceml_are_read_as_answers(
     diagnosis: dict[str, Any], named: Suspect | None
 ) -> None:
-    """Straggler diagnoses are answers.
-
-    "cause not measured" has no phase, and diagnoses of all ranks have no rank.
-    """
+    """ "cause not measured" has no phase, and diagnoses of all ranks have no rank."""
     assert traceml_verdict(diagnosis) == named
 
 
-def test_others_share_excludes_our_work() -> None:
-    """Processor time beyond that of ranks and sidecar counts as others'. Our own work does not."""
+def test_processor_share_of_other_programs_excludes_our_work() -> None:
+    """Processor time of ranks and sidecar is our work."""
     begin_s, machine_s, own_s = time.monotonic(), busy_s(), time.process_time()
     while time.process_time() - own_s < 0.5:
         pass
@@ -349,8 +341,8 @@ def test_seeds_are_parsed_from_numbers_and_ranges() -> None:
         planted_faults.seeds("")
 
 
-def test_unknown_fault_kind_or_way_raises() -> None:
-    """A misspelt kind or way raises an error instead of planting nothing."""
+def test_unknown_fault_kind_or_way_raises_an_error() -> None:
+    """A misspelt kind or way would plant nothing."""
     with pytest.raises(ValueError, match="unknown kind 'dta'"):
         plant("dta", 1)
     truth = plant("data", 1)

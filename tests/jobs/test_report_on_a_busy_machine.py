@@ -1,4 +1,4 @@
-"""A run prints its report at the end even if other programs keep all processors busy."""
+"""Tests that a run prints its report at the end even if other programs keep all processors busy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RUNS = 20
 
 
 def run_until_end(kind: str, folder: Path, *, terminal: bool) -> str:
-    """Run one program in an empty folder with default settings. Return what it printed."""
+    """Run one program in an empty folder with default settings, and return its output."""
     program = folder / "train.py"
     program.write_text(RANKS if kind == "two ranks" else PROGRAM)
     command = [sys.executable, str(program)] if kind != "two ranks" else torchrun(str(program))
@@ -110,14 +110,14 @@ def _read(descriptor: int) -> bytes:
 
 
 def has_report(printed: str) -> bool:
-    """Return True if the output contains the report, and not a line in its place."""
+    """Return True if the output contains the report instead of one line about a missing report."""
     missing = "the report is not ready", "there is no report", "no report:"
     return "torchlens-perf report " in printed and not any(words in printed for words in missing)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_report_is_printed_when_the_run_ends(tmp_path: Path) -> None:
+def test_report_is_printed_when_the_run_ends_on_a_busy_machine(tmp_path: Path) -> None:
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(share(RUNS))]
     began_s, missing = time.monotonic(), []
     with busy_machine(2 * PROCESSORS):

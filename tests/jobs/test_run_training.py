@@ -1,4 +1,4 @@
-"""`run` with training scripts: they end as under `python`, and the recording is kept."""
+"""Tests of `run` with training scripts, which end as under `python`. The recording is kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AFTER_EIGHT, UNTIL_FIVE = 7, 4
         ),
     ],
 )
-def test_training_ends_as_under_python(
+def test_training_under_run_ends_as_under_python(
     command: str, environment: dict[str, str], code: int, program: str, steps: int, tmp_path: Path
 ) -> None:
     """Output, traceback and exit code are equal, and each finished step is in the report."""
@@ -57,10 +57,8 @@ def test_training_ends_as_under_python(
 
 
 @pytest.mark.parametrize("more", ["", "import torchlens_perf; torchlens_perf.watch();"])
-def test_bad_variable_is_reported_once(more: str, tmp_path: Path) -> None:
-    """An invalid variable disables recording with one line, although it is read in several
-    places.
-    """
+def test_invalid_variable_is_reported_once_by_run(more: str, tmp_path: Path) -> None:
+    """Recording is off. The variable is read in several places."""
     done = run(
         [*RUN, "-c", f"import torch; {more} print('ran')"],
         tmp_path,

@@ -1,5 +1,5 @@
-"""A folder shared by nodes, and real disks and shared memories that are full, small, read-only or
-missing.
+"""Tests of a folder shared by nodes, and of real disks and shared memories that are full, small,
+read-only or missing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REASON = _why_not()
 in_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-def test_concurrent_threads_make_one_folder(tmp_path: Path) -> None:
+def test_concurrent_threads_create_one_folder(tmp_path: Path) -> None:
     """Four threads create the folder 3000 times each.
 
     Their equal process ids imitate containers of one image.
@@ -81,8 +81,7 @@ def test_concurrent_threads_make_one_folder(tmp_path: Path) -> None:
 def test_equal_process_ids_on_two_nodes_are_recorded_separately(
     hosts: tuple[str, str], memory: str, tmp_path: Path
 ) -> None:
-    """Two containers with a shared folder and equal process ids are each recorded by their own
-    sidecar.
+    """Two containers with a shared folder each have their own sidecar.
 
     The cases include containers with the host's name and its shared memory.
     """
@@ -117,8 +116,8 @@ def test_equal_process_ids_on_two_nodes_are_recorded_separately(
     assert len(list(run.nodes.glob("*.json"))) == 2
 
 
-# The namespaces last as long as their first process, so it waits for the processes that the program
-# leaves.
+# The namespaces last as long as their first process, so that process waits for the program's
+# children.
 _AS_A_NODE = """
 import ctypes, os, runpy, socket, subprocess, sys, time
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID = 0x20000, 0x4000000, 0x20000000
@@ -145,7 +144,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def in_mounts(
     setup: str, folder: Path, steps: int = 20, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Train after this shell script has mounted file systems.
+    """Train after a shell script has mounted file systems.
 
     $RUNS is the folder of run directories, and $TMPDIR another folder.
     """
@@ -175,7 +174,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the result in the output."""
+    """Return the result that the output contains."""
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("trained"))
 
@@ -201,7 +200,7 @@ OFF = {
 def test_unwritable_folder_disables_recording_with_one_line(
     name: str, tmp_path: Path, expected: str
 ) -> None:
-    """Training is the same as without recording, with one line."""
+    """Training is the same as without recording."""
     setup, *words = OFF[name]
     done = in_mounts(setup, tmp_path)
 
@@ -252,11 +251,10 @@ ON: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 @in_namespaces
 @pytest.mark.parametrize("name", long_but({"no shared memory", "shared memory is full"}, ON))
-def test_run_is_recorded_despite_missing_room(name: str, tmp_path: Path, expected: str) -> None:
-    """The run is recorded anyway.
-
-    With a full disk, the final message gives the reason for the missing report.
-    """
+def test_run_is_recorded_without_space_for_its_files(
+    name: str, tmp_path: Path, expected: str
+) -> None:
+    """With a full disk, the final message contains the reason for the missing report."""
     setup, said = ON[name]
     # With full shared memory the sidecar cannot start, so there is no report to wait for.
     waits_s = "2" if name == "shared memory is full" else "60"

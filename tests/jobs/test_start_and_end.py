@@ -1,4 +1,4 @@
-"""A real process's report on its start, its compilations, and its end without leaving the watch."""
+"""Tests of a real process's report on its start, its compilations, and an end inside the watch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGABRT", "_exit"])
-def test_end_without_leaving_the_watch_is_a_death(how: str, tmp_path: Path) -> None:
+def test_process_that_ends_inside_the_watch_is_reported_as_died(how: str, tmp_path: Path) -> None:
     report, _, code = report_of(tmp_path, how)
 
     assert code == (3 if how == "_exit" else -getattr(signal, how))
@@ -75,8 +75,8 @@ def test_end_without_leaving_the_watch_is_a_death(how: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["", "compile", "compile SIGKILL", "fork"])
-def test_start_is_measured_from_the_process_start(how: str, tmp_path: Path) -> None:
-    """A forked rank's start is the fork.
+def test_start_time_of_a_rank_is_measured_from_the_process_start(how: str, tmp_path: Path) -> None:
+    """A forked rank starts at the fork.
 
     The report includes compile time even for a killed process.
     """
@@ -90,6 +90,6 @@ def test_start_is_measured_from_the_process_start(how: str, tmp_path: Path) -> N
 
 
 def test_second_watch_of_a_process_has_no_startup_time(tmp_path: Path) -> None:
-    """The first watch's training does not count as the second one's start."""
+    """Training in the first watch does not count as the start of the second one."""
     report, _, _ = report_of(tmp_path, "twice")
     assert report["run"]["startup"] is None

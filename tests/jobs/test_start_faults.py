@@ -1,5 +1,6 @@
-"""Any error at the start of a watch: training is the same as without it, one line reports it, no
-hook stays.
+"""Tests of errors at the start of a watch.
+
+Training is the same as without a watch, one line reports the error, and no hook stays.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def trained(model: nn.Module) -> list[Any]:
 def changed(before: dict[str, Any]) -> set[str]:
     gc.collect()
     now = state()
-    # Only new threads count, because one of an earlier test may end meanwhile.
+    # Only new threads count, because a thread of an earlier test may end meanwhile.
     now["threads"] = (
         [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
     )
@@ -102,10 +103,10 @@ SIDECARS = (
 def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[CodeType]:
     """Return our functions that run between watch() and the first step.
 
-    `sidecar`: only those about the sidecar.
+    `sidecar` selects only those about the sidecar.
 
-    Excludes errors.py, which handles errors, and closing a lock, whose failure has to leave the
-    lock open.
+    errors.py handles errors and is excluded. Closing a lock is excluded, because its failure always
+    leaves the lock open.
     """
     # The first run imports modules.
     for _ in range(2):
@@ -132,7 +133,7 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
         pytest.param(True, 1, id="with a sidecar"),
     ],
 )
-def test_error_in_each_function_at_the_start_is_harmless(
+def test_error_in_any_function_at_the_start_does_not_change_training(
     sidecar: bool,
     every: int,
     tmp_path: Path,
@@ -143,11 +144,13 @@ def test_error_in_each_function_at_the_start_is_harmless(
     """Each function between watch() and the first step raises in turn, an ordinary error and a
     KeyboardInterrupt.
 
-    The error is only logged, and the KeyboardInterrupt passes through. Training is the same, no
-    hook stays, and the next watch works.
+    The error is only logged, and the KeyboardInterrupt passes through.
+
+    No hook stays, and the next watch works.
     """
     runs, expected = tmp_path / "runs", trained(model)
-    # Remove leftovers of other tests on this node, which would cause calls that happen only once.
+    # Leftovers of other tests on this node would cause calls that happen only once, so they are
+    # removed.
     monkeypatch.setattr(
         dead_runs,
         "runs_on_this_node",
@@ -184,7 +187,7 @@ def test_error_in_each_function_at_the_start_is_harmless(
                 interrupted = True
             said, recording = lines(), running() is not None
             off += not recording
-            # The traceback's frames hold half-built objects.
+            # The traceback's frames refer to half-built objects.
             error.__traceback__ = None
             same = trained(model) == expected
             if watch is not None:
@@ -328,7 +331,7 @@ def test_refused_resource_disables_recording_with_one_line(
     lines: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line gives the reason, there is no run directory, and training is the same.
+    """The line contains the reason, there is no run directory, and training is the same.
 
     A later watch works.
     """
@@ -370,6 +373,6 @@ def test_refused_resource_disables_recording_with_one_line(
 
 
 @pytest.mark.parametrize("folder", ["", "a\0b", "\ud800", 5])
-def test_invalid_dir_raises(folder: Any) -> None:
+def test_invalid_dir_setting_raises_an_error(folder: Any) -> None:
     with pytest.raises(perf.ConfigError, match=r"^dir=.*: must be a folder's name"):
         perf.watch(dir=folder)

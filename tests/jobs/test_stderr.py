@@ -1,5 +1,6 @@
-"""With any kind of stderr and logging handlers, a job ends as without the package, and its
-recording is complete.
+"""Tests of jobs with any kind of stderr and logging handlers.
+
+A job ends as without the package, and its recording is complete.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def assert_whole(found: RunDirectory, steps: int = 20) -> None:
 
 
 @pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
-def test_training_survives_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
+def test_training_completes_with_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
     """Streams and handlers raise all kinds of errors. Nothing is printed on stdout instead."""
     done = run_warm(
         [sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0"
@@ -66,7 +67,9 @@ def test_training_survives_any_stderr_and_handler(kinds: list[str], tmp_path: Pa
 
 
 def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -> None:
-    """KeyboardInterrupt and SystemExit raised by isatty() or write() reach the user's code."""
+    """isatty() or write() raises KeyboardInterrupt or SystemExit, which the user's code
+    receives.
+    """
     program = (
         f"import sys; sys.argv = ['', {str(tmp_path)!r}]; sys.path.insert(0, {str(SCRIPTS)!r})\n"
         "import train_with_stderr as t\n"
@@ -111,7 +114,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
 def test_script_with_closed_standard_streams_is_recorded(
     way: str, closed: str, tmp_path: Path
 ) -> None:
-    """An unmodified script is recorded by the variable and by the command."""
+    """The variable or the command records an unmodified script."""
     line, script = f'exec "$@" {closed}', tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["-m", "torchlens_perf", "run"] if way == "run" else []
@@ -160,9 +163,9 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 
 def test_closed_standard_descriptor_is_not_reused_for_a_ring(tmp_path: Path) -> None:
-    """A ring must not get the descriptor, because native code or a child may write to it.
+    """Native code or a child may write to the descriptor.
 
-    Children see it closed too.
+    Children see a closed descriptor too.
     """
     program = DESCRIPTORS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
     done = run(
@@ -179,8 +182,9 @@ def test_closed_standard_descriptor_is_not_reused_for_a_ring(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("sigpipe", ["SIG_IGN", "SIG_DFL"])
 def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: Path) -> None:
-    """With a closed pipe the exit code is 0, not 120 for a failed flush, and SIGPIPE does not kill
-    the process.
+    """With a closed pipe the exit code is 0, not 120 for a failed flush.
+
+    SIGPIPE does not kill the process.
     """
     program = (
         f"import signal, sys; sys.path.insert(0, {str(SCRIPTS)!r}); import train_with_stderr as t\n"
@@ -198,8 +202,8 @@ def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: P
     assert_whole(RunDirectory(Path(done.stdout.strip())))
 
 
-def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
-    """Tested in the C locale without UTF-8 mode and with strict errors."""
+def test_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
+    """Cases are the C locale without UTF-8 mode, and strict errors."""
     environ = {
         "LC_ALL": "C",
         "PYTHONUTF8": "0",
@@ -220,14 +224,14 @@ def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stderr", ["None", "io.BytesIO()", "io.StringIO()"])
-def test_messages_without_a_watch_survive_any_stderr(stderr: str, tmp_path: Path) -> None:
-    """Cases: an invalid setting, no recording, and torchrun's flag without its entry point."""
+def test_messages_without_a_watch_never_fail_with_any_stderr(stderr: str, tmp_path: Path) -> None:
+    """Cases are an invalid setting, no recording, and torchrun's flag without its entry point."""
     program = (
         "import io, os, sys\n"
         f"sys.stderr = {stderr}\n"
         "import torch\n"
         "del os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']\n"
-        "torch._import_device_backends()\n"  # the end of `import torch` does this
+        "torch._import_device_backends()\n"  # The end of `import torch` does the same.
         "from torchlens_perf.torchrun import LogsSpecs\n"
         "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
         "LogsSpecs()\n"

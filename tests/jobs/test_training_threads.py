@@ -1,5 +1,6 @@
-"""Two threads train at once: the process does not crash and computes the same as without the
-package.
+"""Tests of two threads that train at once.
+
+The process does not crash and computes the same as without the package.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def train(folder: Path, like: str, watched: str, steps: int = 150) -> str:
         str(steps),
     ]
     environ = environment(folder, told)
-    # `run` replaces the process by a new interpreter.
+    # `run` replaces the process with a new interpreter.
     if watched == "run":
         done = subprocess.run(
             command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300
@@ -70,8 +71,10 @@ def unrecorded(folder: Path, like: str) -> str:
         *long(*((like, watched) for like in LIKES[1:] for watched in WATCHED)),
     ],
 )  # fmt: skip
-def test_losses_equal_those_of_an_unwatched_run(tmp_path: Path, like: str, watched: str) -> None:
-    """Searches, ensembles and federated simulations train in threads."""
+def test_losses_of_training_threads_equal_those_of_an_unwatched_run(
+    tmp_path: Path, like: str, watched: str
+) -> None:
+    """Hyperparameter searches, ensembles and federated simulations train in threads."""
     expected = unrecorded(tmp_path.parent, like)
     with busy_machine(2):
         assert train(tmp_path, like, watched) == expected
@@ -80,8 +83,8 @@ def test_losses_equal_those_of_an_unwatched_run(tmp_path: Path, like: str, watch
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("watched", WATCHED)
-def test_none_of_fifty_runs_crashes(tmp_path: Path, watched: str) -> None:
-    """Reading a gradient on a thread of ours while it is written would crash most of these runs."""
+def test_none_of_fifty_runs_with_training_threads_crashes(tmp_path: Path, watched: str) -> None:
+    """Most runs would crash if a thread of ours read a gradient while it is written."""
     began_s = time.monotonic()
     with busy_machine(2):
         losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}

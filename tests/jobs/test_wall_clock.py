@@ -1,4 +1,4 @@
-"""The node's wall clock is set back or forward by an hour during a job.
+"""Tests of a node's wall clock that is set back or forward by an hour during a job.
 
 Durations and deadlines do not change.
 """
@@ -45,7 +45,9 @@ def counted(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("step_s", [-AN_HOUR_S, *long(AN_HOUR_S)])
-def test_setting_the_wall_clock_is_harmless(step_s: int, tmp_path: Path) -> None:
+def test_setting_the_wall_clock_changes_no_step_and_no_deadline(
+    step_s: int, tmp_path: Path
+) -> None:
     """While the sidecar reads and exports, no step is lost or gets longer, and job and sidecar end
     in time.
 

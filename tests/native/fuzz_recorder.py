@@ -1,6 +1,6 @@
 """Fuzz the native recorder: `python fuzz_recorder.py SEED CALLS` ends regularly or crashes.
 
-Only Python errors that a caller's mistake may raise are expected. They are listed.
+Only listed Python errors that a caller's mistake may raise are expected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPECTED = (
 
 
 class Hostile:
-    """An argument that acts when it is evaluated."""
+    """An argument that runs code when it is evaluated."""
 
     def __init__(self, fuzz: Fuzz) -> None:
         self._fuzz = fuzz
@@ -70,8 +70,8 @@ class Fuzz:
         return self.ring.intern(name) if not self.ring.buffer.closed else 0
 
     def act(self) -> int:
-        """Run random Python code inside a mark: other marks, the end of the watch, an error, or
-        nothing.
+        """Run random Python code inside a recording call: other calls, the end of the watch, an
+        error, or nothing.
         """
         self._depth += 1
         try:
@@ -236,7 +236,7 @@ class Fuzz:
             recorder.__init__(self.ring.buffer, self._intern)
 
     def renew(self) -> None:
-        """After a close, or sometimes, read the ring and start another recorder."""
+        """Read the ring and start another recorder, after a close or at random."""
         if self.recorder.closed or self.random.random() < 0.001:
             self.recorder.close()
             self.closed += 1

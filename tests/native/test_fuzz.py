@@ -1,4 +1,7 @@
-"""Fuzz the native recorder's calls and the ring reader's bytes. Only expected errors may occur."""
+"""Fuzz tests of the native recorder's calls and the ring reader's bytes.
+
+Only expected errors may occur.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ MAX_GROWTH_MB = 64
 )
 @pytest.mark.parametrize(("seed", "calls"), [(1, QUICK), *long((2, LONG // 2), (3, LONG // 2))])
 @pytest.mark.timeout(1200)
-def test_recorder_survives_random_arguments(seed: int, calls: int) -> None:
-    """The fuzzer runs in a separate process, which must end regularly (fuzz_recorder.py)."""
+def test_recorder_does_not_crash_on_random_arguments(seed: int, calls: int) -> None:
+    """The fuzzer (fuzz_recorder.py) runs in a separate process, which must end regularly."""
     program = [
         sys.executable,
         "-X",
@@ -115,10 +118,12 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize(("seed", "files"), [(1, QUICK // 10), *long((2, 50_000))])
 @pytest.mark.timeout(1200)
-def test_reader_survives_random_bytes(seed: int, files: int, tmp_path: Path) -> None:
-    """Opening raises RingError, or all answers have the right type.
+def test_reader_of_random_bytes_raises_ring_error_or_answers(
+    seed: int, files: int, tmp_path: Path
+) -> None:
+    """All answers have the right type.
 
-    Time and memory are bounded. Ten queries per file.
+    Time and memory are bounded. Each file gets ten queries.
     """
     made = RingFile(tmp_path / "whole", CAPACITY)
     for number in range(40):
@@ -161,7 +166,7 @@ def test_reader_survives_random_bytes(seed: int, files: int, tmp_path: Path) -> 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < MAX_GROWTH_MB << 10
 
 
-def test_fifo_is_rejected_at_once(tmp_path: Path) -> None:
+def test_fifo_in_place_of_a_ring_is_rejected_at_once(tmp_path: Path) -> None:
     """A FIFO without a writer would block the reader forever."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises((RingError, OSError)):

@@ -1,5 +1,5 @@
-"""Compare the plugin's view of NCCL's structures with the documented layout of interfaces 4, 5 and
-6.
+"""Tests of the plugin's view of NCCL's structures against the documented layout of interfaces 4, 5
+and 6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 
 
 class CollApi(ctypes.Structure):
-    """From version 5 on."""
+    """The structure from version 5 on."""
 
     _fields_ = [
         ("function", c_char_p), ("count", c_size_t), ("datatype", c_char_p), ("root", c_int), ("stream", c_void_p),
@@ -29,7 +29,7 @@ class CollApi(ctypes.Structure):
 
 
 class P2pApi(ctypes.Structure):
-    """From version 5 on."""
+    """The structure from version 5 on."""
 
     _fields_ = [
         ("function", c_char_p), ("count", c_size_t), ("datatype", c_char_p), ("stream", c_void_p),
@@ -63,7 +63,7 @@ class KernelCh(ctypes.Structure):
 
 
 class Details(ctypes.Union):
-    """Depends on the event's type."""
+    """A union that depends on the event's type."""
 
     _fields_ = [
         ("coll_api", CollApi),
@@ -75,13 +75,13 @@ class Details(ctypes.Union):
 
 
 class EventV4(ctypes.Structure):
-    """The type is one byte."""
+    """The event of version 4, whose type is one byte."""
 
     _fields_ = [("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
 
 
 class EventV5(ctypes.Structure):
-    """Also that of version 6."""
+    """The event of versions 5 and 6."""
 
     _fields_ = [("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
 
@@ -100,7 +100,7 @@ VALUES = {
 
 
 def offset(path: str) -> int:
-    """Return the offset in the union by ctypes."""
+    """Return the offset of a field in the union, as ctypes computes it."""
     event, field = path.split(".")
     kind = dict(Details._fields_)[event]
     return int(getattr(Details, event).offset + getattr(kind, field).offset)
@@ -117,7 +117,7 @@ def test_offsets_equal_those_of_the_documented_layout() -> None:
 
 
 def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
-    """The compiler finds the same offsets in the plugin's header."""
+    """A compiler computes the offsets of the header."""
     wanted = {
         **{
             f"offsetof(NcclEventV{version}, {name})": value
@@ -156,11 +156,8 @@ def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     assert dict(zip(wanted, map(int, printed.split()), strict=True)) == wanted
 
 
-def test_plugin_exports_interfaces_4_5_and_6() -> None:
-    """Interfaces 4, 5 and 6 exist.
-
-    NCCL 2.26 and older find none of theirs and continue without a plugin.
-    """
+def test_plugin_exports_interfaces_4_5_and_6_only() -> None:
+    """NCCL 2.26 and older find no known interface and continue without a plugin."""
     path = nccl_plugin.path()
     assert path is not None
     library = ctypes.CDLL(str(path))

@@ -1,8 +1,10 @@
-"""From the tap to the joined collective: two ranks, a device without data, and an NCCL without a
-GPU.
+"""Tests from the tap to the joined collective: two ranks, a device without data, and an NCCL
+without a GPU.
 
-Below the tap, c10d's operation on the device is replaced by a call of NCCL, whose kernel takes a
-planted time. On the last rank the kernel begins later, as if it followed more work.
+Below the tap, a call of NCCL replaces c10d's operation on the device. Its kernel takes a planted
+time.
+
+On the last rank the kernel begins later, as if it followed more work.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ pytestmark = [
 DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5
 MILLISECOND = 1_000_000
 LATE_NS = 20 * MILLISECOND
-# Longer than a busy host delays a call.
+# This time is longer than a busy host delays a call.
 TRANSFER_NS = 100 * MILLISECOND
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that passes the tap as a CUDA tensor does."""
+    """A tensor that passes through the tap as a CUDA tensor does."""
 
     @staticmethod
     def __new__(cls) -> OnDevice:
@@ -87,7 +89,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend()
-    # No real backend's class overrides Work's wait().
+    # No real backend's class overrides Work.wait().
     del torch._C._distributed_c10d.FakeWork.wait
     rank = dist.get_rank()
     own = folder / f"nccl-{rank}"
@@ -98,7 +100,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     under_way: list[int] = []
 
     def all_reduce(tensors: Any, *_: Any) -> Any:
-        """Replaces the backend's operation below the tap."""
+        """Replace the backend's operation below the tap."""
         under_way.append(nccl.collective(context, rank, 4))
         return tensors, torch._C._distributed_c10d.FakeWork().boxed()
 
@@ -148,7 +150,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
-    """Run with the Python tap, which is used if the native one is not built."""
+    """Run with the Python tap, which is used if the native tap is not built."""
     tap_requirements.places = lambda: ()
     return one_rank(folder)
 
@@ -168,8 +170,10 @@ def reduced(recording: Recording) -> list[Any]:
     return [each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")]
 
 
-def test_kernel_times_are_recorded(ranks: list[dict[str, Any]]) -> None:
-    """Each asynchronous all-reduce is recorded once, with its kernel's time on the device."""
+def test_asynchronous_all_reduce_is_recorded_with_its_kernel_time(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Each operation is recorded once, with its time on the device."""
     for rank, told in enumerate(ranks):
         found = reduced(told["plugin"])
         assert [each.value1 & 0xFFFFFFFF for each in found] == list(range(ROUNDS))
@@ -205,8 +209,9 @@ def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> 
 
 
 def test_ends_are_known_by_events_without_the_plugin(ranks: list[dict[str, Any]]) -> None:
-    """The end is known for operations that the caller waits for, unknown for asynchronous ones, and
-    the host's on CPUs.
+    """The end is known for operations that the caller waits for, and unknown for asynchronous ones.
+
+    On CPUs it is the host's end.
     """
     for told in ranks:
         waited_for, asynchronous, on_cpu = sorted(

@@ -1,4 +1,4 @@
-"""The NCCL plugin with an NCCL without a GPU: records of collectives, and counters."""
+"""Tests of the NCCL plugin with an NCCL without a GPU: records of collectives, and counters."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def ends(rig: NcclRig) -> list[tuple[int, Flag]]:
     return [(sequence(each), Flag(each["flags"])) for each in rig.collectives()]
 
 
-def test_kernel_becomes_the_collectives_time(rig: NcclRig) -> None:
-    """The time lasts from the first channel's start to the last one's end in host time.
+def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
+    """The time lasts from the first channel's start to the last channel's end, in host time.
 
     The tap sets the other fields.
     """
@@ -80,8 +80,7 @@ def test_kernel_becomes_the_collectives_time(rig: NcclRig) -> None:
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
 
 
-def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
-    """The record of a short kernel is written after the call returns."""
+def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig) -> None:
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     on_thread(rig.kernel, task)
@@ -90,10 +89,8 @@ def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
     assert ends(rig) == [(0, TIMED & ~Flag.ASYNC)]
 
 
-def test_late_reported_end_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
-    """An end that is reported late is placed correctly by means of ends that were
-    reported at once.
-    """
+def test_end_that_is_reported_late_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
+    """Ends that were reported at once serve to place the late one."""
     rig = make(6)
     for number in range(20):
         rig.kernel(rig.collective(number))
@@ -109,10 +106,8 @@ def test_late_reported_end_is_placed_correctly(make: Callable[[int], NcclRig]) -
     assert {each["duration_ns"] for each in (*at_once, late)} == {1_000}
 
 
-def test_operations_may_end_in_any_order(rig: NcclRig) -> None:
-    """Two operations whose channels end in any order, reported by another thread, get their own
-    times.
-    """
+def test_operations_that_end_in_any_order_get_their_own_times(rig: NcclRig) -> None:
+    """Another thread reports the channels of two operations in any order."""
     tasks = [rig.collective(number) for number in range(2)]
     base_ns, begun_ns = rig.device_ns(), rig.recorder.now_ns()
 
@@ -133,8 +128,8 @@ def test_operations_may_end_in_any_order(rig: NcclRig) -> None:
     assert abs(records[1]["start_ns"] - records[0]["start_ns"] - 100) <= drift_ns
 
 
-def test_stale_handles_change_nothing(rig: NcclRig) -> None:
-    """Reports about a finished operation change nothing, even if its place was reused."""
+def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None:
+    """The operation's place may have been reused."""
     task = rig.collective(0)
     rig.kernel(task)
     for _ in range(MAX_OPERATIONS - 1):
@@ -150,11 +145,8 @@ def test_stale_handles_change_nothing(rig: NcclRig) -> None:
     assert ends(rig) == [(2, TIMED)]
 
 
-def test_operation_without_reported_end_has_none(rig: NcclRig) -> None:
-    """An operation without a reported end has none when its communicator ends.
-
-    Its group does not count as ended.
-    """
+def test_operation_without_reported_end_has_none_after_its_communicator(rig: NcclRig) -> None:
+    """Its group does not count as ended."""
     rig.kernel(rig.collective(0))
     rig.collective(1)
     rig.nccl.finalize(rig.context)
@@ -164,8 +156,8 @@ def test_operation_without_reported_end_has_none(rig: NcclRig) -> None:
     assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(2, 1)]
 
 
-def test_oldest_running_operations_are_dropped(rig: NcclRig) -> None:
-    """The oldest operations are recorded without an end and counted.
+def test_oldest_running_operations_are_recorded_without_an_end(rig: NcclRig) -> None:
+    """The dropped operations are counted.
 
     Their later ends affect no other operation.
     """
@@ -178,9 +170,7 @@ def test_oldest_running_operations_are_dropped(rig: NcclRig) -> None:
 
 
 def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) -> None:
-    """An all-to-all of many ranks whose parts were lost has no end, once all other parts are
-    over.
-    """
+    """Parts of an all-to-all of many ranks were lost, and all other parts have ended."""
     rig = make(6)
     issued = rig.issue(0)
     rig.nccl.group_start()
@@ -198,10 +188,8 @@ def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) ->
     assert rig.recorder.lost_ends == 1
 
 
-def test_full_ring_overwrites_oldest_records(rig: NcclRig) -> None:
-    """The proxy thread's records overwrite the oldest ones as usual, and readers count the lost
-    ones.
-    """
+def test_oldest_records_of_a_full_ring_are_overwritten_and_counted(rig: NcclRig) -> None:
+    """The proxy thread writes the records, and readers count the lost ones."""
     for number in range(20_000):
         rig.kernel(rig.collective(number, channels=1))
     batch = rig.reader.read()
@@ -211,10 +199,7 @@ def test_full_ring_overwrites_oldest_records(rig: NcclRig) -> None:
 
 
 def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None:
-    """Operations issued while timing is off are not reported by NCCL.
-
-    Their records are as without the plugin.
-    """
+    """NCCL does not report these operations, so their records are as without the plugin."""
     seen, timed = (rig.nccl.expected_mask(timing=timing) for timing in (False, True))
     assert rig.nccl.mask == timed
     before = rig.collective(0)
@@ -236,9 +221,9 @@ def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None
 
 
 def test_plugin_requests_events_before_a_watch(nccl_library: Path, tmp_path: Path) -> None:
-    """The plugin requests events from NCCL's first communicator on, also without a watch.
+    """Events are requested from NCCL's first communicator on.
 
-    It must not miss the works that host and device count differently.
+    The plugin must not miss the works that host and device count differently.
     """
     nccl = FakeNccl(nccl_library, tmp_path, 6)
     os.environ[nccl_plugin.VARIABLE] = str(nccl.file)
@@ -252,7 +237,7 @@ def test_plugin_requests_events_before_a_watch(nccl_library: Path, tmp_path: Pat
 
 
 def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig]) -> None:
-    """After its last communicator NCCL may have been unloaded, so its mask is not written."""
+    """NCCL may have been unloaded after its last communicator."""
     rig = make(6)
     rig.nccl.finalize(rig.context)
     rig.nccl.plugin.switch(on=False)
@@ -260,9 +245,7 @@ def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig])
 
 
 def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> None:
-    """A list of tensors, or a send to each peer, lasts from the first kernel's start to the last
-    one's end.
-    """
+    """The collective is a list of tensors, or a send to each peer."""
     issued = rig.issue(0)
     rig.nccl.group_start()
     tasks = [rig.nccl.call(rig.context, peer, 2, 0) for peer in (1, 2, 3)]
@@ -276,14 +259,14 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
         assert rig.collectives() == []
         rig.nccl.kernel(rig.context, task, began_ns + 100_000 * index, ended_ns - 1_000_000 * index)
     (record,) = rig.collectives()
-    # The first kernel's start and the last one's end are converted to host time when each is
-    # reported. On a busy machine these moments lie apart.
+    # The first start and the last end are converted to host time when each is reported. On a busy
+    # machine these moments lie apart.
     assert record["duration_ns"] == pytest.approx(ended_ns - began_ns, rel=0.1)
     assert record["flags"] == Flag.COMPLETED | Flag.DEVICE
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_calls_of_a_coalesced_group_get_their_times(
+def test_calls_of_a_coalesced_group_get_their_own_times(
     interface: int, make: Callable[[int], NcclRig]
 ) -> None:
     """torch's coalescing launches two calls of a group together, after both have returned."""
@@ -306,7 +289,7 @@ def test_coalesced_group_is_counted_and_untimed_with_interface_4(
 ) -> None:
     """Interface 4 reports the group only at its launch.
 
-    It is counted, and the records are as without the plugin.
+    The records are as without the plugin.
     """
     rig = make(4)
     rig.nccl.group_start()
@@ -338,10 +321,8 @@ def test_operation_without_a_kernel_has_no_end(
     assert ends(rig) == [(1, TIMED)]
 
 
-def test_operations_of_other_libraries_are_not_recorded(rig: NcclRig) -> None:
-    """Operations of another library, or of a thread without torch operations, are counted and not
-    recorded.
-    """
+def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig) -> None:
+    """Other operations come from another library, or from a thread without torch operations."""
     rig.kernel(int(rig.nccl.collective(rig.context, 0, 2)))
     issued = rig.issue(0)
     on_thread(rig.nccl.collective, rig.context, 0, 2)
@@ -355,7 +336,7 @@ def test_operations_of_other_libraries_are_not_recorded(rig: NcclRig) -> None:
 def test_collectives_beyond_64_in_a_group_have_no_end(
     interface: int, make: Callable[[int], NcclRig]
 ) -> None:
-    """The 65th collective of one NCCL group has no end and is counted once."""
+    """The 65th collective of one NCCL group is counted once."""
     rig = make(interface)
     rig.nccl.group_start()
     tasks = []
@@ -371,10 +352,8 @@ def test_collectives_beyond_64_in_a_group_have_no_end(
     assert rig.nccl.plugin.counters().crowded == 2
 
 
-def test_host_times_replace_a_missing_device_clock(rig: NcclRig) -> None:
-    """Without a device clock, host times of NCCL's reports are used and not marked
-    as device times.
-    """
+def test_host_times_are_used_without_a_device_clock(rig: NcclRig) -> None:
+    """The times are those of NCCL's reports, and are not marked as device times."""
     task = rig.collective(0)
     before_ns = rig.recorder.now_ns()
     rig.nccl.kernel(rig.context, task, 0, 0)
@@ -389,17 +368,14 @@ def test_host_times_replace_a_missing_device_clock(rig: NcclRig) -> None:
 
 
 def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
-    """A start by the device's clock and an end without one (nccl#1961) make no duration."""
+    """The start has a time of the device's clock, but the end has none (nccl#1961)."""
     task = rig.collective(0, channels=1)
     rig.nccl.kernel(rig.context, task, rig.device_ns(), 0)
     assert ends(rig) == [(0, Flag.ASYNC)]
 
 
-def test_ring_shows_a_kernel_that_has_begun(rig: NcclRig) -> None:
-    """The ring shows a kernel at its first channel's start.
-
-    A hanging rank has a kernel that has not begun.
-    """
+def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None:
+    """A hanging rank has a kernel that has not begun."""
 
     def begun() -> list[int]:
         return [each.began for each in rig.reader.groups()]
@@ -427,7 +403,7 @@ def test_ring_shows_a_kernel_that_has_begun(rig: NcclRig) -> None:
 def test_impossible_times_stop_timing(wrong: str, rig: NcclRig) -> None:
     """NCCL's count is wrong (nccl#2369).
 
-    From then on its times are not used and no longer requested.
+    From that moment on, its times are neither used nor requested.
     """
     rig.kernel(rig.collective(0))
     earlier_ns = rig.device_ns() - 50_000_000
@@ -450,10 +426,10 @@ def test_impossible_times_stop_timing(wrong: str, rig: NcclRig) -> None:
     assert rig.nccl.mask == 0
 
 
-def test_clocks_of_several_devices_are_separate(make: Callable[[int], NcclRig]) -> None:
-    """Each communicator uses its own device's clock.
+def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], NcclRig]) -> None:
+    """In one case, the second clock is a second behind.
 
-    Cases: another clock is a second behind, or replaces the first.
+    In the other case, it replaces the first.
     """
     rig = make(6)
 
@@ -475,9 +451,7 @@ def test_clocks_of_several_devices_are_separate(make: Callable[[int], NcclRig]) 
 
 
 def test_late_end_after_a_gap_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
-    """After a second without an end, a late report is still placed correctly, except for possible
-    clock drift.
-    """
+    """After a second without an end, only possible clock drift makes a difference."""
     rig = make(6)
     rig.kernel(rig.collective(0))
     idle = threading.Event()
@@ -492,8 +466,8 @@ def test_late_end_after_a_gap_is_placed_correctly(make: Callable[[int], NcclRig]
     assert abs(late["start_ns"] + late["duration_ns"] - ended_ns) < learnt_after_ns / 5
 
 
-def test_failed_call_is_recorded_at_once(rig: NcclRig) -> None:
-    """The operation is recorded at once with its error, and its kernel adds nothing."""
+def test_failed_call_is_recorded_at_once_with_its_error(rig: NcclRig) -> None:
+    """The call's kernel changes nothing."""
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
@@ -502,11 +476,8 @@ def test_failed_call_is_recorded_at_once(rig: NcclRig) -> None:
     assert rig.collectives() == []
 
 
-def test_watch_may_end_before_the_kernel(rig: NcclRig) -> None:
-    """Running operations are recorded without an end.
-
-    Their kernels add nothing to the next watch.
-    """
+def test_operations_running_at_the_watchs_end_are_recorded_without_an_end(rig: NcclRig) -> None:
+    """Their kernels add nothing to the next watch."""
     task = rig.collective(0)
     rig.recorder.close()
     assert ends(rig) == [(0, Flag.ASYNC)]
@@ -516,8 +487,8 @@ def test_watch_may_end_before_the_kernel(rig: NcclRig) -> None:
     assert rig.collectives() == []
 
 
-def test_recorder_of_another_build_is_rejected(rig: NcclRig) -> None:
-    """A plugin and a recorder of different builds do not write into each other's memory."""
+def test_plugin_rejects_a_recorder_of_another_build(rig: NcclRig) -> None:
+    """The builds could write into each other's memory."""
     import ctypes
 
     other = (ctypes.c_int * 32)(2)
@@ -526,10 +497,10 @@ def test_recorder_of_another_build_is_rejected(rig: NcclRig) -> None:
     assert ends(rig) == [(0, TIMED)]
 
 
-def test_cost_of_an_operation_is_bounded(make: Callable[[int], NcclRig]) -> None:
-    """The cost is limited to twice that of two clock readings and a store.
+def test_cost_of_an_operation_is_limited(make: Callable[[int], NcclRig]) -> None:
+    """The limit is twice the cost of two clock readings and a store.
 
-    Cases: 1 and 32 channels, timing off, stopped.
+    Cases are 1 and 32 channels, timing off, and timing stopped.
     """
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
     floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
@@ -547,7 +518,7 @@ def test_cost_of_an_operation_is_bounded(make: Callable[[int], NcclRig]) -> None
 def test_thread_sanitizer_finds_no_race_in_the_plugin(tmp_path: Path) -> None:
     """Three communicators have a proxy thread each.
 
-    One is switched, recreated and stopped. All claims are reported.
+    One of them is switched, recreated and stopped. All operations are reported.
     """
     compiler = shutil.which("gcc") or "cc"
     sources = [

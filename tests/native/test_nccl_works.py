@@ -1,7 +1,6 @@
-"""NCCL works that are counted on the host and on the device, including those counted on one side
-only.
+"""Tests of NCCL works that are counted on the host and on the device, or on one side only.
 
-See fake_works.h.
+fake_works.h describes works.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Job:
     def run(self, task: int) -> int:
         """Run the task, then poll once on NCCL's thread.
 
-        Return the number of works that it still waits for.
+        Return the number of works that the thread still waits for.
         """
         now_ns = self.rig.device_ns()
         self.rig.nccl.run(self.rig.context, task, now_ns - 1_000, now_ns)
         return int(self.rig.nccl.progress(self.rig.context))
 
     def eager(self, times: int) -> list[int]:
-        """Run this many collectives in turn.
+        """Run `count` collectives in turn.
 
         Return the number of works that NCCL's thread waits for after each.
         """
@@ -101,7 +100,7 @@ def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
 
 
 def given_up(job: Job) -> Cause:
-    """Return the reason for stopping. Check that from then on no work is posted or waited for."""
+    """Return the reason for stopping. Check that no work is posted or waited for after that."""
     before = job.posted()
     job.rig.nccl.plugin.switch(on=True)
     assert job.rig.nccl.mask == 0
@@ -113,16 +112,18 @@ def given_up(job: Job) -> Cause:
     return Cause(job.rig.nccl.plugin.counters().given_up)
 
 
-def test_eager_works_are_posted_and_reported(job: Job) -> None:
-    """Each work of eager collectives is posted, and reported when it has run."""
+def test_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
+    """A work is reported when it has run."""
     assert set(job.eager(RING + 5)) == {0}
     assert set(job.ends().values()) == {TIMED}
     assert job.posted() == RING + 5
     assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
-def test_switching_timing_in_a_capture_confuses_nccl(make: Callable[[int], Job]) -> None:
-    """With a plugin that does nothing, NCCL's thread waits for missing works, or takes another
+def test_switching_timing_in_a_capture_breaks_the_count_of_nccl_works(
+    make: Callable[[int], Job],
+) -> None:
+    """With a plugin that does nothing, NCCL's thread waits for missing works, or uses another
     work's times.
     """
     job = make(6)
@@ -130,7 +131,7 @@ def test_switching_timing_in_a_capture_confuses_nccl(make: Callable[[int], Job])
     job.rig.nccl.set_mask(SEEN)
     graph = job.capture()
     job.rig.nccl.set_mask(ON)
-    # Each work ends with the next one's.
+    # Each work ends with the next one's end.
     assert job.eager(3) == [1, 1, 1]
     assert job.replay(graph) == 0
     assert job.replay(graph) == 0
@@ -146,7 +147,7 @@ def test_switching_timing_in_a_capture_confuses_nccl(make: Callable[[int], Job])
 def test_captured_operation_stops_timing(
     timing: bool, interface: int, make: Callable[[int], Job]
 ) -> None:
-    """A capture stops timing, with NCCL timing on or off during the capture."""
+    """NCCL timing may be on or off during the capture."""
     job = make(interface)
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.capture_begins()
@@ -165,7 +166,7 @@ def test_captured_operation_stops_timing(
 def test_unreported_capture_stops_timing(job: Job) -> None:
     """Version 4 does not report captured operations, so any capture stops timing.
 
-    Other versions wait for its contents.
+    Other versions wait for the capture's contents.
     """
     job.rig.nccl.plugin.capture_begins()
     if job.rig.nccl.interface == 4:
@@ -183,9 +184,9 @@ def test_unknown_graph_stops_timing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("timing", [True, False])
-def test_copy_to_oneself_stops_timing(timing: bool, job: Job) -> None:
-    """A rank's own part of an all-to-all is counted only on the device, also if timing is off at
-    this moment.
+def test_copy_to_the_same_rank_stops_timing(timing: bool, job: Job) -> None:
+    """A rank's own part of an all-to-all is counted only on the device, even while
+    timing is off.
     """
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.switch(on=timing)
@@ -200,8 +201,8 @@ def test_copy_to_oneself_stops_timing(timing: bool, job: Job) -> None:
     assert job.rig.recorder.lost_ends == 0
 
 
-def test_sends_to_others_are_timed(job: Job) -> None:
-    """Sends to other ranks are counted on both sides, and timed."""
+def test_sends_to_other_ranks_are_timed(job: Job) -> None:
+    """Such sends are counted on both sides."""
     for _ in range(3):
         assert [job.run(task) for task in job.send(1, 2)][-1] == 0
     assert set(job.ends().values()) == {TIMED}
@@ -209,8 +210,8 @@ def test_sends_to_others_are_timed(job: Job) -> None:
 
 
 def test_too_many_communicators_stop_timing(job: Job) -> None:
-    """An unobserved communicator might send to itself or be captured."""
-    # For two ranks.
+    """An unobserved communicator might send to its own rank or be captured."""
+    # The communicators have two ranks.
     has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES
     more = [job.rig.nccl.communicator() for _ in range(1023)]
     assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)

@@ -1,8 +1,9 @@
 """Run the native recorder's tests and the fuzzer again with sanitizers.
 
-Errors that a plain build survives, such as a read beyond an array or of freed memory, end the
-process (AddressSanitizer and UndefinedBehaviorSanitizer). Unordered accesses of two threads do so
-too (ThreadSanitizer).
+AddressSanitizer and UndefinedBehaviorSanitizer end the process after errors that a plain build
+survives, such as a read of freed memory.
+
+ThreadSanitizer ends the process after unordered accesses of two threads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ TESTS = (
 )  # fmt: skip
 
 
-# Marks on several threads, with and without the GIL. ThreadSanitizer covers our code and the GIL's
-# mutex.
+# Recording calls on several threads, with and without the GIL. ThreadSanitizer covers our code and
+# the GIL's mutex.
 THREADED = (
     "recorder/test_recorder.py", "recorder/test_recorder_collectives.py", "recorder/test_collective_marks.py",
     "recorder/test_watch_ends_in_a_mark.py", "recorder/test_section_tasks.py", "run/test_ring_interrupted.py",
@@ -36,7 +37,7 @@ THREADED = (
 
 
 def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
-    """Copy the package and build its extensions with these flags.
+    """Copy the package and build its extensions with the given flags.
 
     Return the environment to run it.
     """
@@ -75,16 +76,16 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         # Python frees some memory only at its end, and handles signals itself.
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=1:abort_on_error=0:exitcode=77",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONMALLOC": "malloc",  # detects freed objects of ours too
+        "PYTHONMALLOC": "malloc",  # This setting also detects freed objects of ours.
     }
     return folder, environment
 
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Return the same with ThreadSanitizer.
+    """Return a copy of the package built with ThreadSanitizer and its environment.
 
-    Skip if it does not start, as on kernels with another memory layout.
+    Skip the test if it does not start, as on kernels with another memory layout.
     """
     folder = tmp_path_factory.mktemp("raced")
     suppressions = folder / "suppressions"
@@ -121,7 +122,9 @@ def run(sanitized: tuple[Path, dict[str, str]], *arguments: str) -> str:
     return finished.stdout
 
 
-def test_sanitizers_are_enabled(sanitized: tuple[Path, dict[str, str]]) -> None:
+def test_address_and_undefined_sanitizers_are_enabled(
+    sanitized: tuple[Path, dict[str, str]],
+) -> None:
     program = (
         "import torchlens_perf._native as n; print(n.__file__, 'libasan' in"
         " open('/proc/self/maps').read())"
@@ -141,7 +144,7 @@ def test_native_tests_pass_with_sanitizers(
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-def test_fuzzed_recorder_passes_with_sanitizers(
+def test_recorder_fuzzer_passes_with_sanitizers(
     sanitized: tuple[Path, dict[str, str]], seed: int
 ) -> None:
     assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith(
@@ -156,10 +159,9 @@ def test_thread_sanitizer_is_enabled(raced: tuple[Path, dict[str, str]]) -> None
 
 
 @pytest.mark.parametrize("file", THREADED)
-def test_threaded_tests_pass_with_thread_sanitizer(
+def test_threaded_recorder_tests_pass_with_thread_sanitizer(
     raced: tuple[Path, dict[str, str]], file: str
 ) -> None:
-    """No two threads of these tests race in the recorder."""
     folder, environment = raced
     command = [
         sys.executable,

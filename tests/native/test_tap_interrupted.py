@@ -1,5 +1,6 @@
-"""A KeyboardInterrupt while the native tap runs Python is raised in the user's loop, and harms no
-operation.
+"""Test of a KeyboardInterrupt while the native tap runs Python code.
+
+The exception is raised in the user's loop, and no operation is affected.
 """
 
 from __future__ import annotations
@@ -69,11 +70,10 @@ os._exit(0)  # gloo's threads may abort a process that ends while they work, see
 
 
 @pytest.mark.parametrize("place", ["describe", "timing"])
-def test_interruption_reaches_the_loop(place: str, tmp_path: Path) -> None:
-    """The exception is raised once.
-
-    The next operation repeats the interrupted query, and recording continues.
-    """
+def test_interruption_inside_the_tap_is_raised_once_in_the_users_loop(
+    place: str, tmp_path: Path
+) -> None:
+    """The next operation repeats the interrupted query, and recording continues."""
     if native_tap.load() is None:
         pytest.skip("the native tap is not built")
     run = [

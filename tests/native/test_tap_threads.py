@@ -1,6 +1,4 @@
-"""Watches begin and end while other threads issue collectives, without an effect on any of the
-job's operations.
-"""
+"""Test of watches that begin and end while other threads issue collectives."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ dist.destroy_process_group()
 print(*done)
 """
 
-# The same with the Python tap: a call inside it at the end of the watch completes there.
+# With the Python tap, a call that is inside the tap at the end of the watch must complete.
 PYTHON_PROGRAM = """
 import os, sys, threading, time
 from contextlib import ExitStack
@@ -121,12 +119,10 @@ print(*done)
     ("tap", "watches"),
     [("native", 3_000), ("python", 1_000), *long(("native", 100_000), ("python", 20_000))],
 )
-def test_watches_do_not_harm_operations_of_other_threads(
+def test_operations_of_other_threads_succeed_while_watches_begin_and_end(
     tap: str, watches: int, tmp_path: Path
 ) -> None:
-    """Each operation of the threads succeeds, and a child that is forked meanwhile ends its
-    watch.
-    """
+    """A child that is forked meanwhile ends its watch."""
     if tap == "native" and native_tap.load() is None:
         pytest.skip("the native tap is not built")
     program = PROGRAM if tap == "native" else PYTHON_PROGRAM

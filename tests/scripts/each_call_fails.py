@@ -80,7 +80,7 @@ def case(
 ) -> dict[str, Any]:
     """Run a watch in which one call fails.
 
-    Return the differences by name, which are empty if it was harmless.
+    Return the differences by name. The result is empty if the failure was harmless.
     """
     lines.clear()
     found: dict[str, Any] = {}
@@ -149,7 +149,8 @@ def main() -> None:
     )
     for number, turn in enumerate(turns):
         nth, rounds = (turn - 1) % count + 1, (turn - 1) // count
-        # Each round uses another error for a call. If there are few calls, so does each place.
+        # Each round uses another error for a call. If there are few calls, each place also uses
+        # another error.
         error = int(errors[((nth if wanted else number) + rounds) % len(errors)])
         print(
             json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}),

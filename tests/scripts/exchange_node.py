@@ -1,5 +1,6 @@
-"""One node of an exchange: posts a number ten times a second, prints collected messages, and closes
-at end of input.
+"""Run one node of an exchange that posts a number ten times a second.
+
+The node prints collected messages, and closes at the end of input.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 The rank comes from any launcher, as in users' scripts.
 
-STEPS is the number of steps. SLOW_RANK sleeps 15 ms in each step from step 40 on. FAIL_RANK fails
-after FAIL_AFTER steps of its first attempt and creates the file FAILED. Rank 0 prints the last
-loss.
+STEPS is the number of steps. SLOW_RANK sleeps 15 ms in each step from step 40 on.
+
+FAIL_RANK fails after FAIL_AFTER steps of its first attempt and creates the file FAILED.
+
+Rank 0 prints the last loss.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def train(rank: int, world_size: int) -> None:
     loss = train_with(rank)
     if rank == 0:
         print("loss", loss, flush=True)
-    # train.py explains the reason.
+    # train.py explains the reason for this sleep.
     time.sleep(0.2)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Run launched.py under Ray Train with two workers on each of two nodes, and start their cluster.
+"""Run launched.py under Ray Train with two workers on each of two nodes, and start the cluster.
 
 Needs root.
 
@@ -47,7 +47,7 @@ def cluster() -> Iterator[None]:
     """Run two nodes with two processors each."""
     import ray
 
-    # The names of its sockets have a limited length.
+    # The length of Ray's socket names is limited.
     temporary = tempfile.mkdtemp(prefix="ray")
     of_nodes = {
         "node-a": (
@@ -86,7 +86,7 @@ def cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         for each in reversed(nodes):
-            # The signal also ends the processes that it has started.
+            # The signal also ends the processes that Ray has started.
             each.send_signal(signal.SIGTERM)
         for each in nodes:
             each.wait(30)

@@ -47,6 +47,6 @@ while not stop:
     # Check rarely, because each check reads the file system.
     stop[0] = float(step % 8 == 0 and Path("stop").exists())
     dist.all_reduce(stop)
-# train.py explains the reason.
+# train.py explains the reason for this sleep.
 time.sleep(0.2)
 dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""Start launched.py twice like a shell loop, without variables for local ranks: launched_loop.py
-FIRST_RANK
+"""Start launched.py twice like a shell loop, without variables for local ranks.
+
+usage: launched_loop.py FIRST_RANK
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Run launched.py's training by torch.multiprocessing with two ranks: launched_spawn.py FIRST_RANK
-WORLD_SIZE
+"""Run launched.py's training by torch.multiprocessing with two ranks.
+
+usage: launched_spawn.py FIRST_RANK WORLD_SIZE
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a little under watch() for an NVTX tool.
+"""Train a few steps under watch() for an NVTX tool.
 
 usage: nvtx_ranges.py FOLDER native|twin
 """

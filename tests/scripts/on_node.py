@@ -1,9 +1,11 @@
-"""Run a Python program on a simulated node: on_node.py NODE DELAY_S [-m] PROGRAM ARGS...
+"""Run a Python program on a simulated node.
+
+usage: on_node.py NODE DELAY_S [-m] PROGRAM ARGS...
 
 Needs root.
 
 A node is a pair of namespaces with a separate host name and shared memory. The program's children
-run on it too.
+run on the same node.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def enter(node: str) -> None:
 if __name__ == "__main__":
     _, name, delay_s, *program = sys.argv
     enter(name)
-    # Give each node another clock, so that run names made from local time would differ between
+    # Give each node another clock, because run names made from local time would then differ between
     # nodes.
     os.environ["TZ"] = f"NODE-{1 + sum(name.encode()) % 12}"
     time.tzset()

@@ -1,9 +1,12 @@
-"""Kill the sidecars of one run one after the other at random moments: sidecars_killed.py FOLDER
-KILLS SEED
+"""Kill the sidecars of one run one after the other at random moments.
 
-Between two kills the run's rank makes some steps. The sidecars write a segment and their state all
-the time, so many kills come during a write. Prints a line of JSON about the final state of the
-rank's records.
+usage: sidecars_killed.py FOLDER KILLS SEED
+
+Between two kills the run's rank makes some steps.
+
+The sidecars write a segment and their state all the time, so many kills interrupt a write.
+
+The script prints a line of JSON about the final state of the rank's records.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys
 # Also write states without their segments.
 schedule._SAVE_S = schedule._ACCOUNT_S = 0.002
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
-# Maximum life of a sidecar.
+# Maximum lifetime of a sidecar.
 LONGEST_S = 0.12
 # Limit for the first write of a sidecar.
 START_S = 10.0
@@ -45,7 +48,7 @@ def one(run_directory: RunDirectory) -> None:
 
 
 def saved(run_directory: RunDirectory) -> int | None:
-    """Return the time at which its state was last saved, or None."""
+    """Return the time at which the sidecar last saved its state, or None."""
     try:
         return run_directory.node_state("node-a").stat().st_mtime_ns
     except FileNotFoundError:
@@ -53,7 +56,7 @@ def saved(run_directory: RunDirectory) -> int | None:
 
 
 def half_written(run_directory: RunDirectory) -> set[tuple[str, int]]:
-    """Return its incomplete files and the times of their creation."""
+    """Return the sidecar's incomplete files and the times of their creation."""
     found = set()
     for folder_name, _, names in os.walk(run_directory.path):
         for name in names:
@@ -74,8 +77,8 @@ with run_without_traces(folder) as run:
                 one(run)
             finally:
                 os._exit(9)
-        # Kill half of them at a random moment after their start. Kill the other half in the middle
-        # of a write, for which a slow start on a busy machine leaves time.
+        # Kill half of the sidecars at a random moment after their start. Kill the other half in the
+        # middle of a write, for which a slow start on a busy machine leaves time.
         writes, state, before = number % 2 == 0, saved(run), half_written(run)
         until_s = time.monotonic() + (START_S if writes else draw.uniform(0, LONGEST_S))
         due_s = 0.0

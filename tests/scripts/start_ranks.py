@@ -1,4 +1,4 @@
-"""Start two ranks by multiprocessing without a launcher, so that no variable has the rank."""
+"""Start two ranks by multiprocessing without a launcher, which would set the rank in a variable."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ def rank_main(rank, store):
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    # train.py explains the reason.
+    # train.py explains the reason for this sleep.
     time.sleep(0.2)
     dist.destroy_process_group()
 

@@ -1,10 +1,14 @@
-"""A watched process forks children one after the other while one of its threads marks:
-storm_of_forks.py FOLDER FORKS
+"""Fork children of a watched process one after the other while one of its threads records.
 
-It needs a separate interpreter, because libraries of the test's process may start threads in each
-child. Each child counts its threads, including native ones, trains a step, and counts them again.
-Prints a line of JSON: the number of children by exit code, the parent's steps, and its run
-directory.
+usage: storm_of_forks.py FOLDER FORKS
+
+The script needs a separate interpreter, because libraries of the test's process may start threads
+in each child.
+
+Each child counts its threads, including native ones, trains a step, and counts them again.
+
+The script prints a line of JSON: the number of children by exit code, the parent's steps, and its
+run directory.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def ended(child: int) -> str:
-    """Return the exit status of the child. A child that does not end is killed."""
+    """Return the exit status of a child. A child that does not end is killed."""
     deadline_s = time.monotonic() + ENDS_WITHIN_S
     while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline_s:

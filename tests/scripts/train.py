@@ -1,9 +1,9 @@
-"""A training script that does not use torchlens_perf.
+"""Train with DistributedDataParallel under a launcher, without using torchlens_perf.
 
 usage: train.py [--workers fork|spawn] [--steps N] [--fail-at STEP] [--exit CODE]
 
-Trains with DistributedDataParallel under a launcher. Rank 0 prints the properties of its start that
-a script can observe, and a checksum of the trained parameters.
+Rank 0 prints the properties of its start that a script can observe, and a checksum of the trained
+parameters.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-# Sleep before the exit. torch 2.13's gloo threads drop Python objects after the last backward pass,
-# and a process that exits meanwhile aborts ("terminate called without an active exception", 8 of 25
-# unrecorded runs on a busy machine).
+# Sleep before the exit. gloo's threads in torch 2.13 drop Python objects after the last backward
+# pass. A process that exits meanwhile aborts with "terminate called without an active exception" (8
+# of 25 unrecorded runs on a busy machine).
 SETTLE_S = 0.2
 
 
 class Numbers(Dataset):
-    """Defined in __main__, so spawned workers must import this script again."""
+    """A data set defined in __main__, so spawned workers must import this script again."""
 
     def __len__(self):
         return 4096

@@ -1,6 +1,6 @@
 """Train in two threads at once.
 
-Arguments: the way to make gradients, the way to watch, and the steps of a trial.
+Arguments are the way to make gradients, the way to watch, and the steps of a trial.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ trials = [trial(seed) for seed in range(4 if LIKE != "federated" else 2)]
 models, optimizers, _ = zip(*trials, strict=True)
 with watch(list(models), list(optimizers)) if WATCHED == "all" else contextlib.nullcontext():
     if LIKE == "federated":
-        # In every round, new threads train the same models. In the first round the main thread
+        # New threads train the same models in every round. In the first round the main thread
         # trains too.
         losses = [run(number) for number in range(2)]
         for _ in range(4):

@@ -1,7 +1,11 @@
-"""DDP over gloo with a data loader, sections and a slow rank: train_slow_rank.py STEPS
+"""Train with DDP over gloo, a data loader, sections and a slow rank.
 
-Rank 1 sleeps in its forward pass, so it is slow on busy and idle machines. In step 2, a section of
-rank 0 ends with an exception. Another section's name has non-ASCII letters.
+usage: train_slow_rank.py STEPS
+
+Rank 1 sleeps in its forward pass, so it is slow on busy and idle machines.
+
+In step 2, a section of rank 0 ends with an exception. The name of another section has non-ASCII
+letters.
 """
 
 import contextlib

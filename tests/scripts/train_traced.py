@@ -1,6 +1,8 @@
-"""A training script with its own OpenTelemetry spans: train_traced.py [--watch] [STEPS]
+"""Train with the script's own OpenTelemetry spans.
 
-Only with --watch the script uses torchlens_perf. Rank 0 prints the exact losses. A launcher sets
+usage: train_traced.py [--watch] [STEPS]
+
+The script uses torchlens_perf only with --watch. Rank 0 prints the exact losses. A launcher sets
 the ranks.
 """
 

@@ -1,7 +1,7 @@
 """Train the same DDP model twice under one watch, the second time once the file `go` exists.
 
-The file RANK.json gets the parameters' digest of both times, the processor seconds of each step,
-and the process's threads and sockets.
+The file RANK.json contains the parameters' digest of both times, the processor seconds of each
+step, and the process's threads and sockets.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     partial = Path(f"{dist.get_rank()}.partial")
     partial.write_text(json.dumps(told))
     partial.rename(f"{dist.get_rank()}.json")
-    # train_two_ranks.py explains the reason.
+    # train_two_ranks.py explains the reason for this sleep.
     time.sleep(0.3)
     dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
-"""A small DistributedDataParallel run on gloo that does not use torchlens_perf: train_two_ranks.py
-STEPS
+"""Train a small DistributedDataParallel model on gloo without torchlens_perf.
+
+usage: train_two_ranks.py STEPS
 """
 
 import sys
@@ -22,8 +23,8 @@ def main(steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     # torch itself aborts in one of four such short runs ("terminate called without an active
-    # exception", also without torchlens_perf) if the group ends while gloo's threads finish the
-    # last collective.
+    # exception"), also without torchlens_perf. The reason is that the group ends while gloo's
+    # threads finish the last collective.
     time.sleep(0.3)
     dist.destroy_process_group()
 

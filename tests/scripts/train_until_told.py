@@ -1,5 +1,6 @@
-"""Train about 300 steps a second until the file STOP exists: train_until_told.py FOLDER STOP
-[STEPS]
+"""Train about 300 steps a second until the file STOP exists.
+
+usage: train_until_told.py FOLDER STOP [STEPS]
 """
 
 from __future__ import annotations

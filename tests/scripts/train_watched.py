@@ -1,7 +1,8 @@
-"""Train under a watch, and create the file FLAG inside it after the last step: train_watched.py
-FOLDER STEPS [FLAG]
+"""Train under a watch, and create the file FLAG inside it after the last step.
 
-Prints its parameters, its process id, and its run directory.
+usage: train_watched.py FOLDER STEPS [FLAG]
+
+The script prints its parameters, its process id, and its run directory.
 """
 
 from __future__ import annotations

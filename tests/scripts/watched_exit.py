@@ -1,6 +1,6 @@
-"""Train inside a watch: watched_exit.py FILE.
+"""Train inside a watch, and report the watch's additions to the process and its body's end.
 
-Report the watch's additions to the process, and its body's end.
+usage: watched_exit.py FILE
 """
 
 import contextlib

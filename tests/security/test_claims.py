@@ -1,4 +1,4 @@
-"""The tests that docs/explanation/security.md names for its claims exist."""
+"""Test that the tests exist that docs/explanation/security.md names for its claims."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.processes import ROOT
 
 
 def test_tests_named_in_security_claims_exist() -> None:
-    """Files and functions exist, and each test in this folder belongs to a claim."""
+    """Each test in this folder must belong to a claim."""
     text = (ROOT / "docs/explanation/security.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)(?:::([a-z_0-9]+))?`", text)
     assert len(named) > 20

@@ -1,5 +1,5 @@
-"""The user's Authorization header reaches the configured endpoint unchanged, and no other
-server.
+"""Tests that the user's Authorization header reaches the configured endpoint unchanged, and no
+other server.
 """
 
 from __future__ import annotations
@@ -65,17 +65,15 @@ def _export(address: str, header: str = _HEADER) -> Outcome:
     return sent("http/protobuf", [], ENDPOINT=address, TIMEOUT="2", **told).outcome
 
 
-def test_header_has_priority_over_netrc(leaving: ExitStack) -> None:
+def test_users_header_has_priority_over_netrc(leaving: ExitStack) -> None:
     """The header arrives as the user has set it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address) is Outcome.DELIVERED
     assert endpoint.received == [_HEADER]
 
 
-def test_netrc_password_is_not_sent(leaving: ExitStack) -> None:
-    """Without a header no password is sent: one for a machine is not meant for every server
-    on it.
-    """
+def test_netrc_password_is_not_sent_without_a_header(leaving: ExitStack) -> None:
+    """A password for a machine is not meant for every server on it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address, header="") is Outcome.DELIVERED
     assert endpoint.received == [None]

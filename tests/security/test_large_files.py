@@ -1,5 +1,6 @@
-"""Files of any size in a run directory: a large file is reported in one line, and the rest of the
-run is shown.
+"""Tests of files of any size in a run directory.
+
+A large file is reported in one line, and the rest of the run is shown.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def many_columns(path: Path) -> None:
 
 
 def repeated_text(path: Path) -> None:
-    """Write a million rows with the same text of a megabyte, a terabyte of text in total."""
+    """Write a million rows with the same text of a megabyte, which is a terabyte in total."""
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = pa.DictionaryArray.from_arrays(
         pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * (1 << 20)])
@@ -108,7 +109,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("make", [sparse, nested])
 @pytest.mark.parametrize("name", ["nodes/other-0001.json", f"captures/{_ID}.request.json"])
-def test_report_names_a_json_file_that_cannot_be_read(
+def test_report_names_a_json_file_that_is_too_large_to_read(
     run: RunDirectory, name: str, make: Callable[[Path], None]
 ) -> None:
     make(run.path / name)
@@ -132,7 +133,7 @@ def test_report_of_a_single_too_large_state_is_one_line(run: RunDirectory) -> No
 
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
 @pytest.mark.parametrize("folder", ["steps", "spans", "gpus"])
-def test_page_names_a_parquet_file_that_cannot_be_read(
+def test_page_names_a_parquet_file_that_is_too_large_to_read(
     run: RunDirectory, folder: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (state,) = run.nodes.glob("*.json")
@@ -146,7 +147,7 @@ def test_page_names_a_parquet_file_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
-def test_replay_leaves_out_a_segment_that_cannot_be_read(
+def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
     run: RunDirectory, make: Callable[[Path], None]
 ) -> None:
     (state,) = run.nodes.glob("*.json")
@@ -157,8 +158,8 @@ def test_replay_leaves_out_a_segment_that_cannot_be_read(
     assert bad.name in notes[0]
 
 
-def test_sizes_of_other_read_files_are_bounded(run: RunDirectory, tmp_path: Path) -> None:
-    """Files other than tables and states are bounded too."""
+def test_sizes_of_other_files_are_limited(run: RunDirectory, tmp_path: Path) -> None:
+    """The files are neither tables nor states."""
     (state,) = run.nodes.glob("*.json")
     sparse(run.node_rings(state.stem))
     assert run.kept_rings(state.stem) == []
@@ -178,7 +179,7 @@ def allocate(size: int) -> int:
     return len(bytearray(size))
 
 
-def test_reader_has_a_memory_limit() -> None:
+def test_reader_process_of_the_live_page_has_a_memory_limit() -> None:
     """A viewer gets a message. The test needs its own process, because the limit is permanent."""
     program = (
         "import resource\n"

@@ -1,5 +1,6 @@
-"""Native code is loaded only from folders that no other user can write to: the NCCL plugin, and the
-doctor's message.
+"""Tests that native code is loaded only from folders that no other user can write to.
+
+Tested are the NCCL plugin and the doctor's message.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("level", range(3))
-def test_plugin_that_others_can_change_is_not_set(level: int, plugin: Path) -> None:
+def test_plugin_that_other_users_can_change_is_not_used(level: int, plugin: Path) -> None:
     """NCCL does not get the plugin, and the reason names the file or folder."""
     assert nccl_plugin.path() == plugin
     part = [plugin, *plugin.parents][level]
@@ -57,7 +58,7 @@ def test_doctor_reports_a_relative_or_empty_cache_path(
 
 
 def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Different builds of one torch version have different taps."""
+    """The builds have the same torch version."""
     import torch
 
     before = native_tap.file_name()

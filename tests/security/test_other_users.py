@@ -1,5 +1,6 @@
-"""Folders, links, FIFOs and requests of other users, with real owners and modes, are refused or
-ignored.
+"""Tests that folders, links, FIFOs and requests of other users are refused or ignored.
+
+Owners and modes are real.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def world(tmp_path: Path) -> Path:
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/nodes"])
 def test_folder_of_another_user_in_a_sticky_folder_is_refused(theirs: str, world: Path) -> None:
-    """In a folder like /tmp, folders of other users are refused and stay unchanged."""
+    """/tmp is such a folder. The other user's folder stays unchanged."""
     folder = world / theirs
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -61,7 +62,7 @@ def test_folder_of_another_user_in_a_sticky_folder_is_refused(theirs: str, world
 
 @as_root
 def test_folder_of_another_user_is_accepted_in_a_team_folder(tmp_path: Path) -> None:
-    """In a folder that few users can write to, `dir` may belong to another user."""
+    """Few users can write to a team folder, so `dir` may belong to another user."""
     folder = tmp_path / "team" / "perf"
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -73,10 +74,8 @@ def test_folder_of_another_user_is_accepted_in_a_team_folder(tmp_path: Path) -> 
 
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/steps"])
-def test_link_in_place_of_a_folder_is_not_followed(
-    theirs: str, world: Path, tmp_path: Path
-) -> None:
-    """A link in place of a folder is not followed, and its target stays unchanged."""
+def test_link_in_place_of_a_folder_is_refused(theirs: str, world: Path, tmp_path: Path) -> None:
+    """The link's target stays unchanged."""
     target = tmp_path / "target"
     target.mkdir()
     link = world / theirs
@@ -92,10 +91,10 @@ def test_link_in_place_of_a_folder_is_not_followed(
 
 
 @as_root
-def test_other_place_is_used_if_another_user_has_the_folder(
+def test_second_local_folder_is_used_if_another_user_has_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user who creates the folder first blocks one place and not the other.
+    """Another user may create one of the two folders in advance.
 
     If both are blocked, the error is reported.
     """
@@ -118,7 +117,7 @@ def test_other_place_is_used_if_another_user_has_the_folder(
 
 
 def test_written_files_replace_a_link_without_following_it(tmp_path: Path) -> None:
-    """Files that are written at once replace a link without following it.
+    """Files that are written at once replace the link.
 
     A log that is a link is refused.
     """
@@ -146,7 +145,7 @@ def test_log_of_another_user_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["../x", "/tmp/x", "..", "a/../../x", "\x1b[2J", "x\ny"])
 def test_run_id_becomes_the_name_of_a_single_folder(where: str) -> None:
-    """A run id from any launcher becomes the name of a single folder."""
+    """The run id may come from any launcher."""
     found = detect({"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed").run_id
 
     assert found == "claimed" or directory._RUN_ID.fullmatch(found)
@@ -154,7 +153,7 @@ def test_run_id_becomes_the_name_of_a_single_folder(where: str) -> None:
 
 
 def test_claim_that_leads_out_of_the_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim in shared memory that points outside of the folder is refused."""
+    """The claim is a file in shared memory."""
     monkeypatch.setattr(directory, "_claimed", lambda *_: "../../home/me")
     with pytest.raises(RunStoreError, match="is no run id"):
         directory.claim_run_id("digest", 1)
@@ -176,7 +175,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
-    """A FIFO in place of any file that a sidecar or a report reads or writes does not block."""
+    """The file is one that a sidecar or a report reads or writes."""
     places = [
         run.node_state(HOST), run.node_rings(HOST), run.node_log(HOST), run.spans / f"{HOST}-000001.parquet",
         run.captures / "one.request.json", run.node_state(HOST).with_suffix(".partial"), run.path / "some.ring",
@@ -217,7 +216,7 @@ def test_report_of_a_run_of_fifos_ends_with_one_line(run: RunDirectory) -> None:
 
 @as_root
 def test_sidecar_refuses_a_run_of_another_user(run: RunDirectory) -> None:
-    """The run is refused, and no lock is left on this node."""
+    """No lock is left on this node."""
     for folder in [run.path, *run.path.iterdir()]:
         os.chown(folder, SOMEBODY, SOMEBODY)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
@@ -236,8 +235,7 @@ def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = Fal
 
 
 @as_root
-def test_capture_request_of_another_user_is_ignored(run: RunDirectory) -> None:
-    """The request is ignored, with a note."""
+def test_capture_request_of_another_user_is_ignored_with_a_note(run: RunDirectory) -> None:
     _ask(run)
     os.chown(captures.request_path(run.captures, "one"), SOMEBODY, SOMEBODY)
     relay = CaptureRelay(run)
@@ -252,9 +250,7 @@ def test_capture_request_of_another_user_is_ignored(run: RunDirectory) -> None:
 def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar refuses requests with too many ranks or bytes on disk, whichever
-    user wrote them.
-    """
+    """The owner of the request does not matter."""
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
     live = {
@@ -279,7 +275,7 @@ def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
 
 
 def test_file_in_place_of_a_folder_raises_and_stays(tmp_path: Path) -> None:
-    """If a folder is refused, the folders created for it are removed."""
+    """The folders created before the error are removed."""
     file = tmp_path / "run"
     file.write_text(json.dumps({}))
     with pytest.raises(OSError, match="Not a directory"):

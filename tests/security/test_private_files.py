@@ -1,5 +1,6 @@
-"""Only the user can read the files of a run, whatever the umask, or also the group if the user asks
-for it.
+"""Tests that only the user, or on request also the group, can read the files of a run.
+
+The umask makes no difference.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torchlens_perf.run.captures import Request
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import KINDS, Mailbox
 
-# It trains and prints the modes of files in shared memory during the run, and of an out-of-memory
-# table.
+# A program that trains and prints modes: of files in shared memory during the run, and of an
+# out-of-memory table.
 _JOB = """
 import json, os, sys, time
 os.umask(int(sys.argv[3], 8))
@@ -80,7 +81,7 @@ def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
 def test_files_of_a_run_are_private_or_shared_like_their_folder(
     umask: str, share: str, folders: int, files: int, tmp_path: Path
 ) -> None:
-    """Folders, records, states, logs, tables and the report have the right modes.
+    """Folders, records, states, logs, tables and the report are checked.
 
     Shared memory is always private.
     """
@@ -101,7 +102,7 @@ def test_files_of_a_run_are_private_or_shared_like_their_folder(
 
 
 def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
-    """The folder, a request and a rank's files have the right modes."""
+    """The folder, a request and a rank's files are checked."""
     made = make_run(tmp_path)
     before = os.umask(0)
     try:
@@ -122,7 +123,7 @@ def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
 
 
 def test_mailbox_is_private_even_in_a_shared_folder(tmp_path: Path) -> None:
-    """The mailbox from sidecar to rank is never shared. A log in a shared folder is."""
+    """Only the sidecar's log is shared there."""
     before = os.umask(0)
     try:
         mailboxes = [Mailbox(tmp_path / "rank.ring", kind) for kind in KINDS]

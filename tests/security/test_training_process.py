@@ -1,5 +1,5 @@
-"""Things that the training process never does: unpickle, communicate, handle signals, wait at its
-end, open sockets.
+"""Tests of things that the training process never does: unpickle, communicate, handle signals, wait
+at its end, open sockets.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ _ALLOWED = {
         "urllib.parse.parse_qsl",
         "urllib.parse.urlencode",
         "urllib.parse.urlsplit",
-    },  # of a text
-    "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # of a text
-    "run.location": {"urllib.parse.unquote"},  # of a text
-    "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # gives theirs back
-    "recorder.torch_instruments": {"pickle.dumps"},  # a memory snapshot, for torch's own viewer
-    "run.identity": {"socket.gethostname"},  # opens nothing
+    },  # A method of a text.
+    "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # A method of a text.
+    "run.location": {"urllib.parse.unquote"},  # A method of a text.
+    # Restores the user's handler.
+    "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},
+    # Writes a memory snapshot for torch's own viewer.
+    "recorder.torch_instruments": {"pickle.dumps"},
+    "run.identity": {"socket.gethostname"},  # Opens no socket.
     "run.place.node": {"socket.gethostname"},
     "run.ring": {"signal.SIGUSR2"},
     # Loaded only by OpenTelemetry's own tools, if the user runs them in the process.
@@ -61,9 +63,10 @@ _ALLOWED = {
         "opentelemetry.sdk.resources.ResourceDetector",
         "socket.gethostname",
     },
-    "cuda.aggregate": {"dist.all_reduce"},  # aggregate="device", which is asked for
+    # Communicates for aggregate="device", which the user must request.
+    "cuda.aggregate": {"dist.all_reduce"},
     "hooks.on_device.cuda_device": {"dist.all_reduce", "dist.new_group"},
-    "hooks.on_device.data_parallel": {"dist.reduce"},  # the name of what it wraps
+    "hooks.on_device.data_parallel": {"dist.reduce"},  # The name of the wrapped function.
 }
 _THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
 
@@ -104,7 +107,7 @@ def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
     """Return the modules that a watched and an unwatched process have loaded at their end.
 
-    Threads and signals are equal.
+    Check that threads and signals are equal.
     """
     folder = tmp_path_factory.mktemp("job")
     watched, process = _said("watched", folder)
@@ -135,7 +138,7 @@ def _used(tree: ast.AST) -> Iterator[str]:
             )
             if name in _THREADS:
                 yield f"threading.{name}"
-            # A generator's send() is no communication: the call must be one of torch.distributed.
+            # A generator's send() is no communication, so only calls of torch.distributed count.
             owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
             if name in _COLLECTIVES and (not owner or "dist" in owner):
                 yield f"dist.{name}"
@@ -157,7 +160,7 @@ def _found(modules: set[str]) -> dict[str, set[str]]:
     return {module: used for module, used in found.items() if used}
 
 
-def test_files_of_the_training_process_use_nothing_banned(
+def test_files_of_the_training_process_use_no_banned_function(
     loaded: tuple[set[str], set[str]],
 ) -> None:
     prefix = "torchlens_perf."
@@ -167,7 +170,7 @@ def test_files_of_the_training_process_use_nothing_banned(
     assert _found(ours) == {}
 
 
-def test_search_finds_every_banned_use() -> None:
+def test_source_search_finds_every_banned_use() -> None:
     source = "\n".join([
         "import pickle, ssl as s", "from signal import signal", "import torch.distributed as dist", "import atexit",
         "pickle.loads(b'')", "s.create_default_context()", "dist.barrier()", "atexit.register(thread.join)",
@@ -182,10 +185,7 @@ def test_search_finds_every_banned_use() -> None:
 def test_watch_loads_no_network_pickle_or_sidecar_modules(
     loaded: tuple[set[str], set[str]],
 ) -> None:
-    """A watched process loads no further modules for networks, pickles or the sidecar.
-
-    Torch itself loads some of the standard library.
-    """
+    """torch itself loads some of these modules from the standard library."""
     watched, unwatched = loaded
     more = watched - unwatched
     roots = {name.partition(".")[0] for name in more}

@@ -1,5 +1,6 @@
-"""No output controls a terminal: hostile text in a node's state and in names of folders and files
-is escaped.
+"""Tests that no output controls a terminal.
+
+Hostile text in a node's state and in names of folders and files is escaped.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def _printed(*arguments: str) -> str:
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25
 )
-def test_texts_of_a_node_state_are_escaped(
+def test_texts_of_a_node_state_are_escaped_in_all_outputs(
     data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Texts of a state are escaped in the report, its JSON and the errors of `capture`."""
+    """Outputs are the report, its JSON and the errors of `capture`."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True, exist_ok=True)
     where = data.draw(st.sampled_from(texts_in(state)))
@@ -122,13 +123,13 @@ def test_texts_of_a_node_state_are_escaped(
 def test_hostile_notes_and_names_are_escaped_in_the_report(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The report is written in spite of hostile notes and names, and has everything else."""
+    """The report contains everything else unchanged."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
     value = json.loads(json.dumps(state))
     value["notes"] = [
         each for each in _HOSTILE if each != "\ud800"
-    ]  # JSON cannot have a lone surrogate.
+    ]  # JSON cannot contain a lone surrogate.
     for process in value["processes"].values():
         process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
     run.node_state(HOST).write_text(json.dumps(value))
@@ -142,7 +143,7 @@ def test_hostile_notes_and_names_are_escaped_in_the_report(
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
-def test_command_line_arguments_are_escaped(text: str) -> None:
+def test_command_line_arguments_are_escaped_in_messages(text: str) -> None:
     """Names of runs, faults and options may be pasted text."""
     for arguments in (
         ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
@@ -156,10 +157,10 @@ def test_command_line_arguments_are_escaped(text: str) -> None:
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
-def test_texts_of_a_capture_are_escaped(
+def test_texts_of_a_captured_rank_are_escaped(
     text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Texts from a rank are escaped in the output of `capture` and in the report."""
+    """Outputs are those of `capture` and the report."""
     from torchlens_perf.commands import capture
 
     run = make_run(tmp_path_factory.mktemp("capture"))
@@ -187,7 +188,6 @@ def test_settings_are_escaped_by_doctor(text: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_printable_returns_one_line_and_keeps_harmless_text() -> None:
-    """The result is one line, and harmless text is unchanged."""
     assert printable("blocks.0.attn") == "blocks.0.attn"
     assert printable("größe 测试 \U0001f600") == "größe 测试 \U0001f600"
     assert printable("\x1b[31m\u202e\ud800\n") == "?[31m???"

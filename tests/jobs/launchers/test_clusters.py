@@ -1,4 +1,4 @@
-"""Jobs under the installed srun, mpirun, DeepSpeed launcher and Ray, on two nodes of this
+"""Tests of jobs under the installed srun, mpirun, DeepSpeed launcher and Ray, on two nodes of this
 machine.
 """
 
@@ -76,7 +76,7 @@ def agent(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_mpirun_of_open_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
+def test_mpirun_of_open_mpi_records_all_ranks_in_one_run(tmp_path: Path, agent: str) -> None:
     need("mpirun.openmpi")
     command = [
         "mpirun.openmpi", "--allow-run-as-root", "--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", "lo",
@@ -88,8 +88,8 @@ def test_mpirun_of_open_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: st
     check_numbers(done, "Open MPI")
 
 
-def test_mpirun_of_mpich_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
-    """MPICH's mpirun (Hydra), which Intel MPI's resembles, sets no variable that names the job."""
+def test_mpirun_of_mpich_records_all_ranks_in_one_run(tmp_path: Path, agent: str) -> None:
+    """MPICH's mpirun (Hydra), like Intel MPI's, sets no variable that names the job."""
     need("mpirun.mpich")
     command = [
         "mpirun.mpich", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
@@ -99,7 +99,7 @@ def test_mpirun_of_mpich_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) 
     check_numbers(done, "Hydra")
 
 
-def test_mpiexec_of_intel_mpi_makes_one_run_of_all_ranks(tmp_path: Path, agent: str) -> None:
+def test_mpiexec_of_intel_mpi_records_all_ranks_in_one_run(tmp_path: Path, agent: str) -> None:
     """mpiexec of Intel MPI sets a variable that names the job."""
     root = os.environ.get("I_MPI_ROOT", "")
     if not os.path.exists(f"{root}/bin/mpiexec.hydra"):
@@ -124,7 +124,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield environ
 
 
-def test_srun_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_srun_records_all_ranks_in_one_run(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Each task is a rank. Job id and step id name the run, which is the same on all nodes."""
     command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--unbuffered", sys.executable, SCRIPT]
     done = run_both(tmp_path, command, **slurm, **store())
@@ -132,7 +132,7 @@ def test_srun_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[str, str]) 
     assert done.runs[0].run_id.startswith("slurm-")
 
 
-def test_srun_of_shells_makes_one_run_of_all_ranks(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_srun_of_shells_records_all_ranks_in_one_run(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Each task is a shell that starts the rank, so ranks of a node share no parent.
 
     The cyclic distribution puts ranks 0 and 2 on one node, and 1 and 3 on the other.
@@ -162,7 +162,7 @@ def python_with(package: str) -> str:
     return python
 
 
-def test_ray_train_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
+def test_ray_train_records_all_ranks_in_one_run(tmp_path: Path) -> None:
     """Ray Train runs on a cluster of two nodes. Its workers are children of Ray's daemons."""
     python = python_with("ray")
     done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
@@ -173,10 +173,10 @@ def test_ray_train_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
     assert all(rank["steps"] >= STEPS - 1 for rank in done.report()["ranks"])
 
 
-def test_deepspeed_launcher_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
+def test_deepspeed_launcher_records_all_ranks_in_one_run(tmp_path: Path) -> None:
     """DeepSpeed's launcher runs once on each node."""
     python = python_with("deepspeed")
-    # Decodes to {"node-a": [0, 1], "node-b": [0, 1]}.
+    # The text decodes to {"node-a": [0, 1], "node-b": [0, 1]}.
     where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"
     given = store()
     commands = [

@@ -1,7 +1,6 @@
-"""A live elastic job on two nodes: every feature still works after a failure, and when nodes leave
-and join.
+"""Tests of a live elastic job on two nodes after a failure, and when nodes leave and join.
 
-Its nodes share a disk and a rendezvous that runs on neither of them, so each node may leave.
+The nodes share a disk and a rendezvous that runs on neither of them, so each node may leave.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ pytestmark = [
 ]  # fmt: skip
 SCRIPT = str(SCRIPTS / "launched_elastic.py")
 WITHIN_S = 180.0
-# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
-# with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
+# without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class ElasticJob:
     """torchrun agents, one per node, each with two ranks.
 
-    Two run inside the context, and all have ended after it.
+    Two agents run inside the context, and all agents are ended with it.
     """
 
     def __init__(self, folder: Path, nodes: str, **environment: str) -> None:
@@ -99,7 +98,7 @@ class ElasticJob:
         return path
 
     def stop(self) -> None:
-        """End the job regularly."""
+        """End the job normally."""
         self.tell("stop")
         for agent in self._agents.values():
             assert agent.wait(60) == 0, self.said()
@@ -116,7 +115,7 @@ class ElasticJob:
         return [RunDirectory(path.parent) for path in found if not path.parent.is_symlink()]
 
     def report(self) -> dict[str, Any]:
-        """Return the command's current report on the run, or nothing without a run."""
+        """Return the command's current report on the run, or an empty report without a run."""
         if len(self.runs) != 1 or not list(self.runs[0].nodes.glob("*.json")):
             return {}
         value: dict[str, Any] = as_json(
@@ -151,7 +150,7 @@ class ElasticJob:
 
 
 def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any]], bool]:
-    """Return True if exactly these ranks of that attempt make steps."""
+    """Return True if exactly the given ranks of the attempt make steps."""
 
     def wanted(report: dict[str, Any]) -> bool:
         return [(rank["rank"], rank["attempt"], rank["state"]) for rank in report["ranks"]] == [
@@ -162,7 +161,7 @@ def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any
 
 
 def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the first verdict of this kind. Ended verdicts have separate kinds."""
+    """Return the first verdict of a kind. Ended verdicts have separate kinds."""
     return next((each for each in report["verdicts"] if each["kind"] == kind), None)
 
 
@@ -193,9 +192,9 @@ def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run a job on two nodes in which a worker of the second one fails.
+    """Run a job on two nodes in which a worker of the second node fails.
 
-    Return data from before and after.
+    Return data from before and after the failure.
     """
     bodies: list[bytes] = []
 
@@ -240,8 +239,9 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen
 
 
-def test_all_ranks_continue_after_a_failure(failed: dict[str, Any]) -> None:
-    """One run contains all ranks of the second attempt."""
+def test_run_contains_all_ranks_of_the_second_attempt_after_a_failure(
+    failed: dict[str, Any],
+) -> None:
     assert len(failed["runs"]) == 1
     assert [(rank["rank"], rank["attempt"], rank["state"]) for rank in failed["end"]["ranks"]] == [
         (rank, 1, "closed") for rank in range(4)
@@ -249,8 +249,7 @@ def test_all_ranks_continue_after_a_failure(failed: dict[str, Any]) -> None:
     assert max(node.findings.compared for node in failed["nodes"]) == 4
 
 
-def test_ranks_can_be_captured_after_a_failure(failed: dict[str, Any]) -> None:
-    """A rank on either node can be captured in the second attempt."""
+def test_rank_on_either_node_can_be_captured_after_a_failure(failed: dict[str, Any]) -> None:
     assert failed["codes"] == [0, 0]
     assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [
         (0, 1, ""),
@@ -260,15 +259,14 @@ def test_ranks_can_be_captured_after_a_failure(failed: dict[str, Any]) -> None:
 
 
 def test_spans_of_all_ranks_are_in_one_trace_after_a_failure(failed: dict[str, Any]) -> None:
-    """The spans of all ranks of a step are in one trace, in both attempts."""
+    """Each step has one trace in both attempts."""
     whole = {attempt for (attempt, _), ranks in failed["traces"].items() if ranks == {0, 1, 2, 3}}
 
     assert whole == {0, 1}
     assert {attempt for attempt, _ in failed["traces"]} == {0, 1}
 
 
-def test_slow_rank_is_named_after_a_failure(failed: dict[str, Any]) -> None:
-    """Node 0 names the rank of the other node."""
+def test_slow_rank_of_the_other_node_is_named_after_a_failure(failed: dict[str, Any]) -> None:
     found = verdict(failed["slow"], "straggler")
     assert found is not None
     assert found["rank"] == 3
@@ -277,7 +275,7 @@ def test_slow_rank_is_named_after_a_failure(failed: dict[str, Any]) -> None:
 def test_missing_rank_of_a_hang_is_named_after_a_failure(failed: dict[str, Any]) -> None:
     """The verdict names the rank that other ranks wait for.
 
-    The ended processes of the first attempt are no hang.
+    The ended processes of the first attempt do not count as a hang.
     """
     found = verdict(failed["hang"], "hang")
     assert found is not None
@@ -319,10 +317,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_remaining_node_judges_after_rank_0_moves_to_it(moved: dict[str, Any]) -> None:
-    """The remaining node gets rank 0 and judges.
-
-    The ranks that have left are not reported as missing.
-    """
+    """Ranks that have left are not reported as missing."""
     assert {rank["host"] for rank in moved["two"]["ranks"]} == set(NODES)
     (host,) = {rank["host"] for rank in moved["one"]["ranks"]}
     assert host != moved["two"]["ranks"][0]["host"]
@@ -333,8 +328,7 @@ def test_remaining_node_judges_after_rank_0_moves_to_it(moved: dict[str, Any]) -
     assert found["evidence"]["waiting"] == [0]
 
 
-def test_node_that_joins_has_the_same_run_and_attempt(moved: dict[str, Any]) -> None:
-    """The node has the same run and attempt as the other one, and is compared with it."""
+def test_node_that_joins_is_compared_in_the_same_run_and_attempt(moved: dict[str, Any]) -> None:
     assert {rank["host"] for rank in moved["again"]["ranks"]} == set(NODES)
     found = verdict(moved["slow"], "straggler")
     assert found is not None

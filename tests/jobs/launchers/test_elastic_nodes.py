@@ -1,6 +1,6 @@
-"""A worker fails on one of two nodes.
+"""Tests of a worker that fails on one of two nodes.
 
-Only its agent counts a restart, but the job continues as one run.
+Only the agent of that node counts a restart, but the job continues as one run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
-# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
-# with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
+# without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.mark.long
-def test_node_0_judges_all_ranks_after_a_worker_fails(tmp_path: Path) -> None:
-    """The exchange continues afterwards: node 0 judges all ranks of the same attempt in one run."""
+def test_node_0_judges_all_ranks_of_one_run_after_a_worker_fails(tmp_path: Path) -> None:
+    """The exchange continues after the failure, and all ranks have the same attempt."""
     job = c10d(free_port(), "--max-restarts=2")
     environment = {
         "SLOW_RANK": str(SLOW_RANK),
@@ -49,9 +49,8 @@ def test_node_0_judges_all_ranks_after_a_worker_fails(tmp_path: Path) -> None:
     assert sorted((each.attempt, each.rank) for each in processes) == [
         (n, rank) for n in range(2) for rank in range(4)
     ]
-    # The launchers' restart counts usually differ between the nodes, which is the reason for this
-    # test. They are equal if the other node's ranks fail, having lost their peer, before their
-    # agent is informed.
+    # The launchers' restart counts usually differ between the nodes, which this test needs. The
+    # counts are equal if the other node's ranks fail before their agent learns of the failure.
     assert {each.restarts for each in processes if each.attempt == 1} in ({0, 1}, {1})
     assert max(node.findings.compared for node in nodes) == 4
     assert done.straggler() is not None, value["verdicts"]

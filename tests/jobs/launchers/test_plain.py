@@ -1,6 +1,7 @@
-"""Launchers that set few variables: shell loops, torch.multiprocessing, Accelerate, Lightning.
+"""Tests of launchers that set few variables: shell loops, torch.multiprocessing, Accelerate,
+Lightning.
 
-Both nodes must share one run.
+The two nodes must share one run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def store() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_ranks_started_by_a_loop_are_one_run(tmp_path: Path) -> None:
+def test_ranks_started_by_a_loop_are_recorded_in_one_run(tmp_path: Path) -> None:
     """Only MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are set.
 
     Each node finds out which ranks are local.
@@ -44,9 +45,9 @@ def test_ranks_started_by_a_loop_are_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_started_by_spawn_are_one_run(tmp_path: Path) -> None:
-    """Only torch.distributed has the rank and the world size, as torch.multiprocessing sets no
-    variables.
+def test_ranks_started_by_spawn_are_recorded_in_one_run(tmp_path: Path) -> None:
+    """torch.multiprocessing sets no variables, so only torch.distributed has rank and
+    world size.
     """
     script = str(SCRIPTS / "launched_spawn.py")
     run_both(
@@ -58,7 +59,7 @@ def test_ranks_started_by_spawn_are_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_started_by_a_shell_loop_are_one_run(tmp_path: Path) -> None:
+def test_ranks_started_by_a_shell_loop_are_recorded_in_one_run(tmp_path: Path) -> None:
     """Each rank is a fresh interpreter in a separate shell."""
     loop = 'for i in 0 1; do (export RANK=$(($2 + i)); "$0" "$1"; true) & done; wait'
     commands = [
@@ -69,8 +70,8 @@ def test_ranks_started_by_a_shell_loop_are_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_spawned_as_fresh_interpreters_are_one_run(tmp_path: Path) -> None:
-    """mp.spawn starts fresh interpreters."""
+def test_ranks_spawned_as_fresh_interpreters_are_recorded_in_one_run(tmp_path: Path) -> None:
+    """mp.spawn starts the interpreters."""
     script = str(SCRIPTS / "launched_spawn.py")
     commands = [
         by_shell(node, sys.executable, script, first, "4")
@@ -80,7 +81,7 @@ def test_ranks_spawned_as_fresh_interpreters_are_one_run(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_accelerate_launch_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
+def test_accelerate_launch_records_all_ranks_in_one_run(tmp_path: Path) -> None:
     """`accelerate launch` runs on two machines."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     port = free_port()
@@ -95,8 +96,8 @@ def test_accelerate_launch_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_lightning_launcher_makes_one_run_of_all_ranks(tmp_path: Path) -> None:
-    """Lightning's own launcher: rank 0 of a node is the script, which starts the other ranks."""
+def test_lightning_launcher_records_all_ranks_in_one_run(tmp_path: Path) -> None:
+    """Rank 0 of a node is the script, which starts the other ranks."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     script = str(SCRIPTS / "launched_lightning.py")
     commands = [

@@ -1,5 +1,6 @@
-"""torchrun's rendezvous types on two nodes: one run includes both, and the slow rank of the second
-is named.
+"""Tests of torchrun's rendezvous types on two nodes.
+
+One run includes both nodes, and the slow rank of the second node is named.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 
-# Same as --rdzv-backend=c10d.
+# This rendezvous equals --rdzv-backend=c10d.
 C10D = {"PET_RDZV_BACKEND": "c10d"}
 
 
@@ -51,7 +52,7 @@ def c10d(port: int, *arguments: str) -> list[list[str]]:
 
 
 def check(done: Done) -> None:
-    """Check that one run includes both nodes and names the slow rank of the second one."""
+    """Check that one run includes both nodes and names the slow rank of the second node."""
     value = done.report()
     assert value["run"]["nodes"] == sorted(NODES)
     assert [rank["rank"] for rank in value["ranks"]] == [0, 1, 2, 3]
@@ -74,18 +75,18 @@ def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
 
 @pytest.mark.long
 def test_static_rendezvous_makes_one_run_named_by_node_0(tmp_path: Path) -> None:
-    """The run id is "none" and the port is fixed in advance.
+    """The run id is "none", and the port is fixed.
 
-    Nodes learn the run's name from node 0.
+    Other nodes receive the run's name from node 0.
     """
     run_both(tmp_path, *static(free_port()))
 
 
 @pytest.mark.long
-def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
-    """A static rendezvous with the same id in the same folder makes a new run.
+def test_reused_rendezvous_id_makes_a_new_run(tmp_path: Path) -> None:
+    """A static rendezvous has the same id in the same folder.
 
-    No run mixes processes of both.
+    No run mixes processes of both jobs.
     """
     job = static(free_port(), "--rdzv-id=100")
     run(tmp_path, *job, STEPS="20")
@@ -102,5 +103,5 @@ def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_c10d_rendezvous_makes_one_run_named_by_its_endpoint(tmp_path: Path) -> None:
-    """All nodes know node 0's address and port, which name the run."""
+    """All nodes know node 0's address and port."""
     run_both(tmp_path, *c10d(free_port()), **C10D)
