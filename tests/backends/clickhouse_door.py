@@ -1,8 +1,10 @@
-"""An HTTP server for ClickHouse's engine in chdb, which has no server of its own. It runs in chdb's
-environment.
+"""An HTTP server for ClickHouse's engine in chdb, which has no server of its own.
 
-Usage: clickhouse_door.py PORT FOLDER. Like ClickHouse's server, it takes statements in `query` and
-data to insert in the body. It runs one statement at a time, as the engine has one session.
+Usage, in chdb's environment: clickhouse_door.py PORT FOLDER
+
+As with ClickHouse's server, `query` contains statements, and the body contains data to insert.
+
+The server runs one statement at a time, because the engine has one session.
 """
 
 import http.server
@@ -13,8 +15,8 @@ from pathlib import Path
 
 from chdb import session
 
-# The tables of the OpenTelemetry Collector's exporter for ClickHouse, with names and types of
-# columns. Indices and codecs are left out, because they do not change the stored values.
+# Tables of the OpenTelemetry Collector's exporter for ClickHouse, with names and types of columns.
+# Indices and codecs are left out, because they do not change the stored values.
 _MAP = "Map(LowCardinality(String), String)"
 _EXEMPLARS = f"""Exemplars Nested (
     FilteredAttributes {_MAP}, TimeUnix DateTime64(9), Value Float64, SpanId String, TraceId String)"""
@@ -81,7 +83,7 @@ class Door(http.server.BaseHTTPRequestHandler):
                     answer = b""
                 else:
                     answer = _ENGINE.query(head or statement, form or "TSV").bytes()
-            except RuntimeError as error:  # raised by the engine
+            except RuntimeError as error:  # The engine raises this error.
                 sys.stderr.write(f"{statement[:300]}: {error}\n")
                 self._answer(400, str(error).encode())
                 return

@@ -1,5 +1,6 @@
-"""Print all traces that MLflow's client finds, as JSON. It runs in MLflow's environment:
-mlflow_spans.py ADDRESS.
+"""Print all traces that MLflow's client finds, as JSON.
+
+Usage, in MLflow's environment: mlflow_spans.py ADDRESS
 """
 
 import base64

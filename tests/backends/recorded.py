@@ -1,5 +1,6 @@
-"""The spans, metrics and resources that a backend must have of a run, derived from the run
-directory alone.
+"""The spans, metrics and resources that a backend must store for a run.
+
+They are derived from the run directory alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Recorded:
     folder: Path
 
     def send(self, **told: str) -> None:
-        """Send the whole run again, as users do: torchlens-perf sidecar RUN."""
+        """Send the whole run again with `torchlens-perf sidecar RUN`, as users do."""
         sent = Sidecar(self.run, self.folder, told)
         assert sent.returncode == 0, sent.log
         assert "OTLP: " not in sent.report
@@ -49,7 +50,7 @@ class Recorded:
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
         return [
             row for row in rows if row.get("kind") != "thread_time"
-        ]  # These rows are counters, not spans.
+        ]  # Counter rows are not spans.
 
     def spans(self) -> list[ReceivedSpan]:
         """Return the spans of the sampled steps, with ids and parents as in
@@ -154,7 +155,7 @@ def _of_step(
 def _around(row: Row, before: list[Row]) -> int | None:
     """Return the smallest of the earlier records that contains the row.
 
-    A collective belongs where it begins.
+    A collective is placed by its start.
     """
     end_ns = row["start_ns"] + (0 if row["kind"] == "collective" else row["duration_ns"])
     holders = [
@@ -170,7 +171,7 @@ def _around(row: Row, before: list[Row]) -> int | None:
 def by_id(spans: Iterable[Span]) -> dict[tuple[int, int], Span]:
     """Return spans as tuples that begin with trace id and span id.
 
-    Check that each is there once.
+    Check that each span occurs once.
     """
     listed = list(spans)
     found: dict[tuple[int, int], Span] = {(each[0], each[1]): each for each in listed}

@@ -1,4 +1,4 @@
-"""rotel, a collector written in Rust, as a hop on loopback: it decodes OTLP and forwards it to one
+"""A hop on loopback: rotel, a collector written in Rust, decodes OTLP and forwards it to one
 exporter.
 """
 
@@ -16,7 +16,7 @@ class Rotel:
     """A running collector."""
 
     def __init__(self, folder: Path, exporter: Mapping[str, str]) -> None:
-        """exporter: variables that configure the collector's exporter."""
+        """Start the collector. exporter: variables that configure its exporter."""
         (program,) = environment("rotel").glob("lib/python*/site-packages/rotel/rotel-agent")
         self._http, self._grpc = free_port(), free_port()
         command = [

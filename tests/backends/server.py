@@ -1,6 +1,4 @@
-"""Real backends, each in an environment of its own, started on loopback and stopped with the
-test.
-"""
+"""Real backends, each in its own environment, started on loopback and stopped with the test."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _LONGEST_S = 900
 
 
 def environment(name: str) -> Path:
-    """Return the folder where a backend is installed. Skip the test if it is not."""
+    """Return the folder where a backend is installed. Skip the test if the folder is missing."""
     folder = ENVIRONMENTS / name
     if not (folder / "ready").exists():
         failed = folder / "failed"
@@ -45,8 +43,10 @@ class Server:
         answers: Callable[[], object],
         told: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the backend in `folder`, which also has its log, and wait until `answers` is true.
-        told: further variables."""
+        """Start the backend in `folder` and wait until `answers` is true. told: further variables.
+
+        The backend's log is in `folder` too.
+        """
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -68,7 +68,7 @@ class Server:
             raise
 
     def close(self) -> None:
-        """Stop the backend and all its children. May be called again."""
+        """Stop the backend and all its children. A second call has no effect."""
         for how in (signal.SIGTERM, signal.SIGKILL):
             if not _signalled(self._process.pid, how):
                 break
@@ -96,7 +96,7 @@ def _quietly(answers: Callable[[], object]) -> bool:
 
 
 def get(address: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON of a response. body: posted as JSON."""
+    """Send a request, and return the JSON of the response. body: posted as JSON."""
     request = urllib.request.Request(address)
     if body is not None:
         request.data = json.dumps(body).encode()

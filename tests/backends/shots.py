@@ -1,5 +1,6 @@
-"""Screenshots of a step's trace in the backends' own pages, for docs/images. Taken only with
-SHOTS=1.
+"""Screenshots of a step's trace in the backends' own pages, for docs/images.
+
+Pictures are taken only with SHOTS=1.
 """
 
 from __future__ import annotations

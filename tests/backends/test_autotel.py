@@ -1,5 +1,5 @@
-"""autotel-devtools, whose OTLP decoder is written in JavaScript: the traces, the alert and the
-metrics of a run.
+"""Tests of a run's traces, alert and metrics in autotel-devtools, whose OTLP decoder is written in
+JavaScript.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def span_of(found: dict[str, Any]) -> ReceivedSpan:
 
 @pytest.fixture(scope="module")
 def autotel(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Autotel]:
-    """Return a server that got the run over HTTP and again over gRPC."""
+    """Return a server that received the run over HTTP and again over gRPC."""
     started = Autotel(tmp_path_factory.mktemp("autotel"))
     for protocol in ("http/protobuf", "grpc"):
         recorded.send(**started.told(protocol))
@@ -105,10 +105,11 @@ def found(autotel: Autotel) -> list[dict[str, Any]]:
 
 
 def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Check that each span of both ranks is there once, with ids, parent, name, attributes, error
-    and times.
+    """Check that each span of both ranks occurs once, with ids, parent, name, attributes, error and
+    times.
 
-    JavaScript has times as milliseconds in a double, which is precise to 0.25 us at today's dates.
+    JavaScript stores times as milliseconds in a double, which is precise to 0.25 us at today's
+    dates.
     """
     expected = by_id(as_tuple(span) for span in recorded.spans())
     got = by_id(as_tuple(span_of(each)) for each in found)
@@ -121,15 +122,17 @@ def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
             assert abs(mine / 1e6 - theirs) <= 0.00025
 
 
-def test_all_spans_arrive_once_with_their_parents(
+def test_all_spans_are_stored_once_with_their_parents(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """All spans are there once, although the run was sent twice."""
+    """The run was sent twice."""
     assert_same(found, recorded)
 
 
-def test_lines_of_an_otlp_json_file_can_be_posted(tmp_path: Path, recorded: Recorded) -> None:
-    """Posting the lines of an otlp_json_file one by one gives the same spans."""
+def test_posted_lines_of_an_otlp_json_file_give_the_same_spans(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    """The lines are posted one by one."""
     recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
     later = Autotel(tmp_path)
     try:
@@ -146,7 +149,7 @@ def test_lines_of_an_otlp_json_file_can_be_posted(tmp_path: Path, recorded: Reco
 
 
 def test_gzip_over_http_is_rejected(autotel: Autotel) -> None:
-    """Over HTTP, gzip is rejected, and the same request without it is accepted."""
+    """The same request without gzip is accepted."""
     assert status_of(f"{autotel.address}/v1/traces") == 200
     assert (
         status_of(
@@ -165,16 +168,16 @@ def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> Non
 def test_spans_of_each_rank_have_their_own_resource(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """The spans of each rank have their own resource, so a trace has two."""
+    """A trace therefore has two resources."""
     resources = recorded.resources()
     for each in found:
         assert subset(resources[each["attributes"][semantics.RANK]], each["attributes"])
 
 
 def test_each_alert_is_one_log_record(autotel: Autotel, recorded: Recorded) -> None:
-    """Each alert is one log record, although the run was sent twice.
+    """The run was sent twice.
 
-    That of the slow rank has the report's sentence, the rank and its span's ids.
+    The slow rank's record has the report's sentence, the rank and its span's ids.
     """
     alerts = [
         (alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")
@@ -216,10 +219,11 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
 
 
 def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Recorded) -> None:
-    """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
+    """Count, sum, minimum and maximum are compared in seconds.
 
-    The second replay adds a second point to the same series. The count of an exponential histogram
-    is not stored, but its buckets are.
+    The second replay adds a second point to the same series.
+
+    The count of an exponential histogram is not stored, but its buckets are.
     """
     expected = recorded.durations_s()
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION):
@@ -240,7 +244,7 @@ def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Rec
 
 
 def test_exemplars_have_the_ids_of_a_sampled_span(autotel: Autotel, recorded: Recorded) -> None:
-    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
+    """The histogram's exemplars point to the rank's span in a sampled step."""
     spans = {
         (f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()
     }
@@ -253,7 +257,6 @@ def test_exemplars_have_the_ids_of_a_sampled_span(autotel: Autotel, recorded: Re
 
 @shots.shots
 def test_screenshot_of_a_trace_is_taken(autotel: Autotel, recorded: Recorded) -> None:
-    """Take a screenshot of a step's trace."""
     with shots.page(height=1520) as shown:
         shown.goto(autotel.address)
         shown.get_by_text(semantics.SPAN_STEP, exact=True).first.click()

@@ -1,5 +1,6 @@
-"""ClickHouse's engine, filled by a Rust collector, in the tables of the OpenTelemetry Collector's
-exporter.
+"""Tests of a run in ClickHouse's engine, filled by a Rust collector.
+
+The tables are those of the OpenTelemetry Collector's exporter.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ClickHouse:
 def clickhouse(
     tmp_path_factory: pytest.TempPathFactory, recorded: Recorded
 ) -> Iterator[ClickHouse]:
-    """Return an engine that got the run twice."""
+    """Return an engine that received the run twice."""
     started = ClickHouse(tmp_path_factory.mktemp("clickhouse"), tmp_path_factory.mktemp("rotel"))
     expected = {"otel_traces": len(recorded.spans()), "otel_logs": 1, "otel_metrics_sum": 2, "otel_metrics_gauge": 1,
                 "otel_metrics_exponential_histogram": len(recorded.durations_s())}  # fmt: skip
@@ -96,7 +97,7 @@ def found(clickhouse: ClickHouse) -> list[ReceivedSpan]:
 
 
 def span_of(row: dict[str, Any]) -> ReceivedSpan:
-    """Convert a row to a span. Attributes in these tables are text."""
+    """Convert a row to a span. The tables store attributes as text."""
     attributes = {
         key: _NUMBERS.get(key, str)(value) for key, value in row["SpanAttributes"].items()
     }
@@ -121,7 +122,7 @@ def span_of(row: dict[str, Any]) -> ReceivedSpan:
 def test_all_spans_are_stored_with_their_parents(
     found: list[ReceivedSpan], recorded: Recorded
 ) -> None:
-    """All fields of each span of both ranks are right, and times to the nanosecond."""
+    """All fields are compared, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id({as_tuple(span) for span in found}) == expected
@@ -130,9 +131,9 @@ def test_all_spans_are_stored_with_their_parents(
 def test_replay_doubles_rows_and_limit_1_by_ids_removes_them(
     clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded
 ) -> None:
-    """MergeTree tables have no unique keys, so each row is there twice after two replays.
+    """MergeTree tables have no unique keys, so each row is stored twice after two replays.
 
-    LIMIT 1 BY the ids returns it once, as docs/guides/backends.md explains.
+    docs/guides/backends.md explains the query.
     """
     expected = len(recorded.spans())
     assert len(found) == _TWICE * expected
@@ -150,7 +151,7 @@ def test_only_roots_link_to_the_callers_span(found: list[ReceivedSpan]) -> None:
 def test_spans_of_each_rank_have_their_own_resource(
     found: list[ReceivedSpan], recorded: Recorded
 ) -> None:
-    """The spans of each rank have their own resource, as text."""
+    """The resource is stored as text."""
     resources = recorded.resources()
     for span in found:
         of_rank = resources[span.attributes[semantics.RANK]]
@@ -160,9 +161,7 @@ def test_spans_of_each_rank_have_their_own_resource(
 def test_documented_query_returns_the_own_time_of_each_rank(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """The query in docs/guides/backends.md returns the median own time by rank, computed from
-    spans.
-    """
+    """The query in docs/guides/backends.md computes the median from spans."""
     query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
     assert [int(row["rank"]) for row in rows] == [SLOW_RANK, 1 - SLOW_RANK]
@@ -179,7 +178,7 @@ def test_documented_query_returns_the_own_time_of_each_rank(
 def test_histograms_have_the_values_of_all_steps(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
+    """Count, sum, minimum and maximum are compared in seconds.
 
     Each replay is a point.
     """
@@ -214,9 +213,7 @@ def test_histograms_have_the_values_of_all_steps(
 def test_counter_and_gauge_have_their_values_and_units(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """The steps of each rank, and its memory after the last step, have the right values and
-    units.
-    """
+    """The counter contains the steps of each rank, and the gauge its memory after the last step."""
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
         steps, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")
@@ -234,7 +231,7 @@ def test_counter_and_gauge_have_their_values_and_units(
 def test_exemplars_have_the_ids_of_a_sampled_span(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
+    """The histogram's exemplars point to the rank's span in a sampled step."""
     spans = {
         (f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()
     }
@@ -251,7 +248,7 @@ def test_exemplars_have_the_ids_of_a_sampled_span(
 
 
 def test_alert_is_stored_with_its_sentence_severity_and_ids(clickhouse: ClickHouse) -> None:
-    """The slow rank's alert has its sentence, its severity and its span's ids.
+    """The alert is about the slow rank.
 
     The table has no column for the event name. Rows of a replay have the same log.record.uid.
     """

@@ -1,4 +1,4 @@
-"""MLflow: the traces of a run, read through its own client."""
+"""Tests of a run's traces in MLflow, read through its own client."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def span_of(found: dict[str, Any]) -> ReceivedSpan:
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Mlflow]:
-    """Return a server that got the run twice."""
+    """Return a server that received the run twice."""
     started = Mlflow(tmp_path_factory.mktemp("mlflow"))
     for _ in range(2):
         recorded.send(**started.told())
@@ -98,11 +98,13 @@ def found(mlflow: Mlflow) -> list[dict[str, Any]]:
     return mlflow.ask()
 
 
-def test_all_spans_arrive_once_with_their_parents(
+def test_all_spans_are_stored_once_with_their_parents(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
-    name, attributes, error, and times to the nanosecond."""
+    """The run was sent twice.
+
+    Compared are ids, parent, name, attributes, error, and times to the nanosecond.
+    """
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id(as_tuple(span_of(each)) for each in found) == expected
@@ -114,18 +116,15 @@ def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> Non
     assert {span.links for span in spans if span.parent_id is not None} == {()}
 
 
-def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
-    """MLflow considers each trace complete, because its root is there."""
+def test_each_trace_is_complete_for_mlflow(found: list[dict[str, Any]]) -> None:
+    """A trace is complete if its root is stored."""
     assert {each["state"] for each in found} == {"OK"}
 
 
 def test_trace_tags_have_the_resource_of_a_rank(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """A trace's tags have the resource of one of its ranks.
-
-    Attributes that all ranks share are right on all traces.
-    """
+    """Attributes that all ranks share are right on all traces."""
     one_rank_only = {"service.instance.id", "process.pid", semantics.RANK, semantics.LOCAL_RANK}
     resources = recorded.resources()
     for each in found:
@@ -144,7 +143,7 @@ def test_request_without_an_experiment_header_is_rejected(mlflow: Mlflow) -> Non
 
 
 def test_metrics_and_alerts_are_not_accepted(mlflow: Mlflow) -> None:
-    """MLflow does not accept metrics and alerts, as docs/guides/backends.md states."""
+    """docs/guides/backends.md says so."""
     assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
         404,
         404,
@@ -153,7 +152,6 @@ def test_metrics_and_alerts_are_not_accepted(mlflow: Mlflow) -> None:
 
 @shots.shots
 def test_screenshot_of_a_trace_is_taken(mlflow: Mlflow, recorded: Recorded) -> None:
-    """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     with shots.page(height=1130) as shown:
         shown.goto(f"{mlflow.address}/#/experiments/0/traces?selectedEvaluationId=tr-{trace:032x}")

@@ -1,4 +1,4 @@
-"""Arize Phoenix: the traces of a run, read through its REST interface."""
+"""Tests of a run's traces in Arize Phoenix, read through its REST interface."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _ns(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def phoenix(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Phoenix]:
-    """Return a server that got the run over HTTP and again over gRPC."""
+    """Return a server that received the run over HTTP and again over gRPC."""
     started = Phoenix(tmp_path_factory.mktemp("phoenix"))
     for protocol in ("http/protobuf", "grpc"):
         recorded.send(**started.told(protocol))
@@ -95,18 +95,20 @@ def found(phoenix: Phoenix) -> list[dict[str, Any]]:
     return phoenix.ask()
 
 
-def test_all_spans_arrive_once_with_their_parents(
+def test_all_spans_are_stored_once_with_their_parents(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
-    name, attributes, error, and times to the microsecond."""
+    """The run was sent twice.
+
+    Compared are ids, parent, name, attributes, error, and times to the microsecond.
+    """
     expected = by_id(as_tuple(span, in_microseconds) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id(as_tuple(span_of(each), in_microseconds) for each in found) == expected
 
 
-def test_links_and_resources_are_dropped(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
-    """Phoenix keeps neither links nor resources, as docs/guides/backends.md states.
+def test_links_and_resources_are_not_stored(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
+    """docs/guides/backends.md says so.
 
     The rank is an attribute of the span.
     """
@@ -118,7 +120,7 @@ def test_links_and_resources_are_dropped(phoenix: Phoenix, found: list[dict[str,
 
 
 def test_metrics_and_alerts_are_not_accepted(phoenix: Phoenix) -> None:
-    """Phoenix does not accept metrics and alerts, as docs/guides/backends.md states."""
+    """docs/guides/backends.md says so."""
     assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
         405,
         405,
@@ -127,7 +129,6 @@ def test_metrics_and_alerts_are_not_accepted(phoenix: Phoenix) -> None:
 
 @shots.shots
 def test_screenshot_of_a_trace_is_taken(phoenix: Phoenix, recorded: Recorded) -> None:
-    """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     (project,) = get(f"{phoenix.address}/v1/projects")["data"]
     with shots.page(height=1230) as shown:

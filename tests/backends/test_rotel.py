@@ -1,5 +1,5 @@
-"""A live run through rotel, a collector written in Rust, to Datadog's test agent: everything
-arrives behind the hop.
+"""Tests of a live run that is sent through rotel, a collector written in Rust, to Datadog's test
+agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ compared again later.
 
 
 class Hop:
-    """A live run, and the data that the receiver behind the collector got."""
+    """A live run, and the data received behind the collector."""
 
     def __init__(self, recorded: Recorded, receiver: Receiver) -> None:
         self.recorded = recorded
@@ -42,7 +42,7 @@ class Hop:
     def last(self, metric: str) -> dict[tuple[int, str], ReceivedPoint]:
         """Return a metric's last points by rank and phase.
 
-        They are cumulative and cover the whole run.
+        Points are cumulative and cover the whole run.
         """
         found = [point for point in self.points if point.metric == metric]
         return {
@@ -71,8 +71,9 @@ def hop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_all_spans_arrive_once_with_their_parents(hop: Hop) -> None:
-    """Each span of both ranks is there once, with ids, parent, name, attributes, error, duration to
-    the nanosecond, and start to the millisecond."""
+    """Compared are ids, parent, name, attributes, error, duration to the nanosecond, and start to
+    the millisecond.
+    """
     expected = by_id(as_tuple(span) for span in hop.recorded.spans())
     found = by_id(as_tuple(span) for span in hop.spans)
     assert len({in_trace for in_trace, _ in expected}) == TRACES
@@ -96,10 +97,7 @@ def test_spans_of_each_rank_have_their_own_resource(hop: Hop) -> None:
 
 
 def test_histograms_counter_and_gauge_have_their_values_and_units(hop: Hop) -> None:
-    """Histograms have the count and sum of all steps.
-
-    The counter and the gauge have the right units and values.
-    """
+    """Histograms have the count and sum of all steps."""
     expected = hop.recorded.durations_s()
     for metric in _HISTOGRAMS:
         found = hop.last(metric)
@@ -124,7 +122,7 @@ def test_histograms_counter_and_gauge_have_their_values_and_units(hop: Hop) -> N
 
 
 def test_exemplars_have_the_ids_of_a_sampled_span(hop: Hop) -> None:
-    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
+    """The histogram's exemplars point to the rank's span in a sampled step."""
     spans = {(span.trace_id, span.span_id): span.duration_ns / 1e9 for span in hop.spans}
     for point in hop.last(semantics.STEP_DURATION).values():
         assert point.exemplars
@@ -133,8 +131,10 @@ def test_exemplars_have_the_ids_of_a_sampled_span(hop: Hop) -> None:
 
 
 def test_slow_rank_alert_arrives_once_with_its_sentence_and_ids(hop: Hop) -> None:
-    """The slow rank's event arrives once with its name, sentence, severity, span ids and the
-    node's resource. Other programs may make another rank slow for a while."""
+    """Name, severity and the node's resource are compared too.
+
+    Other programs may make another rank slow for a while.
+    """
     assert len({event.attributes[semantics.ALERT_UID] for event in hop.events}) == len(hop.events)
     alert, *_ = [event for event in hop.events if event.attributes[semantics.RANK] == SLOW_RANK]
     assert (alert.name, alert.severity) == (

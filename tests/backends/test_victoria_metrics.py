@@ -1,4 +1,4 @@
-"""VictoriaMetrics: the metrics of a run, read with PromQL."""
+"""Tests of a run's metrics in VictoriaMetrics, read with PromQL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VictoriaMetrics:
 def victoria(
     tmp_path_factory: pytest.TempPathFactory, recorded: Recorded
 ) -> Iterator[VictoriaMetrics]:
-    """Return a server that got the run twice."""
+    """Return a server that received the run twice."""
     started = VictoriaMetrics(tmp_path_factory.mktemp("victoria-metrics"))
     for times in (1, 2):
         recorded.send(**started.told())
@@ -76,7 +76,7 @@ def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
 
 
 def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The steps of each rank, and its memory after the last step, are right."""
+    """The counter contains the steps of each rank, and the gauge its memory after the last step."""
     memory_bytes = recorded.memory_bytes()
     for rank in RANKS:
         of_rank = f'{{{_RANK}="{rank}"}}'
@@ -88,7 +88,7 @@ def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded
 def test_histograms_have_exact_sums_and_close_quantiles(
     victoria: VictoriaMetrics, recorded: Recorded
 ) -> None:
-    """Count and sum are exact, and quantiles are right within the width of a bucket."""
+    """The count is exact too, and quantiles are right within the width of a bucket."""
     names = {
         semantics.STEP_DURATION: "torch_train_step_duration_seconds",
         semantics.STEP_OWN_TIME: "torch_train_step_own_time_seconds",
@@ -114,10 +114,7 @@ def test_histograms_have_exact_sums_and_close_quantiles(
 def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(
     victoria: VictoriaMetrics, recorded: Recorded
 ) -> None:
-    """The gauge used by the alert rule has the slow rank and its phase.
-
-    The own times also show the rank.
-    """
+    """The own times also show the rank."""
     (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
     assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (
         str(SLOW_RANK),
@@ -130,7 +127,7 @@ def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(
 
 
 def test_replay_does_not_increase_counters(victoria: VictoriaMetrics) -> None:
-    """A replay adds samples with the same values, so counters do not grow."""
+    """A replay adds samples with the same values."""
     for metric in ("torch_train_steps_total", "torch_train_step_duration_seconds_sum"):
         found = _samples(victoria, metric)
         assert len(found) == len(RANKS)
@@ -152,13 +149,13 @@ def test_resource_of_the_node_becomes_labels(victoria: VictoriaMetrics, recorded
 
 
 def test_spans_and_alerts_are_not_accepted(victoria: VictoriaMetrics) -> None:
-    """VictoriaMetrics does not accept spans and alerts, as docs/guides/backends.md states."""
+    """docs/guides/backends.md says so."""
     for signal in ("traces", "logs"):
         assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
-def test_exemplars_are_dropped(victoria: VictoriaMetrics) -> None:
-    """VictoriaMetrics drops exemplars, as docs/guides/backends.md states."""
+def test_exemplars_are_not_stored(victoria: VictoriaMetrics) -> None:
+    """docs/guides/backends.md says so."""
     query = urllib.parse.urlencode(
         {"query": "torch_train_step_duration_seconds_bucket", "start": 0}
     )

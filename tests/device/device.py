@@ -1,4 +1,7 @@
-"""Build and load the asynchronous device, and plant times in it. See the package's docstring."""
+"""Build and load the asynchronous device, and plant times in it.
+
+The docstring of tests/device/__init__.py describes the device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ LONGER = "DEVICE_WORKS_LONGER"
 _FOLDER = Path(__file__).parent
 _BUILD = _FOLDER / "build"
 _MODULE = "_asyncdev"
-# The source that takes longest to compile comes first.
+# The source that takes longest to compile is first.
 _SOURCES = ("process_group", "operators", "bindings", "memory", "transport", "streams")
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DMODULE_NAME={_MODULE}"]
 _TIMEOUT_S = 600
@@ -34,7 +37,7 @@ _COMPILERS = 2
 
 
 def missing() -> str | None:
-    """Return why the device cannot be built, or None if it can."""
+    """Return the reason why the device cannot be built, or None."""
     if shutil.which("g++") is None:
         return "there is no g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
@@ -52,7 +55,7 @@ def missing() -> str | None:
 def build() -> Path:
     """Return the device's library for this torch and these sources.
 
-    It is compiled in about 30 s if it does not exist. Other processes wait for the first one.
+    A missing library is compiled in about 30 s. Other processes wait for the first one.
     """
     import torch
 
@@ -115,8 +118,9 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
 def load() -> Any:
     """Make the device torch's accelerator and register its process group as backend `asyncdev`.
 
-    Returns the extension, which has `torch.asyncdev` as its module. The process must not fork
-    afterwards, as children have no threads of the streams.
+    Return the extension, whose module is `torch.asyncdev`.
+
+    The process must not fork afterwards, because children have no threads of the streams.
     """
     import torch
 
@@ -189,7 +193,7 @@ def _device_module() -> types.ModuleType:
 
 
 def spin(seconds: float) -> None:
-    """Issue a kernel of this duration to the current stream.
+    """Issue a kernel of the given duration to the current stream.
 
     The duration is multiplied by the slowness and by the environment variable LONGER.
     """
@@ -197,7 +201,9 @@ def spin(seconds: float) -> None:
 
 
 def longer() -> float:
-    """Return the factor for this process's kernels, see tests/support/device_ranks.py."""
+    """Return the factor for the durations of this process's kernels, see
+    tests/support/device_ranks.py.
+    """
     return float(os.environ.get(LONGER, "1"))
 
 
@@ -210,7 +216,7 @@ def never() -> Callable[[], None]:
 def call(stream: int, function: Callable[[int], object]) -> None:
     """Issue a Python function as a kernel.
 
-    stream: the stream's id. function: gets the stream's device time in ns.
+    stream: the stream's id. function: receives the stream's device time in ns.
     """
     load().call(stream, function)
 
@@ -223,7 +229,7 @@ def set_kernel_time(seconds: float) -> None:
 def set_computing(computes: bool) -> None:
     """Switch the computation of kernels on or off.
 
-    Without it they take no CPU time, as on a GPU, and their results are undefined.
+    Without computation, kernels use no CPU time, as on a GPU, and their results are undefined.
     """
     load().set_computing(computes)
 
@@ -244,5 +250,5 @@ def counters() -> dict[str, int]:
 
 
 def synchronizations() -> int:
-    """Return how often the host has waited for the device, except for room in a queue."""
+    """Return the number of waits of the host for the device, except waits for room in a queue."""
     return sum(count for name, count in counters().items() if name.endswith("synchronizations"))

@@ -1,7 +1,8 @@
 """Programs for torch_openreg, PyTorch's reference backend.
 
-torch supports one added device per process, so each runs in a process of its own. || python -m
-tests.device.openreg abilities|plain|watched FOLDER STEPS
+torch supports one added device per process, so each program runs in a process of its own.
+
+Usage: python -m tests.device.openreg abilities|plain|watched FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DEVICE = "openreg"
 
 
 def waits() -> int:
-    """Return how often the host has waited for the device."""
+    """Return the number of waits of the host for the device."""
     return int(ctypes.CDLL(None).openreg_waits())
 
 

@@ -1,4 +1,4 @@
-"""The asynchronous device behaves as tests of device time expect of a GPU."""
+"""Tests that the asynchronous device behaves as tests of device time expect of a GPU."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = [
 
 MS = 1e-3
 DEVICE = device.NAME
-# Duration of a kernel before the timed ones, so that the device need not wait for a slow host.
+# Duration of a kernel before the timed ones, which keeps the device from waiting for a slow host.
 LEAD = 60 * MS
 SOON_S, LATE_S = 0.05, 20.0
 EXACT_MS = 0.2
 
 
-# -- programs of ranks
+# -- programs that ranks run
 
 
 def transformer() -> nn.Module:
@@ -121,7 +121,7 @@ def train(model: nn.Module, batch: torch.Tensor, steps: int) -> list[torch.Tenso
 
 
 def ddp(where: str) -> list[torch.Tensor]:
-    """Return losses, weights and gradients after four steps with DDP."""
+    """Train four steps with DDP, and return losses, weights and gradients."""
     model = nn.parallel.DistributedDataParallel(mlp().to(where))
     losses = train(model, inputs(where), 4)
     gradients = [each.grad for each in model.parameters()]
@@ -129,7 +129,7 @@ def ddp(where: str) -> list[torch.Tensor]:
 
 
 def sharded(where: str) -> list[float]:
-    """Return the losses with FSDP2."""
+    """Train with FSDP2, and return the losses."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -142,7 +142,7 @@ def sharded(where: str) -> list[float]:
 
 
 def tensor_parallel(where: str) -> list[float]:
-    """Return the losses with DTensor's tensor parallelism."""
+    """Train with DTensor's tensor parallelism, and return the losses."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -179,7 +179,7 @@ def timed_ms(work: Callable[[], Any]) -> tuple[float, float]:
 def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]:
     """Run `work` while a kernel runs that ends after `until_s` or when `work` has been issued.
 
-    Returns whether `work` waited for the kernel, and the counters.
+    Return whether `work` waited for the kernel, and the counters.
     """
     torch.accelerator.synchronize()
     before = device.counters()
@@ -320,7 +320,7 @@ def freed_early() -> list[float]:
 
 
 def failure() -> list[str]:
-    """Return the errors of a failed kernel: the next wait must raise it once."""
+    """Return the errors of a failed kernel, which the next wait must raise once."""
     results = []
     table = torch.ones(4, 4, device=DEVICE)
     F.embedding(torch.tensor([9], device=DEVICE), table)
@@ -333,7 +333,7 @@ def failure() -> list[str]:
 
 
 def use_device(folder: Path) -> None:
-    """Replace gloo's process group by one of the device."""
+    """Replace gloo's process group with one of the device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
@@ -369,7 +369,7 @@ def pair(folder: Path) -> dict[str, Any]:
 def collectives() -> dict[str, list[float]]:
     """Run each collective once while a kernel runs until all are issued.
 
-    None may have waited for the kernel.
+    No collective may have waited for the kernel.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, torch.Tensor] = {}
@@ -486,7 +486,7 @@ def test_asynchronous_device_is_the_current_accelerator_of_torch(results: dict[s
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_training_results_equal_those_on_the_cpu(foreach: bool, results: dict[str, Any]) -> None:
-    """Three steps of a transformer with clipped gradients and AdamW, bit for bit."""
+    """Three steps of a transformer with clipped gradients and AdamW are compared bit for bit."""
     on_host, on_device = results["transformer"][foreach]
     assert all(torch.equal(*each) for each in zip(on_host, on_device, strict=True))
 
@@ -504,7 +504,7 @@ def test_device_times_are_exact_on_a_busy_machine(results: dict[str, Any]) -> No
     assert results["slow spin"] == pytest.approx(7 * 1.2, abs=EXACT_MS)
 
 
-def test_streams_and_events_order_work(results: dict[str, Any]) -> None:
+def test_streams_run_independently_and_events_order_their_work(results: dict[str, Any]) -> None:
     streams = results["streams"]
     assert streams["independent"]  # A kernel does not delay another stream.
     assert streams["held"]
@@ -545,11 +545,11 @@ def test_operations_that_read_no_value_do_not_wait_for_the_device(
     assert synchronizations(counted) == 0
 
 
-def test_memory_is_kept_until_it_has_been_used(results: dict[str, Any]) -> None:
+def test_memory_freed_early_is_kept_until_the_device_has_used_it(results: dict[str, Any]) -> None:
     assert results["freed"] == [6000.0, 7000.0]
 
 
-def test_full_queue_blocks_the_host(results: dict[str, Any]) -> None:
+def test_full_queue_of_a_stream_blocks_the_host(results: dict[str, Any]) -> None:
     was_held, counted = results["waits"]["full queue"]
     assert was_held
     assert counted["full_queues"] > 0
@@ -570,27 +570,29 @@ def two(built: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 
 
 @pytest.mark.parametrize("how", ["sharded", "tensor parallel"])
-def test_training_of_two_ranks_equals_that_on_gloo(how: str, two: list[dict[str, Any]]) -> None:
+def test_training_of_two_ranks_equals_training_on_gloo(how: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         on_host, on_device = rank["pairs"][how]
         assert on_device == on_host
 
 
-def test_ddp_of_two_ranks_equals_gloo(two: list[dict[str, Any]]) -> None:
-    """Weights, gradients and losses are equal bit for bit, as two ranks have one order only."""
+def test_ddp_of_two_ranks_equals_ddp_on_gloo(two: list[dict[str, Any]]) -> None:
+    """Weights, gradients and losses are equal bit for bit, because two ranks can be summed in one
+    order only.
+    """
     for rank in two:
         assert rank["backend"] == f"{DEVICE}:{DEVICE}"
         assert all(torch.equal(*each) for each in zip(*rank["pairs"]["ddp"], strict=True))
 
 
 @pytest.mark.long
-def test_ddp_of_four_ranks_equals_gloo(built: None, tmp_path: Path) -> None:
+def test_ddp_of_four_ranks_equals_ddp_on_gloo(built: None, tmp_path: Path) -> None:
     for on_host, on_device in run_ranks(four, tmp_path, 4):
         for one, other in zip(on_host, on_device, strict=True):
             torch.testing.assert_close(other, one)
 
 
-def test_ddp_step_does_not_wait(two: list[dict[str, Any]]) -> None:
+def test_ddp_step_does_not_wait_for_the_device(two: list[dict[str, Any]]) -> None:
     for rank in two:
         was_held, counted = rank["ddp step"]
         assert not was_held
@@ -616,7 +618,7 @@ def test_each_collective_has_its_expected_result(two: list[dict[str, Any]]) -> N
         assert found["completed"] == [0, 0, 0, 1]
 
 
-def test_last_rank_delays_the_devices_of_the_others(two: list[dict[str, Any]]) -> None:
+def test_last_rank_delays_the_devices_of_other_ranks(two: list[dict[str, Any]]) -> None:
     """The hosts do not wait. The delay is exact up to the hosts' clocks."""
     first, last = (rank["late"] for rank in two)
     assert last["device ms"] == pytest.approx(105, abs=EXACT_MS)
@@ -624,8 +626,10 @@ def test_last_rank_delays_the_devices_of_the_others(two: list[dict[str, Any]]) -
     assert first["device ms"] < 105 + (last["after"] - first["before"]) / 1e6 + EXACT_MS
 
 
-def test_collectives_overlap_with_kernels(two: list[dict[str, Any]]) -> None:
-    """Measured on the rank that comes last, which does not wait for others."""
+def test_collective_runs_in_parallel_with_a_kernel_of_another_stream(
+    two: list[dict[str, Any]],
+) -> None:
+    """Times are measured on the last rank, which does not wait for other ranks."""
     took_ms = {
         name: min(rank["overlap"][name] for rank in two) for name in ("overlapping", "after")
     }
@@ -677,7 +681,7 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_process_with_pending_work_ends_normally(built: None) -> None:
+def test_process_with_pending_work_on_the_device_ends_normally(built: None) -> None:
     process = program(LEAVES_WORK)
     try:
         output, errors = process.communicate(timeout=60)

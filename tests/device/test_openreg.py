@@ -1,7 +1,9 @@
-"""Device times on torch_openreg, PyTorch's reference backend, if it is installed.
+"""Tests of device times on torch_openreg, PyTorch's reference backend, if it is installed.
 
-Its kernels run on the host and are complete when the call returns. Tests on it show that only
-public names of torch are needed. Times can be planted on the device of test_device.py.
+Kernels of torch_openreg run on the host and are complete when the call returns.
+
+The tests show that only public names of torch are needed. Times can be planted on the device of
+test_device.py.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_doctor_finds_no_problem(ran: dict[str, dict[str, Any]]) -> None:
+def test_doctor_finds_no_problem_with_the_reference_backend(ran: dict[str, dict[str, Any]]) -> None:
     assert ran["abilities"]["problems"] == {each.name: "" for each in ABILITIES}
 
 
-def test_events_keep_the_order_of_streams(ran: dict[str, dict[str, Any]]) -> None:
+def test_event_between_two_streams_orders_their_work(ran: dict[str, dict[str, Any]]) -> None:
     found = ran["abilities"]
     assert found["reached"]
     assert found["apart_ms"] >= 0
@@ -77,7 +79,7 @@ def test_every_step_has_its_device_times(ran: dict[str, dict[str, Any]]) -> None
         assert sum(duration for _, duration in phases) <= steps[step]["STEP"][1]
 
 
-def test_watch_does_not_change_training(ran: dict[str, dict[str, Any]]) -> None:
+def test_watch_does_not_change_losses_and_parameters(ran: dict[str, dict[str, Any]]) -> None:
     plain, watched = ran["plain"]["numbers"], ran["watched"]["numbers"]
     assert len(plain) == len(watched)
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))

@@ -1,6 +1,8 @@
-"""Faults planted in real ranks on the asynchronous device: the live sidecar names rank and phase.
+"""Tests of faults planted in real ranks on the asynchronous device.
 
-All faults, training methods and clean runs are in benchmarks/planted_devices.py;
+The live sidecar must name rank and phase.
+
+benchmarks/planted_devices.py has all faults, training methods and healthy runs.
 docs/internals/accuracy.md has the results.
 """
 
@@ -75,7 +77,7 @@ def train(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs."""
+    """Return the folder of all runs."""
     folder = tmp_path_factory.mktemp("runs")
     device.build()
     run_ranks(train, folder, RANKS)
@@ -83,10 +85,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("truth", truths(), ids=lambda truth: truth.kind)
-def test_slow_rank_and_phase_are_named(truth: Truth, runs: Path) -> None:
+def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, runs: Path) -> None:
     """On a busy machine a rank without a free CPU may be named too.
 
-    Then a second phase may also be slow, and both together are "compute".
+    Then a second phase may also be slow, and both together are named "compute".
     """
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     (fault,) = truth.faults
@@ -109,7 +111,7 @@ def test_slow_rank_and_phase_are_named(truth: Truth, runs: Path) -> None:
 
 @pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)
 def test_no_rank_is_named_if_hosts_differ_only_in_launch_gaps(truth: Truth, runs: Path) -> None:
-    """With device times alone, the last of the clean ranks would be slow by its launch gaps."""
+    """Launch gaps would make the last healthy rank slow by device times alone."""
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     named = [each for each in state.findings.episodes if each.phase != "cpu"]
 
@@ -129,7 +131,7 @@ def test_planted_device_fault_is_not_found_by_host_times(runs: Path) -> None:
 
 
 def test_same_kind_and_seed_plant_the_same_fault() -> None:
-    """The same kind and seed plant the same fault; clean runs have none."""
+    """Healthy runs have no fault."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)
         assert bool(plant(kind, 7).faults) != ("clean" in kind)

@@ -1,8 +1,11 @@
-"""Every code block of the README and docs/ is executed, checked, or skipped with a reason.
+"""Tests that execute, check, or skip with a reason every code block of the README and docs/.
 
 Python is executed page by page. Shell commands are parsed by the program's own parser.
-Commands that end by themselves are executed too: those of the README in `make test`, others in
-`make test-long`. SQL queries read a recorded run.
+
+Commands that end by themselves are also executed: those of the README in `make test`, others in
+`make test-long`.
+
+SQL queries read a recorded run.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ PYTHON_NOT_RUN = {
         "see tests/results/test_docs_notebook.py, tests/frameworks/test_notebook.py"
     ),
 }
-# Commands that are parsed and not executed, by their first words.
+# First words of commands that are parsed and not executed.
 NOT_EXECUTED = {
     "make": "installs an environment, or runs for minutes to hours; checked by `make --dry-run`",
     "pip install": "downloads; its extras are in pyproject.toml",
@@ -156,8 +159,8 @@ OTHERS = [
 LISTING = "torchlens-perf/20261121-013205-3fa9c1d2/\n"
 
 
-def test_blocks_are_found_and_exceptions_are_used() -> None:
-    """Every block's language is known, and every exception in the tables above has a block."""
+def test_every_block_has_a_known_language_and_every_exception_is_used() -> None:
+    """An exception in the tables above must match a block."""
     assert len(BLOCKS) > 30
     assert len(COMMANDS) > 30
     known = {"python", "sh", "bash", "shell", "console", "sql", "plain", "indented", "yaml"}
@@ -247,7 +250,7 @@ def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.M
     ]
     answers = [duckdb.sql(query).fetchall() for query in queries]
     assert len(queries) >= 4
-    # The first query asks for the ten slowest steps.
+    # The first query selects the ten slowest steps.
     assert len(answers[0]) == 10
 
 
@@ -379,7 +382,7 @@ def check_benchmark(arguments: list[str]) -> None:
 
 
 def executed_commands() -> list[object]:
-    """Return all commands. Those outside the README are marked for `make test-long`."""
+    """Return all commands. Commands outside the README are marked for `make test-long`."""
     return [
         pytest.param(
             command,
@@ -403,8 +406,8 @@ SHIMS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("command", executed_commands())
-def test_commands_succeed(command: Command, recorded: Path, tmp_path: Path) -> None:
-    """Bash executes each command with few changes.
+def test_commands_succeed_in_bash(command: Command, recorded: Path, tmp_path: Path) -> None:
+    """Each command runs with few changes.
 
     Jobs have 2 ranks. RUN_DIR is the recorded run. The collector's address is an unused port.
     """

@@ -1,4 +1,6 @@
-"""Links between pages have existing targets, and every page can be reached from the README."""
+"""Tests that links between pages have existing targets, and that every page can be reached from the
+README.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_targets_of_links_exist(page: str) -> None:
+def test_every_link_has_an_existing_target(page: str) -> None:
     found = links(ROOT / page)
     assert [str(path) for path, _ in found if not path.exists()] == []
     named = [(path, heading) for path, heading in found if heading]

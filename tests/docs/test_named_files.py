@@ -1,4 +1,4 @@
-"""Files and tests that pages for contributors name in backticks exist."""
+"""Test that the files and tests exist that pages for contributors name in backticks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tracked() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_exist(page: str, tracked: list[str]) -> None:
+def test_files_named_in_contributor_pages_exist(page: str, tracked: list[str]) -> None:
     """Pages may omit the leading folders of a path."""
     text = (ROOT / page).read_text()
     named = set(_FILE.findall(text)) | {(f"{file}.py", test) for file, test in _TEST.findall(text)}

@@ -1,4 +1,4 @@
-"""Each report in the docs equals the output of the command above it."""
+"""Tests that each report in the docs equals the output of the command above it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def examples() -> list[tuple[str, Block]]:
     return found
 
 
-def test_reports_of_a_slow_and_a_healthy_job_are_shown() -> None:
+def test_docs_show_reports_of_a_slow_and_a_healthy_job() -> None:
     assert len({command for command, _ in examples()}) >= 2
 
 
 @pytest.mark.parametrize(
     ("command", "block"), examples(), ids=[block.place for _, block in examples()]
 )
-def test_shown_lines_are_printed(
+def test_shown_report_lines_equal_the_commands_output(
     command: str,
     block: Block,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The order must be the same. `...` stands for omitted lines, and times of day may differ."""
+    """The order must be the same. `...` marks omitted lines, and times of day may differ."""
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     printed = iter(_CLOCK.sub("", capsys.readouterr().out).splitlines())

@@ -1,4 +1,6 @@
-"""The site is built without a warning, such as a broken link, and documents every public name."""
+"""Tests that the site is built without a warning, such as a broken link, and documents every public
+name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torchlens_perf
 from tests.support.processes import ROOT
 
 pytest.importorskip("mkdocs", reason="the site is built by mkdocs, of the extra `test`")
-# The function, whose short name in the package is the same as its module's.
+# The package's function, which has the same short name as its module.
 WATCH = "torchlens_perf.watch.watch"
 
 

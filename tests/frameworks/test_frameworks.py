@@ -1,8 +1,10 @@
-"""The README's first example in installed frameworks and in loops without one.
+"""Tests of the README's first example in installed frameworks and in loops without one.
 
 `make test` runs the scripts whose framework is in the test environment, and `make test-frameworks`
-runs all of them. Each script runs unrecorded, with its own watch(), and under TORCHLENS_PERF=1.
-Recording must be complete and change nothing.
+runs all scripts.
+
+Each script runs unrecorded, with its own watch(), and under TORCHLENS_PERF=1. Recording must be
+complete and change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import pytest
 from tests.support.processes import only_report, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# Possible headlines for these scripts on a shared machine.
+# Possible headlines for the scripts on a shared machine.
 SENSIBLE = {"compute_bound", "host_bound", "lack_of_cpu", "long_steps", "data_bound"}
 
 
@@ -88,7 +90,7 @@ def unwatched(name: str, folder: Path) -> dict[str, Any]:
 
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """Run a script and parse its last line. Its own warnings and progress go to stderr."""
+    """Run a script and parse its last line. The script's own warnings and progress go to stderr."""
     done = run_warm(
         [sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment
     )
@@ -104,11 +106,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_script_is_recorded_unchanged(name: str, way: str, folder: Path, tmp_path: Path) -> None:
-    """The losses are the same.
-
-    The report has the steps, the phases, the models by name, and a sensible headline.
-    """
+def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
+    name: str, way: str, folder: Path, tmp_path: Path
+) -> None:
+    """The report has the steps, the phases, the models by name, and a sensible headline."""
     expected = unwatched(name, folder)
     how = {"watch": {"SCRIPT_WATCHES": "1"}, "variable": {"TORCHLENS_PERF": "1"}}[way]
     found = facts(name, tmp_path, **how)

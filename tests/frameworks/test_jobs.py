@@ -1,8 +1,11 @@
-"""Jobs of installed frameworks with a planted fault each and the lines of
+"""Tests of jobs of installed frameworks, each with a planted fault and the lines of
 docs/guides/frameworks.md.
 
-Each job runs with and without recording. The losses are bit-equal, the steps equal the framework's
-count, and the verdict names the fault. Run by `make test-frameworks`.
+Each job runs with and without recording.
+
+The losses are bit-equal, the steps equal the framework's count, and the verdict names the fault.
+
+`make test-frameworks` runs these tests.
 """
 
 from __future__ import annotations
@@ -83,14 +86,14 @@ JOBS = {
     "embedding_loop": Job(("torch",), SLOW_HOST, modules=frozenset({"dense"})),
     "gymnasium_loop": Job(
         ("gymnasium",), ("host_bound", None, "host"), ranks=1, modules=frozenset(), sections=frozenset({"environment"}),
-        # Acting happens in the first step, so the recording knows it as a part of each step.
+        # Acting happens in the first step, so the recording counts it as a part of each step.
         seen=("evaluation",),
     ),
 }  # fmt: skip
 
 
 def installed(job: Job) -> bool:
-    """Return True if all its packages are installed."""
+    """Return True if all packages of the job are installed."""
     return all(importlib.util.find_spec(package) is not None for package in job.packages)
 
 
@@ -135,8 +138,8 @@ def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_job_is_recorded_unchanged(name: str, tmp_path: Path) -> None:
-    """Results do not change, each step is counted, and the planted fault is the first verdict."""
+def test_job_of_a_framework_names_the_fault_and_keeps_its_losses(name: str, tmp_path: Path) -> None:
+    """Each step is counted, and the planted fault is the first verdict."""
     job = JOBS[name]
     expected = facts(name, tmp_path / "without", FOLDER / "without")
     found = facts(name, tmp_path / "with", ROOT)
@@ -171,9 +174,9 @@ def tagged(folder: Path) -> dict[str, list[int]]:
     }
 
 
-def test_docs_show_the_jobs_lines() -> None:
-    """docs/guides/frameworks.md contains exactly the lines between "paste" and "end" of all
-    jobs.
+def test_docs_show_the_lines_that_the_jobs_use() -> None:
+    """docs/guides/frameworks.md contains exactly the lines between "paste" and "end" of
+    all jobs.
     """
     shown = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
@@ -191,9 +194,9 @@ def pasted(name: str) -> str:
     return "".join(f"{line[margin:]}\n" for line in lines[begin + 1 : end])
 
 
-def test_docs_list_the_installed_versions() -> None:
-    """docs/internals/framework-tests.md has a row for each job, with the versions installed
-    here.
+def test_docs_list_the_installed_framework_versions() -> None:
+    """docs/internals/framework-tests.md has a row for each job, with the versions
+    installed here.
     """
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*\d) \|", VERSIONS.read_text(), re.MULTILINE))
 

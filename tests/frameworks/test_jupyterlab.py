@@ -1,5 +1,5 @@
-"""A watch in a real JupyterLab in Chromium: live, at its end, with each theme, and in an untrusted
-notebook.
+"""Tests of a watch in a real JupyterLab in Chromium: live, at its end, with each theme, and in an
+untrusted notebook.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PRINTED = """with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_
     train(300)
 print('printed')"""
 CELLS = (SETUP, LIVE, "w", PRINTED)
-# The visible output of a cell: its text, the pictures that were drawn, and whether all of it is
+# The visible output of a cell: its text, the pictures that were drawn, and whether everything is
 # readable.
 SEEN = """
 async number => {
@@ -101,7 +101,7 @@ async number => {
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     with JupyterLab(tmp_path_factory.mktemp("lab")) as started:
         yield started
-    # Wait for their sidecars to end.
+    # Wait for the sidecars of the lab's kernels to end.
     runs(started.folder)
 
 
@@ -142,7 +142,7 @@ def run_all(page: Any) -> None:
 
 
 def until(page: Any, number: int, matches: str) -> str:
-    """Wait until the output of this cell matches. Return its text."""
+    """Wait until the output of the cell matches. Return its text."""
     found = page.wait_for_function(
         """([number, matches]) => {
           const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[number];
@@ -174,12 +174,10 @@ def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_report_is_live_and_readable(
+def test_report_is_live_and_readable_with_each_theme(
     lab: JupyterLab, opened: Callable[..., Any], theme: str
 ) -> None:
-    """One report updates itself while the cell runs, ends in the same place, and is readable with
-    each theme.
-    """
+    """One report updates itself while the cell runs, and ends in the same place."""
     lab.set("themes", theme=f"JupyterLab {theme.capitalize()}")
     lab.write(f"{theme}.ipynb", [each.replace("END", f"end-{theme}") for each in CELLS])
     page = opened(f"{theme}.ipynb", prefers_dark=theme == "dark")
@@ -201,7 +199,7 @@ def test_report_is_live_and_readable(
         assert_readable(seen, dark=theme == "dark")
     assert all(": 1 rank, ended" in seen["words"][0] for seen in (ended, again))
     assert ended["words"][0].split("steps")[0] == again["words"][0].split("steps")[0]
-    # The user's own output is there too.
+    # The user's own output is visible too.
     assert sorted("run 2" in each for each in by_itself["words"]) == [False, True]
     assert_readable(by_itself, dark=theme == "dark")
     page.keyboard.press("Control+s")
@@ -213,11 +211,13 @@ def test_report_is_shown_in_an_untrusted_notebook(
 ) -> None:
     """JupyterLab removes scripts and styles from an untrusted notebook.
 
-    The same content is shown.
+    The report has the same content.
     """
     path = lab.folder / "light.ipynb"
     if not path.exists():
-        pytest.skip("test_report_is_live_and_readable[light] has not left its notebook")
+        pytest.skip(
+            "test_report_is_live_and_readable_with_each_theme[light] has not left its notebook"
+        )
     kept = json.loads(path.read_text())
     for cell in kept["cells"]:
         cell["metadata"].pop("trusted", None)

@@ -1,4 +1,4 @@
-"""Installed loggers and frameworks' own loggers. The tests read the stored data back."""
+"""Tests of installed loggers and frameworks' own loggers. The tests read the stored data back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NEEDS = ("tensorboard", "wandb", "mlflow")
     not all(map(importlib.util.find_spec, NEEDS)),
     reason=f"{', '.join(NEEDS)}: not all in this environment: make test-frameworks",
 )
-def test_figures_and_report_are_in_each_logger(
+def test_each_logger_receives_the_figures_and_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All loggers have the same figures at steps of the run, and the report as text.
 
-    The user's rows do not move.
+    The user's rows are unchanged.
     """
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -141,10 +141,9 @@ def test_callback_adds_figures_and_report_to_loggers_of_the_framework(
 ) -> None:
     """One argument adds figures at the framework's steps and the report.
 
-    All of the user's rows are there.
+    All of the user's rows are stored.
 
-    If our functions called by a callback raise, the losses are the same, and each error is one
-    line.
+    If our functions in a callback raise, the losses are the same, and each error is one line.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

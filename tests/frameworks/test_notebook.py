@@ -1,4 +1,4 @@
-"""Notebooks in a real Jupyter kernel: displayed output, live and at the end.
+"""Tests of notebooks in a real Jupyter kernel: displayed output, live and at the end.
 
 Nothing else changes.
 """
@@ -113,12 +113,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     assert output.errors == [], output.text
     yield made
     made.close()
-    # Wait for their sidecars to end.
+    # Wait for the sidecars of the kernel's runs to end.
     runs(made.folder)
 
 
-def test_each_training_cell_ends_with_a_report(kernel: Kernel) -> None:
-    """Each cell that trains has one report as rich output. The user's output stays."""
+def test_each_training_cell_ends_with_one_report(kernel: Kernel) -> None:
+    """The report is rich output. The user's output stays."""
     # Run the cell a second time.
     for _ in range(2):
         output = kernel.run(TRAIN + "print('done')")
@@ -140,11 +140,11 @@ def test_no_thread_and_no_hook_is_left_between_cells(kernel: Kernel) -> None:
     assert after.text == "0 OrderedDict() False\n"
 
 
-def test_live_display_grows_in_place(kernel: Kernel) -> None:
+def test_live_display_grows_in_place_to_the_report(kernel: Kernel) -> None:
     """display(w) in a running cell first shows a line, then growing results, and the report at the
     end.
 
-    All appear in the same place. A summary during the run contains the same results.
+    A summary during the run contains the same results.
     """
     output = kernel.run(
         COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
@@ -169,7 +169,7 @@ def test_live_display_grows_in_place(kernel: Kernel) -> None:
 
 
 def test_live_display_is_updated_at_most_once_a_second(kernel: Kernel) -> None:
-    """With fast steps there is at most one update per second, and its time counts as the tool's."""
+    """Steps are fast, and the time of an update counts as the tool's."""
     output = kernel.run(
         "import time\n" + COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
         "    display(w)\n"
@@ -182,7 +182,7 @@ def test_live_display_is_updated_at_most_once_a_second(kernel: Kernel) -> None:
 
 
 def test_display_in_another_cell_becomes_the_report(kernel: Kernel) -> None:
-    """The display becomes the report. The cell in which the run ends shows no second one."""
+    """The cell in which the run ends shows no second report."""
     first = kernel.run("w = perf.watch(model, optimizer, **settings).__enter__()\ndisplay(w)")
     (name,) = first.shown
     middle = kernel.run(
@@ -195,11 +195,8 @@ def test_display_in_another_cell_becomes_the_report(kernel: Kernel) -> None:
     assert ", ended after " in last.updated[name]["text/plain"]
 
 
-def test_watch_can_be_displayed_after_the_end(kernel: Kernel) -> None:
-    """A watch as a cell's last line replaces the automatic report in this cell.
-
-    Later cells show it again.
-    """
+def test_watch_as_a_cells_last_line_replaces_the_automatic_report(kernel: Kernel) -> None:
+    """Later cells show the watch again."""
     same = kernel.run(TRAIN + "w")
     later = kernel.run("w")
     assert next(iter(same.shown.values())) == {"text/plain": "", "text/html": ""}
@@ -219,7 +216,7 @@ def test_display_returns_after_clearing_the_output(kernel: Kernel) -> None:
 
 
 def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
-    """Each watch has a report, in order. A watch inside another one has none."""
+    """The reports are in order. A watch inside another one has no report."""
     output = kernel.run(
         TRAIN
         + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n      "
@@ -231,8 +228,8 @@ def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
     assert "12 steps" in second["text/plain"]
 
 
-def test_report_precedes_a_traceback(kernel: Kernel) -> None:
-    """The report precedes the traceback, and the next cell works as usual."""
+def test_report_precedes_the_traceback_of_a_failed_cell(kernel: Kernel) -> None:
+    """The next cell works as usual."""
     output = kernel.run(TRAIN + "    raise ValueError('the user\\'s')")
     kinds = [kind for kind, _ in output.messages if kind in ("display_data", "error")]
 
@@ -242,11 +239,8 @@ def test_report_precedes_a_traceback(kernel: Kernel) -> None:
     assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
 
 
-def test_interrupted_cell_ends_with_the_report(kernel: Kernel) -> None:
-    """An interrupted cell with a live display ends with the report.
-
-    The sidecar is not interrupted.
-    """
+def test_interrupted_cell_with_a_live_display_ends_with_the_report(kernel: Kernel) -> None:
+    """The sidecar is not interrupted."""
     output = kernel.run(
         LIVE + "    print('now', flush=True)\n    train_until(lambda: False)", interrupt_at="now"
     )
@@ -255,8 +249,8 @@ def test_interrupted_cell_ends_with_the_report(kernel: Kernel) -> None:
     assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
 
 
-def test_late_report_is_announced(kernel: Kernel) -> None:
-    """A line gives the reason for the missing report.
+def test_late_report_is_announced_and_shown_by_the_watch(kernel: Kernel) -> None:
+    """A line contains the reason for the missing report.
 
     The watch shows the report as soon as it exists.
     """
@@ -267,11 +261,8 @@ def test_late_report_is_announced(kernel: Kernel) -> None:
     assert "30 steps" in kernel.run("w").only()["text/plain"]
 
 
-def test_disabled_report_is_not_shown(kernel: Kernel) -> None:
-    """With the report disabled, only requested output is shown.
-
-    A watch that records nothing reports this.
-    """
+def test_disabled_report_is_shown_only_on_request(kernel: Kernel) -> None:
+    """A watch that records nothing says so."""
     silent = '**settings, report="off"'
     assert kernel.run(TRAIN.replace("**settings", silent)).reports == []
     assert ", ended after " in kernel.run(LIVE.replace("**settings", silent)).only()["text/plain"]
@@ -280,8 +271,7 @@ def test_disabled_report_is_not_shown(kernel: Kernel) -> None:
     kernel.run("import os; del os.environ['TORCHLENS_PERF']")
 
 
-def test_section_and_module_names_are_escaped(kernel: Kernel) -> None:
-    """Names of sections and modules are escaped in every format."""
+def test_section_and_module_names_are_escaped_in_every_format(kernel: Kernel) -> None:
     output = kernel.run(
         "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\nbad ="
         " nn.ModuleDict({'<b>bold</b>': nn.Linear(4, 4)})['<b>bold</b>']\no ="
@@ -289,7 +279,7 @@ def test_section_and_module_names_are_escaped(kernel: Kernel) -> None:
         " w:\n    for _ in range(20):\n        with perf.section(name):\n           "
         " bad(torch.ones(2, 4)).sum().backward(); o.step()\n"
     )
-    # Short form at the cell's end, full form on request.
+    # The cell's end shows the short form, and a request shows the full form.
     for found in (output.only(), whole := kernel.run("w").only()):
         Page(found["text/html"])
         assert "\x1b" not in found["text/plain"]
@@ -307,7 +297,7 @@ def test_live_display_does_not_change_training(kernel: Kernel) -> None:
 def test_rank_forked_from_the_kernel_prints_its_report(kernel: Kernel) -> None:
     """Launchers in notebooks fork ranks.
 
-    Such a rank prints its report and does not use the kernel's sockets.
+    A forked rank does not use the kernel's sockets.
     """
     output = kernel.run(
         "import os, sys\nchild = os.fork()\nif child == 0:\n"
@@ -318,22 +308,24 @@ def test_rank_forked_from_the_kernel_prints_its_report(kernel: Kernel) -> None:
     assert output.text == "0\n"
 
 
-def test_example_in_the_docs_runs(kernel: Kernel) -> None:
-    """The cells of docs/guides/notebook.md run one after another."""
+def test_notebook_cells_in_the_docs_run_one_after_another(kernel: Kernel) -> None:
+    """docs/guides/notebook.md contains the cells."""
     outputs = [kernel.run(block) for block in blocks()]
 
     assert [output.errors for output in outputs] == [[]] * len(outputs)
     assert ", ended after " in outputs[0].only()["text/plain"]
     at_end, whole = (output.only()["text/plain"] for output in outputs[:2])
     assert "  full report " in at_end
-    # The run and the first verdict.
+    # The output shows the run and the first verdict.
     assert at_end.splitlines()[:3] == whole.splitlines()[:3]
     assert "Typical step" in whole
     assert "200 steps: p50" in outputs[2].text
 
 
-def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A saved notebook contains the report and shows it even where outputs are sanitized."""
+def test_saved_report_is_shown_after_sanitizing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some sites sanitize outputs of a saved notebook."""
     import nbformat
     from nbclient import NotebookClient
     from nbconvert import HTMLExporter
@@ -361,9 +353,7 @@ def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_kernel_with_automatic_recording_ends_and_leaves_a_report(tmp_path: Path) -> None:
-    """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time and leaves a
-    report.
-    """
+    """With TORCHLENS_PERF=1 the run ends with the kernel, which ends in time."""
     kernel = Kernel(tmp_path, TORCHLENS_PERF="1")
     assert kernel.run(SETUP + "train(30)").errors == []
     ended = threading.Thread(target=kernel.close)
@@ -379,11 +369,10 @@ def test_kernel_with_automatic_recording_ends_and_leaves_a_report(tmp_path: Path
 
 @pytest.mark.parametrize("program", ["IPython", "python"])
 def test_report_in_a_terminal_is_text_on_stderr(program: str, tmp_path: Path) -> None:
-    """In plain IPython and Python the report is text on stderr, once.
+    """Plain IPython and Python print the report once.
 
-    A display during the run is text on stdout.
-
-    It is printed once, because a terminal cannot update earlier output.
+    A display during the run is text on stdout, printed once, because a terminal cannot update
+    earlier output.
     """
     show = "display(w)" if program == "IPython" else "print(w._repr_mimebundle_()['text/plain'])"
     code = f"{SETUP}{WITH}    train(30)\n    {show}\n    train_until(lambda: False, most_s=2.5)\n"

@@ -1,7 +1,7 @@
-"""Sentence and figures of each kind of verdict, with each type of evidence, compared with golden
+"""Tests of sentence and figures of each kind of verdict, with each type of evidence, against golden
 files.
 
-The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit says why.
+The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ KEPT = Path(__file__).parent / "kinds"
 @pytest.mark.parametrize(
     ("kind", "evidence"), STATES, ids=lambda each: getattr(each, "__name__", each)
 )
-def test_report_equals_the_golden_file(kind: str, evidence: type, tmp_path: Path) -> None:
+def test_report_with_each_kind_of_verdict_equals_its_golden_file(
+    kind: str, evidence: type, tmp_path: Path
+) -> None:
     report = checked(build("run", [STATES[kind, evidence](make_run(tmp_path))]))
     text = golden_text(f"{kind} by {evidence.__name__}", report)
 

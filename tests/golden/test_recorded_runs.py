@@ -1,8 +1,9 @@
-"""Verdicts and alerts of ten recorded training runs, replayed from their records and compared with
+"""Tests of verdicts and alerts of ten recorded training runs, replayed from their records, against
 golden files.
 
-The runs are in recorded/, made by scripts/record_golden_runs.py. The files change only on purpose:
-`UPDATE_GOLDEN=1` writes them, and the commit says why.
+scripts/record_golden_runs.py made the runs in recorded/.
+
+The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def test_ten_recorded_runs_are_present() -> None:
 
 
 def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]:
-    """Replay a recorded run. Return its report, and the exporter with all that it received."""
+    """Replay a recorded run.
+
+    Return its report, and the exporter with everything that it received.
+    """
     run, exporter = RunDirectory(folder / name), InMemoryExporter()
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
@@ -39,7 +43,9 @@ def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_report_and_alerts_equal_the_golden_file(name: str, tmp_path: Path) -> None:
+def test_report_and_alerts_of_a_replayed_run_equal_the_golden_file(
+    name: str, tmp_path: Path
+) -> None:
     report, exporter = replayed(name, tmp_path)
     text = golden_text(name.replace("_", " "), report, exporter.alerts)
 

@@ -1,7 +1,7 @@
-"""Sentences, figures and alerts of simulated runs with each kind of fault, compared with golden
+"""Tests of sentences, figures and alerts of simulated runs with each kind of fault, against golden
 files.
 
-The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit says why.
+The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_report_and_alerts_equal_the_golden_file(
+def test_report_and_alerts_of_a_simulated_run_equal_the_golden_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = _text_of_run(name, tmp_path, monkeypatch)

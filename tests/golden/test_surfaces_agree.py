@@ -1,8 +1,10 @@
-"""One number per fact: all screens and exporters must agree, for 50 simulated and ten recorded
+"""Tests that all screens and exporters show the same numbers, for 50 simulated and ten recorded
 runs.
 
 Cost, share, first and last step of a finding are equal in its sentence, its row, its alert and the
-assessment that exporters receive. The parts in a table add up to its total.
+data for exporters.
+
+The parts in a table add up to its total.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def test_numbers_of_recorded_runs_are_equal_on_all_screens(name: str, tmp_path: 
 
 
 def hold_together(report: dict[str, Any], exporter: InMemoryExporter, folder: Path) -> None:
-    """Check that all surfaces agree. folder: the parent of the run directory."""
+    """Check that all screens and exporters agree. folder: the parent of the run directory."""
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
@@ -215,7 +217,7 @@ def alerts_and_assessment_have_the_figures_of_the_rows(
     for alert in newest.values():
         row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
         if row is None:
-            # Its ranks are named together with others by now.
+            # A group of ranks now has one common alert.
             assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
@@ -280,7 +282,7 @@ def loggers_have_the_figures_of_the_rows(
 
 
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
-    """Check the list of `serve`. Its page of one run is the report's."""
+    """Check the list of `serve`. Its page of one run equals the report's page."""
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
     verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
     assert verdict is not None

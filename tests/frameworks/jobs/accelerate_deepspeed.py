@@ -1,5 +1,6 @@
-"""Accelerate with DeepSpeed on two ranks, ZeRO 1 on CPUs. backward() steps the engine, and
-optimizer.step() does nothing.
+"""Train with Accelerate and DeepSpeed on two ranks, ZeRO 1 on CPUs.
+
+backward() steps the engine, and optimizer.step() does nothing.
 
 Without a GPU Accelerate treats each process as the only one. So DeepSpeed makes the ranks, and the
 job selects the examples of each rank.

@@ -1,5 +1,6 @@
-"""Accelerate on two DDP ranks: prepare() wraps all objects, and gradients of two batches are
-accumulated.
+"""Train with Accelerate on two DDP ranks.
+
+prepare() wraps all objects, and gradients of two batches are accumulated.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint on two ranks: saved in the background every ten steps, and once in
-the foreground.
+"""Save with torch.distributed.checkpoint on two ranks: in the background every ten steps, and once
+in the foreground.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""DeepSpeed on CPUs with two ranks: ZeRO stage 1. The engine accumulates over two batches."""
+"""Train with DeepSpeed on CPUs with two ranks: ZeRO stage 1.
+
+The engine accumulates over two batches.
+"""
 
 import logging
 

@@ -1,5 +1,6 @@
-"""A recommender as in TorchRec on two ranks: each rank has half of the tables, and all-to-all
-exchanges rows.
+"""Train a recommender as in TorchRec on two ranks.
+
+Each rank has half of the tables, and all-to-all exchanges rows.
 """
 
 import torch
@@ -15,7 +16,7 @@ mine = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH) for _ in range(TABLES // WORLD
 
 
 class Recommender(nn.Module):
-    """Sends sparse features to the rank that has their table, and receives vectors."""
+    """A module that sends sparse features to the rank with their table, and receives vectors."""
 
     def __init__(self):
         super().__init__()

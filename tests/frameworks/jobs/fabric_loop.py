@@ -1,4 +1,4 @@
-"""Fabric on two DDP ranks: setup() and Fabric's own backward()."""
+"""Train with Fabric on two DDP ranks, using setup() and Fabric's own backward()."""
 
 import logging
 

@@ -20,7 +20,7 @@ import torchlens_perf as perf
 from torchlens_perf.watch import Watch
 
 WAY, BREAKS = sys.argv[1], sys.argv[2:] == ["breaks"]
-# Steps of 32 ms. The sidecar takes some time to start.
+# Each step takes 32 ms. The sidecar takes some time to start.
 STEPS = 200
 warnings.filterwarnings("ignore")
 torch.manual_seed(0)

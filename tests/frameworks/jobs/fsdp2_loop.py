@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: fully_shard() of each layer and of the model."""
+"""Train with FSDP2 on two ranks: fully_shard() of each layer and of the model."""
 
 import torch
 import torch.distributed as dist

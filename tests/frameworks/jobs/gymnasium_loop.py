@@ -1,5 +1,6 @@
-"""Reinforcement learning in gymnasium: actor and critic, one update per sixteen actions, and a slow
-environment.
+"""Train actor and critic with reinforcement learning in gymnasium.
+
+One update follows sixteen actions, and the environment is slow.
 """
 
 import gymnasium

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a tiny BERT with two DDP ranks: accumulation over two batches,
+"""Train a tiny BERT with Hugging Face's Trainer on two DDP ranks: accumulation over two batches,
 evaluation, saving.
 """
 

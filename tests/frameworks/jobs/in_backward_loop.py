@@ -1,5 +1,6 @@
-"""Optimizers inside the backward pass: one per parameter, stepped as soon as its gradient is
-complete.
+"""Train with optimizers inside the backward pass.
+
+Each parameter has an optimizer that steps as soon as the gradient is complete.
 """
 
 import torch

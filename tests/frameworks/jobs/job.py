@@ -1,9 +1,11 @@
 """Common code of the jobs in this folder: a small model, its data with a planted fault, and the
 output.
 
-The fault is a slow loader on rank 1 of two ranks, or on the only rank. docs/guides/frameworks.md
-shows the code between "paste" and "end". A run without recording imports tests/frameworks/without
-instead of the package.
+The fault is a slow loader on rank 1 of two ranks, or on the only rank.
+
+docs/guides/frameworks.md shows the code between "paste" and "end".
+
+A run without recording imports tests/frameworks/without instead of the package.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def planted_fault() -> None:
 
 
 def classifier() -> nn.Module:
-    """Return two layers and a head."""
+    """Return a model with two layers and a head."""
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         nn.ReLU(),
@@ -62,7 +64,7 @@ class Examples(Dataset):  # type: ignore[type-arg]
 
 
 class Tokens(Dataset):  # type: ignore[type-arg]
-    """The same for language models: {"input_ids", "labels"}."""
+    """Random examples for language models: {"input_ids", "labels"}."""
 
     def __init__(
         self, count: int, *, vocabulary: int = 64, length: int = 16, slow: bool = True
@@ -93,7 +95,7 @@ class Losses:
         self.count += 1
 
     def facts(self, steps: int, **facts: Any) -> dict[str, Any]:
-        """Return the values to compare. `steps` is the framework's count."""
+        """Return the values to compare. `steps` is the framework's count of steps."""
         return {"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}
 
     def print(self, steps: int, **facts: Any) -> None:

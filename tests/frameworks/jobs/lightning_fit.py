@@ -1,5 +1,6 @@
-"""Lightning's Trainer on two ranks, by its DDP under torchrun: accumulation over two batches,
-validation, a checkpoint.
+"""Train with Lightning's Trainer and its DDP on two ranks under torchrun.
+
+The job accumulates over two batches, validates, and saves a checkpoint.
 """
 
 import logging

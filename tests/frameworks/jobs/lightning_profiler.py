@@ -1,4 +1,4 @@
-"""Lightning's Trainer with only the profiler, whose steps are those of the optimizer."""
+"""Train with Lightning's Trainer and only the profiler, whose steps are those of the optimizer."""
 
 import logging
 import tempfile

@@ -1,9 +1,10 @@
-"""A loop with four loggers at once: TensorBoard, W&B offline, MLflow in a folder, and a function.
+"""Train in a loop with four loggers at once: TensorBoard, W&B offline, MLflow in a folder, and a
+function.
 
-Its data is slow.
+The job's data is slow.
 
-It continues until the function has received three rows, because the sidecar takes some time to
-start.
+The loop continues until the function has received three rows, because the sidecar takes some time
+to start.
 """
 
 import os
@@ -17,7 +18,7 @@ from job import Examples, Losses, classifier
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-# About two minutes.
+# The limit is about two minutes.
 MAX_STEPS = 3000
 torch.manual_seed(0)
 model = classifier()

@@ -1,4 +1,7 @@
-"""A pipeline of two stages by ScheduleGPipe with four microbatches. The second stage is slow."""
+"""Train a pipeline of two stages with ScheduleGPipe and four microbatches.
+
+The second stage is slow.
+"""
 
 import torch
 import torch.distributed as dist

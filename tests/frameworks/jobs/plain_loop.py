@@ -1,5 +1,6 @@
-"""A loop as in nanoGPT on two DDP ranks: no DataLoader, micro-batches, gradient clipping,
-evaluation between steps.
+"""Train in a loop as in nanoGPT on two DDP ranks.
+
+The loop has no DataLoader, but micro-batches, gradient clipping, and evaluation between steps.
 """
 
 import contextlib

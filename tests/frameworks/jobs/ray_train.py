@@ -1,4 +1,4 @@
-"""Ray Train: a TorchTrainer with two workers, which write their results to files."""
+"""Train with Ray Train: a TorchTrainer with two workers, which write their results to files."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""A loop as in torchtitan on two ranks: several optimizers in one, FSDP2, microbatches, manual
-garbage collection.
+"""Train in a loop as in torchtitan on two ranks: several optimizers in one, FSDP2, microbatches,
+manual garbage collection.
 """
 
 import gc

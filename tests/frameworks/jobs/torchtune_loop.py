@@ -1,5 +1,5 @@
-"""Parts of torchtune in a loop as in its recipes on two ranks: a tiny Llama 3, its chunked loss,
-its scheduler.
+"""Train with parts of torchtune in a loop as in its recipes on two ranks: a tiny Llama 3, its
+chunked loss, its scheduler.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""TRL's SFTTrainer with a LoRA of PEFT on a tiny GPT-2 and two DDP ranks: accumulation over two
-batches.
+"""Train with TRL's SFTTrainer and a LoRA of PEFT on a tiny GPT-2 and two DDP ranks.
+
+Gradients of two batches are accumulated.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Vision training as in timm's train.py on two ranks: an averaged copy of the weights, mixed
+"""Train a vision model as in timm's train.py on two ranks: an averaged copy of the weights, mixed
 labels, validation.
 """
 

@@ -1,5 +1,6 @@
-"""A plain loop with Accelerate: prepare() wraps all objects, and gradients are accumulated over two
-batches.
+"""Train in a plain loop with Accelerate.
+
+prepare() wraps all objects, and gradients are accumulated over two batches.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A loop with Lightning Fabric: setup() wraps the model and the optimizer."""
+"""Train in a loop with Lightning Fabric, whose setup() wraps the model and the optimizer."""
 
 import torch
 from lightning.fabric import Fabric

@@ -1,5 +1,6 @@
-"""A GAN as in the DCGAN example: two losses of the critic, then the generator's, in variables of
-the script.
+"""Train a GAN as in the DCGAN example.
+
+Two losses of the critic, then the generator's loss, are in variables of the script.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a tiny BERT: accumulation, evaluation, saving, and activation
+"""Train a tiny BERT with Hugging Face's Trainer: accumulation, evaluation, saving, and activation
 checkpointing.
 """
 

@@ -1,4 +1,4 @@
-"""Forward passes only."""
+"""Run forward passes only."""
 
 import torch
 from script import Losses, batches, classifier, watched

@@ -1,4 +1,4 @@
-"""An optimizer that evaluates the model several times a step, by a closure."""
+"""Train with an optimizer that evaluates the model several times a step, by a closure."""
 
 import torch
 from script import Losses, batches, classifier, watched

@@ -1,4 +1,6 @@
-"""Lightning's Trainer: a validation of five batches inside every tenth step, and logged losses."""
+"""Train with Lightning's Trainer: a validation of five batches inside every tenth step, and logged
+losses.
+"""
 
 import logging
 import warnings

@@ -1,4 +1,4 @@
-"""A loop without an optimizer, which updates the parameters by hand."""
+"""Train in a loop without an optimizer, which updates the parameters by hand."""
 
 import torch
 from script import Losses, batches, classifier, watched

@@ -1,7 +1,9 @@
-"""The structure of soft actor-critic.
+"""Train with the structure of soft actor-critic.
 
-It has an actor that is called by a method of its own, two critics of one class, a temperature that
-is no module, target networks without gradients, and an update of the actor in every second step.
+The actor is called by a method of its own and updated in every second step.
+
+There are two critics of one class, a temperature that is no module, and target networks without
+gradients.
 """
 
 import copy

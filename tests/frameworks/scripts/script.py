@@ -20,7 +20,7 @@ WIDTH, CLASSES = 64, 4
 
 
 def classifier() -> nn.Module:
-    """Return three layers and a head."""
+    """Return a model with three layers and a head."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
@@ -63,7 +63,7 @@ class Losses:
 
 
 def batches(count: int, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this many batches without a DataLoader."""
+    """Yield `count` batches without a DataLoader."""
     inputs, labels = examples(count * size).tensors
     for start in range(0, count * size, size):
         yield inputs[start : start + size], labels[start : start + size]

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a tiny GPT-2 without downloads."""
+"""Train a tiny GPT-2 with TRL's SFTTrainer, without downloads."""
 
 import tempfile
 

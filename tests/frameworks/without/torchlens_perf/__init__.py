@@ -1,4 +1,4 @@
-"""Stands in for the package in runs without it: the same names without a function."""
+"""Replaces the package in runs without it: the same names without a function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Watch:
-    """Records nothing."""
+    """A watch that records nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **named: None

@@ -2,4 +2,4 @@
 
 
 def autoload() -> None:
-    """Do nothing."""
+    """Do nothing, unlike the package's function."""
