@@ -21,7 +21,7 @@ WORK = {"data": 1, "forward": 4, "backward": 6, "host": 1}
 
 @pytest.fixture
 def finished(tmp_path: Path) -> RunDirectory:
-    """Return a run directory with a finished run."""
+    """Return the directory of a finished run."""
     run = make_run(tmp_path)
     rank = Rank(run, 0, 1)
     rank.steps(50, **WORK)
@@ -33,7 +33,6 @@ def finished(tmp_path: Path) -> RunDirectory:
 def test_report_is_plain_text_if_stdout_is_no_terminal(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`report` prints the report of a run, without colours if stdout is no terminal."""
     assert main(["report", str(finished.path)]) == 0
     out = capsys.readouterr().out
 
@@ -55,10 +54,10 @@ def test_report_json_prints_one_value_with_its_schema_number(
     )
 
 
-def test_report_uses_the_newest_run_without_an_argument(
+def test_report_without_an_argument_uses_the_newest_run(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a run directory, `report` uses the newest run in TORCHLENS_PERF_DIR."""
+    """The newest run is searched in TORCHLENS_PERF_DIR."""
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(finished.path.parent))
     assert main(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["id"] == finished.run_id
@@ -102,10 +101,10 @@ def test_report_uses_the_newest_run_without_an_argument(
         (["run", "-m"], "a script is needed"),
     ],
 )
-def test_user_errors_are_one_line_with_exit_code_2(
+def test_user_mistake_gives_one_line_on_stderr_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user's mistake gives exit code 2 and one line on stderr about the cause."""
+    """The line has the cause."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
 
@@ -125,10 +124,10 @@ def test_report_explains_that_a_folder_has_no_runs(
     )
 
 
-def test_run_without_data_and_other_folders_have_different_messages(
+def test_empty_run_no_run_and_folder_of_runs_have_different_messages(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A run without data, a folder that is no run, and a folder of runs have different messages."""
+    """A run without data, a folder that is no run, and a folder of runs need different remedies."""
     make_run(tmp_path)
     (run,) = (path.parent for path in tmp_path.rglob("nodes"))
     for command in (["report", str(run)], ["top", str(run), "--once"]):
@@ -163,8 +162,10 @@ def test_report_ends_without_an_error_when_its_pipe_is_closed(finished: RunDirec
     assert (done.stdout, done.stderr, done.returncode) == ("{\n", "", 0)
 
 
-def test_sidecar_command_replays_a_finished_run(finished: RunDirectory) -> None:
-    """`sidecar` replays a finished run and prints what it did and what it did not send."""
+def test_sidecar_command_replays_a_finished_run_and_prints_a_summary(
+    finished: RunDirectory,
+) -> None:
+    """The summary has what was sent and what was not sent."""
     command = [
         sys.executable,
         "-m",
@@ -196,9 +197,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_version_option_prints_versions_without_importing_torch() -> None:
-    """`--version` prints the versions of this package, torch and Python, without importing
-    torch.
-    """
+    """The versions are those of this package, torch and Python."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main\n"
         "assert main(['--version']) == 0\n"
@@ -228,7 +227,7 @@ def test_version_option_works_if_torch_is_not_installed(
 def test_help_lists_each_public_command_once(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help begins with three commands for new users, and lists each public command once."""
+    """The help begins with three commands for new users."""
     assert main(arguments) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "Start here:"
@@ -239,14 +238,16 @@ def test_help_lists_each_public_command_once(
     assert sorted([*listed, "results"]) == sorted(everything)  # type: ignore[type-var,arg-type]
 
 
-def test_hidden_commands_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_does_not_list_hidden_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["result"], ["qqq"]):
         main(arguments)
         assert "results" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", cli._NAMES)
-def test_each_command_has_a_description(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_a_description_in_the_help(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0

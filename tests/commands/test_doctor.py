@@ -1,4 +1,4 @@
-"""`torchlens-perf doctor`: what a run records here, what it does not record, and the remedies."""
+"""`torchlens-perf doctor`: what a run would record here, what it would not, and the remedies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def by_subject() -> dict[str, Check]:
     return {check.subject: check for check in examine()}
 
 
-def test_all_checks_pass_in_the_test_environment(
+def test_all_doctor_checks_pass_in_the_test_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the test environment all checks pass, and torch has all private names."""
+    """torch has all private names that this package uses."""
     monkeypatch.chdir(tmp_path)
     checks = by_subject()
 
@@ -34,10 +34,7 @@ def test_all_checks_pass_in_the_test_environment(
 def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A private name that torch lacks is one line with the lost feature.
-
-    All working names share a line.
-    """
+    """All available names share another line."""
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
@@ -127,7 +124,7 @@ def test_effect_of_environment_variables_is_shown_without_secrets(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The effect of the environment is shown with the remedy and without secrets."""
+    """The doctor also prints the remedy."""
     monkeypatch.setenv(variable, value)
     check = by_subject()[subject]
 
@@ -136,8 +133,8 @@ def test_effect_of_environment_variables_is_shown_without_secrets(
     assert "secret" not in str(check)
 
 
-def test_unusable_shared_memory_is_reported() -> None:
-    """If shared memory cannot be used, the other place of the ring and the remedy are shown."""
+def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -> None:
+    """The ring is then written to the other folder."""
     program = (
         "from pathlib import Path\n"
         "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
@@ -155,10 +152,9 @@ def test_unusable_shared_memory_is_reported() -> None:
     assert "--shm-size" in done.stdout
 
 
-def test_exit_code_is_1_only_if_a_check_is_broken(
+def test_doctor_exits_with_1_only_if_a_check_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The exit code is 1 if a check is broken, and otherwise 0."""
     from torchlens_perf.commands.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -168,8 +164,8 @@ def test_exit_code_is_1_only_if_a_check_is_broken(
     assert main(["doctor"]) == 1
 
 
-def test_doctor_command_prints_all_groups_and_nothing_to_do(tmp_path: Path) -> None:
-    """The command does not hide pandas, which would look like a missing Dynamo."""
+def test_doctor_prints_all_groups_and_nothing_to_do_if_all_checks_pass(tmp_path: Path) -> None:
+    """The test does not hide pandas from the command, which would look like a missing Dynamo."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 
@@ -186,11 +182,8 @@ def test_doctor_command_prints_all_groups_and_nothing_to_do(tmp_path: Path) -> N
     assert lines[-1].endswith("checks passed, nothing to do)")
 
 
-def test_summary_shows_each_problem_with_its_remedy() -> None:
-    """Limited features are not listed as recorded.
-
-    A broken check means that nothing is recorded.
-    """
+def test_doctor_summary_has_each_problem_with_its_remedy() -> None:
+    """Limited features are not listed as recorded. If a check is broken, nothing is recorded."""
     native = Check(OK, "recorder", "native", records="steps")
     tap = Check(LIMITED, "tap", "from Python", "torchlens-perf build-tap", records="ends")
     lines = list(summary([native, tap]))

@@ -1,4 +1,4 @@
-"""`report --fail-on`: the exit code depends on the requested verdicts."""
+"""`report --fail-on`: the exit code depends on the requested kinds of verdicts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield simulation
 
 
-def test_exit_code_is_0_without_verdicts(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without verdicts the exit code is 0, and the report is printed as usual."""
+def test_fail_on_exits_with_0_without_verdicts(
+    clean: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is printed as usual."""
     assert main(["report", str(clean)]) == 0
     report = capsys.readouterr()
     assert (
@@ -61,7 +63,7 @@ def test_exit_code_is_0_without_verdicts(clean: Path, capsys: pytest.CaptureFixt
     assert report.err == ""
     assert (
         main(["report", str(clean), "--fail-on", "slow-link"]) == 3
-    )  # Its ranks form only one group.
+    )  # The run's ranks form only one group.
 
 
 def test_slow_rank_fails_only_if_its_verdict_is_requested(
@@ -77,10 +79,10 @@ def test_slow_rank_fails_only_if_its_verdict_is_requested(
     assert main(["report", str(slow), "--fail-on", "hang", "--fail-on", "slow-rank"]) == 1
 
 
-def test_json_and_page_are_written_as_usual(
+def test_fail_on_writes_json_and_page_as_usual(
     slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """JSON and pages are written as usual, and --quiet omits the line about the verdicts."""
+    """With --quiet, the line about the verdicts is omitted."""
     assert main(["report", str(slow), "--fail-on", "slow-rank", "--json", "--quiet"]) == 1
     found = capsys.readouterr()
     assert (json.loads(found.out)["verdicts"][0]["kind"], found.err) == ("straggler", "")
@@ -93,7 +95,6 @@ def test_json_and_page_are_written_as_usual(
 
 
 def test_ended_straggler_does_not_fail(tmp_path: Path) -> None:
-    """A verdict that is over does not count."""
     run = simulated(tmp_path, ENDED_FAULT, blocks=12)
     assert main(["report", str(run), "--fail-on", "slow-rank"]) == 0
 
@@ -101,7 +102,7 @@ def test_ended_straggler_does_not_fail(tmp_path: Path) -> None:
 def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hanging job fails on `hang`. Whether a rank is slow is unknown meanwhile."""
+    """While the job hangs, it is unknown whether a rank is slow."""
     assert main(["report", str(live.run.path), "--fail-on", "hang"]) == 0
     live.sidecar.state.hang = hang(live.steps)
     live.sidecar.save()
@@ -118,10 +119,7 @@ def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
 def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
     over: bool, blocks: int, code: int, live: LiveSimulation
 ) -> None:
-    """A hang at the end of the run counts.
-
-    A hang that ended counts only if it cost at least 5% of the run.
-    """
+    """A hang is costly if it took at least 5% of the run."""
     live.goes_on(blocks)
     live.ends()
     live.sidecar.state.records = hung(over=over)
@@ -130,8 +128,8 @@ def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
 
 
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
-def test_ranks_that_were_not_compared_are_inconclusive(kind: str, code: int) -> None:
-    """Slow ranks are unknown if a verdict states that ranks were not compared."""
+def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
+    """A verdict states that the ranks were not compared."""
     evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
     report: Any = {
@@ -142,7 +140,7 @@ def test_ranks_that_were_not_compared_are_inconclusive(kind: str, code: int) -> 
     assert exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
 
 
-def test_slow_rank_is_found_among_ranks_that_all_lack_cpus() -> None:
+def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
     """If all ranks lack CPUs and one lacks them more, a single verdict covers both."""
     row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
     for changed, slow_rank, contention in (
@@ -173,7 +171,7 @@ def test_slow_rank_is_found_among_ranks_that_all_lack_cpus() -> None:
         (2, 8, "slow-rank", "slow-rank: the ranks were not compared"),
     ],
 )
-def test_exit_code_is_3_if_a_missing_verdict_is_inconclusive(
+def test_exit_code_is_3_if_a_requested_verdict_is_inconclusive(
     ranks: int,
     steps: int,
     asked: str,
@@ -211,7 +209,7 @@ def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
         (["--fail-on", "hang", "--schema"], "--fail-on judges a run"),
     ],
 )
-def test_invalid_fail_on_arguments_are_one_line_with_exit_code_2(
+def test_invalid_fail_on_argument_is_one_line_with_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "nowhere", *arguments]) == 2
@@ -220,10 +218,10 @@ def test_invalid_fail_on_arguments_are_one_line_with_exit_code_2(
     assert message in found.err
 
 
-def test_missing_run_is_an_error_with_exit_code_2(tmp_path: Path) -> None:
+def test_fail_on_a_missing_run_exits_with_2(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--fail-on", EVERY]) == 2
 
 
-def test_every_accepted_name_is_a_kind_of_verdict() -> None:
+def test_every_name_accepted_by_fail_on_is_a_kind_of_verdict() -> None:
     assert set(KINDS.values()) <= set(EVIDENCE)
     assert all(name == name.lower() and "_" not in name for name in KINDS)

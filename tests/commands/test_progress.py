@@ -63,7 +63,10 @@ class Terminal:
         os.close(terminal)
 
     def read_until(self, text: str) -> None:
-        """Read until the text appears. Raises EOFError if it never does."""
+        """Read the terminal until a text appears.
+
+        Raises EOFError if the process ends before.
+        """
         while text not in self.shown:
             self._read()
 
@@ -97,9 +100,7 @@ class Terminal:
 
 
 def test_progress_line_is_shown_on_a_terminal_and_erased_at_the_end() -> None:
-    """The line has its literal text and the progress, is erased at the end, and is not on
-    stdout.
-    """
+    """The line is not part of stdout."""
     terminal = Terminal("-c", WORK)
     terminal.read_until("25%")
     out = terminal.end()
@@ -110,7 +111,7 @@ def test_progress_line_is_shown_on_a_terminal_and_erased_at_the_end() -> None:
     assert out == "asked for\nat the end\n"
 
 
-def test_quiet_shows_no_progress() -> None:
+def test_quiet_command_shows_no_progress() -> None:
     terminal = Terminal("-c", WORK, "quiet")
 
     assert terminal.end() == "asked for\nat the end\n"
@@ -119,7 +120,7 @@ def test_quiet_shows_no_progress() -> None:
 
 @pytest.mark.parametrize("colors", ["", "1"])
 def test_no_progress_is_shown_without_a_terminal(colors: str) -> None:
-    """Colours that are forced, as in a CI's log, make no difference."""
+    """This also holds if colours are forced, as in the log of a CI job."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
     done = subprocess.run(
         [sys.executable, "-c", WORK],
@@ -135,9 +136,9 @@ def test_no_progress_is_shown_without_a_terminal(colors: str) -> None:
 
 @pytest.mark.parametrize("files", [False, True])
 def test_ctrl_c_exits_with_130_and_one_line(files: bool, tmp_path: Path) -> None:
-    """A long command shows its progress.
+    """A long command shows its progress before Ctrl-C.
 
-    After Ctrl-C it exits with 130 and one line, and leaves nothing in shared memory.
+    Afterwards nothing is left in shared memory.
     """
     run_id = f"simulated-{uuid.uuid4().hex[:12]}"
     terminal = Terminal(*MANY_STEPS, *(["--out", str(tmp_path / run_id)] if files else ["--rows"]))
@@ -176,7 +177,7 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
 
 
 def test_ctrl_c_ends_a_replay_to_a_silent_endpoint_at_once(run_dir: str) -> None:
-    """A replay to a silent endpoint ends at once and leaves nothing in shared memory."""
+    """Nothing is left in shared memory."""
     with silent() as address:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
         terminal = Terminal(
@@ -192,8 +193,8 @@ def test_ctrl_c_ends_a_replay_to_a_silent_endpoint_at_once(run_dir: str) -> None
 
 
 def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
-    """pyarrow would import pandas for its first array, and Ctrl-C during that import
-    would be lost.
+    """pyarrow would import pandas for its first array, and Ctrl-C during that import would be
+    lost.
     """
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "pandas.py").write_text("import os; os._exit(7)")
@@ -206,8 +207,8 @@ def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("replayed 50 steps")
 
 
-def test_replay_counts_segments_and_report_counts_files_of_nodes(tmp_path: Path) -> None:
-    """A replay counts segments, including a damaged one, and a report counts the nodes' files."""
+def test_progress_counts_segments_of_a_replay_and_node_files_of_a_report(tmp_path: Path) -> None:
+    """A damaged segment is counted too."""
     with run_without_traces(tmp_path) as run:
         rank = Rank(run, 0, 1)
         sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
@@ -241,7 +242,6 @@ def test_quiet_report_prints_only_the_report(
 
 
 def test_quiet_replay_prints_errors_only(run_dir: str) -> None:
-    """Only the success is not reported. Errors are."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", "--quiet", "--host", HOST]
     done = subprocess.run([*command, run_dir], capture_output=True, text=True)
     failed = subprocess.run([*command, "/nowhere"], capture_output=True, text=True)
@@ -263,7 +263,7 @@ logger.warning("what went wrong")
 
 
 def test_quiet_sidecar_logs_problems_only(run_dir: str) -> None:
-    """A sidecar started by hand logs to stderr, and with --quiet only problems."""
+    """A sidecar that a user starts logs to stderr."""
     command = [sys.executable, "-c", _LOGS, run_dir, HOST]
     usual, quiet = (
         subprocess.run([*command, *more], capture_output=True, text=True)
@@ -296,9 +296,7 @@ def test_quiet_build_prints_nothing_on_success(
 
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> None:
-    """`run --quiet` prints no report unless the user asks for one, and no note if
-    recording is off.
-    """
+    """A report is printed only if the user asks for one. If recording is off, no note says so."""
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}

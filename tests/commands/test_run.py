@@ -1,6 +1,4 @@
-"""`run` on the command line: the Python options that apply to the script, and messages if recording
-is not possible.
-"""
+"""The command `run`: its Python options, and its messages if recording is impossible."""
 
 from __future__ import annotations
 
@@ -39,10 +37,10 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
         (["-X"], ["-X"], []),
     ],
 )
-def test_interpreter_options_are_split_from_the_script_as_in_python(
+def test_interpreter_options_are_separated_from_the_script_as_in_python(
     arguments: list[str], options: list[str], rest: list[str]
 ) -> None:
-    """Options end at a script, -m, -c, - or --, and the value of -W or -X may follow."""
+    """Options end at a script, -m, -c, - or --. The value of -W or -X may follow its option."""
     assert split_options(arguments) == (options, rest)
 
 
@@ -63,7 +61,7 @@ def test_options_before_the_module_apply_to_the_script(
 ) -> None:
     """Options before `-m torchlens_perf` apply to the script.
 
-    Options in a console script's first line do not.
+    Those in the first line of a console script do not.
     """
     assert typed_options(command_line) == options
 
@@ -71,10 +69,7 @@ def test_options_before_the_module_apply_to_the_script(
 def test_script_imports_its_neighbours_despite_options_of_the_console_script(
     tmp_path: Path,
 ) -> None:
-    """Distributions install console scripts with `-I` or `-sP`.
-
-    The user's script can still import its neighbours.
-    """
+    """Distributions install console scripts with `-I` or `-sP`."""
     installed = (Path(sysconfig.get_path("scripts")) / "torchlens-perf").read_text()
     console = tmp_path / "torchlens-perf"
     console.write_text(f"#!{sys.executable} -I\n" + installed.partition("\n")[2])
@@ -86,8 +81,8 @@ def test_script_imports_its_neighbours_despite_options_of_the_console_script(
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
-    """These modules may have the same names as libraries."""
+def test_run_imports_no_modules_from_the_working_directory(tmp_path: Path) -> None:
+    """A module there may have the same name as a library."""
     for name in ("dataclasses", "tempfile", "logging", "socket"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "src").mkdir()
@@ -102,7 +97,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_run_help_is_printed_only_before_the_script(option: str, tmp_path: Path) -> None:
-    """`run -h` prints help on `run`. After a script, -h belongs to the script."""
+    """After a script, -h is an argument of the script."""
     done = run([*RUN, option], tmp_path)
     (tmp_path / "x.py").write_text("import sys; print(sys.argv)")
     scripts = run([*RUN, "x.py", option], tmp_path)
@@ -170,14 +165,13 @@ def test_deleted_interpreter_is_one_line_with_exit_code_2(tmp_path: Path) -> Non
 def test_script_runs_with_one_line_if_recording_is_impossible(
     options: list[str], environment: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    """If nothing will be recorded, one line explains it, and the script runs."""
+    """The line has the reason."""
     done = run([*RUN, *options, "-c", "print('ran')"], tmp_path, **environment)
 
     assert (done.stdout, done.stderr, done.returncode) == ("ran\n", said, 0)
 
 
 def test_script_runs_with_one_line_if_the_package_cannot_be_imported(tmp_path: Path) -> None:
-    """If this package cannot be imported, one line explains it and the script continues."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("value = 7")
     (tmp_path / "x.py").write_text(
@@ -191,7 +185,7 @@ def test_script_runs_with_one_line_if_the_package_cannot_be_imported(tmp_path: P
 
 
 def test_script_starts_if_proc_self_environ_is_unreadable(tmp_path: Path) -> None:
-    """Without /proc/self/environ, os.environ is used."""
+    """os.environ is used instead of /proc/self/environ."""
     program = (
         "import builtins, os, sys\nopened = builtins.open\ndef no_proc(path, *more):\n    if"
         " str(path).startswith('/proc/'): raise PermissionError(13, 'no')\n    return opened(path,"

@@ -1,5 +1,4 @@
-"""`run` behaves like Python: awkward scripts have the same results with `python` and `torchlens-
-perf run`.
+"""Unusual scripts have the same results with `python` and with `torchlens-perf run`.
 
 The tests compare stdout, stderr, the exit code or signal, and all written files. zoo/probe.py
 prints everything that a script can see of its process.
@@ -92,7 +91,7 @@ SEEN = {
     "locale not installed": "unset LC_ALL; LANG=xx_XX.UTF-8 {python} {run} probe.py",
     "locale's encoding": "unset LC_ALL LC_CTYPE; LANG=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {python} {run} probe.py",
     "sitecustomize": "PYTHONPATH=site_prints {python} {run} probe.py",
-    # The Python that reads `run` complains too: `sort -u` makes one line of both.
+    # The Python process that runs `run` prints the message too: `sort -u` makes one line of both.
     "sitecustomize that fails": "PYTHONPATH=site_fails {python} {run} probe.py 2> >(sort -u >&2)",
     "sitecustomize that misses a module": "PYTHONPATH=site_misses {python} {run} probe.py 2> >(sort -u >&2)",
     "sitecustomize that sends on": "PYTHONPATH=site_sends_on:site_prints {python} {run} probe.py",
@@ -209,8 +208,8 @@ BY_CONSOLE_SCRIPT = (
 )  # fmt: skip
 CONSOLE = "console script: "
 ALL = (*CASES, *(CONSOLE + name for name in BY_CONSOLE_SCRIPT))
-# Other cases run only in `make test-long`, as most of them take the same path: `run` replaces
-# itself by Python.
+# Other cases run only in `make test-long`. Most of them use the same path: `run` replaces itself by
+# Python.
 USUAL = (
     "sees: script", "sees: zip", "sees: module", "sees: package", "sees: code", "sees: stdin", "sees: spaces, accents",
     "sees: name that is no text", "sees: options before", "sees: options after", "sees: -I", "sees: -S",
@@ -225,7 +224,7 @@ USUAL = (
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the scripts, including those whose bytes or kind an editor would change."""
+    """Create the scripts, including those with unusual bytes or file types."""
     folder = tmp_path_factory.mktemp("zoo") / "pristine"
     shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
     probe = (ZOO / "probe.py").read_text()
@@ -242,8 +241,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "site_prints/sitecustomize.py": "import sys\nprint(__name__, __file__, sys.path[:2])\nextra = 1\n",
         "site_fails/sitecustomize.py": "undefined\n",
         "site_misses/sitecustomize.py": "import no_such_module\n",
-        # Like those of ddtrace and OpenTelemetry, it removes itself and imports the next
-        # sitecustomize.
+        # Like the sitecustomize of ddtrace and OpenTelemetry, this one removes itself and imports
+        # the next one.
         "site_sends_on/sitecustomize.py": "import os, sys\nsys.path.remove(os.path.dirname(__file__))\n"
         "del sys.modules['sitecustomize']\nimport sitecustomize\n",
         "syntax.py": "def train():\n    return (1,\n\nprint('never')\n",
@@ -263,7 +262,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "raise OSError('libcudart.so.12: cannot open shared object file')\n",
         "odd_torch/train.py": "import torch\nprint(torch.value, vars(torch.__spec__.loader))\n",
         "odd_torch/torch.py": "value = 7\n",
-        # Loaded at the third attempt. torchlens_perf is kept out, for it wants a real torch.
+        # Loaded at the third attempt. torchlens_perf is kept out, because it needs a real torch.
         "reloaded_torch/train.py": "import importlib, sys\nsys.modules['torchlens_perf.autoload'] = sys\n"
         "sys.autoload = lambda: setattr(sys, 'armed', getattr(sys, 'armed', 0) + 1)\nfor _ in range(2):\n"
         "    try:\n        import torch\n    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"
@@ -287,8 +286,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Return the contents of a folder: the bytes of files, and only the names of compiled
-    modules.
+    """Return the contents of a folder:
+
+    the bytes of files, and only the names of compiled modules.
     """
     return {
         str(path.relative_to(folder)): (
@@ -299,7 +299,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
-    """Return everything that a command line does in a copy of the zoo, as lines of text."""
+    """Return all effects of a command line in a copy of the scripts, as lines of text."""
     shutil.copytree(zoo, folder, symlinks=True)
     done = subprocess.run(
         ["bash", "-c", line],
@@ -327,7 +327,10 @@ def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
 
 
 def different_lines(name: str, zoo: Path) -> str:
-    """Return the differences between `run` and Python, or "". Both run in the same folder."""
+    """Return the differences between `run` and Python, or "".
+
+    Both run in the same folder.
+    """
     python, run = (
         (CONSOLE_SCRIPT, "run")
         if name.startswith(CONSOLE)
@@ -357,7 +360,9 @@ def running(request: pytest.FixtureRequest, zoo: Path) -> Iterator[dict[str, Fut
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, ALL))
-def test_run_behaves_like_python(name: str, running: dict[str, Future[str]]) -> None:
-    """`python -m torchlens_perf run` and `torchlens-perf run` do the same as `python`."""
+def test_run_has_the_same_results_as_python_for_unusual_scripts(
+    name: str, running: dict[str, Future[str]]
+) -> None:
+    """`python -m torchlens_perf run` and `torchlens-perf run` are tested."""
     different = running[name].result()
     assert not different, different

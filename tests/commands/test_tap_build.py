@@ -1,6 +1,4 @@
-"""The build of the native tap on collectives: its requirements, its location, and messages if it
-fails.
-"""
+"""The build of the native tap on collectives: requirements, location, and messages if it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.tap_requirements import BuildError
 
-__all__ = ["cache", "load_anew", "tap"]  # fixtures
+__all__ = ["cache", "load_anew", "tap"]  # Fixtures.
 pytestmark = pytest.mark.skipif(
     not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
 )
@@ -53,7 +51,7 @@ def cxx(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that sets CXX to a script with these commands."""
+    """Return a function that sets CXX to a script with the given commands."""
 
     def make(script: str) -> None:
         monkeypatch.setenv("CXX", str(compiler(tmp_path / "cxx", script)))
@@ -72,11 +70,11 @@ def in_background() -> Path:
     return tap_build.build_in_background(native_tap.file_name())
 
 
-# -- the location
+# -- the location of the tap
 
 
-def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
-    """In an image, only the complete, executable tap is left next to the package."""
+def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
+    """Only the complete, executable tap is left there, for example in an image."""
     built = tap_build.build()
 
     assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
@@ -86,10 +84,10 @@ def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["package writable by its group", "package in a writable folder"])
-def test_tap_goes_to_the_cache_if_others_can_write_to_the_package(
+def test_tap_is_built_in_the_cache_if_others_can_write_to_the_package(
     wrong: str, cache: Path, cxx: Path
 ) -> None:
-    """In an environment shared by a group, each user builds in the own cache."""
+    """In an environment shared by a group, each user builds in their own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
     assert tap_build.build() == cache / native_tap.file_name() == native_tap.loaded_from()
@@ -97,7 +95,7 @@ def test_tap_goes_to_the_cache_if_others_can_write_to_the_package(
 
 
 def test_background_build_writes_the_tap_to_the_cache(cache: Path, cxx: Path) -> None:
-    """All environments of a user share the tap, and no file is added to pip's."""
+    """All environments of a user share the tap, and no file is added to those installed by pip."""
     assert in_background() == cache / native_tap.file_name() == native_tap.loaded_from()
     assert made_in(tap_requirements.SOURCES) == set()
 
@@ -113,7 +111,7 @@ def test_built_files_are_private_for_any_umask(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For any umask, folders, the tap and the compiler's temporary files are private."""
+    """The tap, its folders and the compiler's temporary files are included."""
     shutil.rmtree(cache.parent)
     if variable == "XDG_CACHE_HOME":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "made"))
@@ -136,7 +134,7 @@ def test_built_files_are_private_for_any_umask(
 
 
 def test_loadable_tap_is_not_built_again(cache: Path, cxx: Path) -> None:
-    """A tap that can be loaded is kept: a job on another node may have it mapped."""
+    """A job on another node may have the tap mapped."""
     built = tap_build.build()
     before = built.stat()
     native_tap.load.cache_clear()
@@ -155,7 +153,7 @@ def test_damaged_tap_is_replaced_by_a_new_build(
     cxx: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A tap that cannot be loaded is replaced, as the doctor suggests a build."""
+    """The doctor suggests a build if the tap cannot be loaded."""
     damaged = (
         tap_requirements.SOURCES if build is tap_build.build else cache
     ) / native_tap.file_name()
@@ -166,7 +164,7 @@ def test_damaged_tap_is_replaced_by_a_new_build(
     assert native_tap.loaded_from() == damaged
 
 
-def test_folder_of_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
+def test_folder_left_by_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
     """The next build removes the folder, and keeps other files."""
     (cache / ".build-old").mkdir()
     (cache / ".build-old" / "part.o").touch()
@@ -176,7 +174,7 @@ def test_folder_of_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
     assert made_in(cache) == {native_tap.file_name(), "another-torch.so"}
 
 
-# -- requirements
+# -- requirements of the build
 
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
@@ -186,7 +184,7 @@ def test_missing_compiler_is_one_line_with_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The message names the package to install. The command exits with 2 and that line."""
+    """The command exits with 2."""
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.setenv("CXX", "a-compiler-that-is-nowhere")
     message = "no C++ compiler: install g++, or name one in CXX"
@@ -203,7 +201,7 @@ def test_missing_compiler_is_one_line_with_the_package_to_install(
 def test_cxx_may_contain_arguments(
     command: str, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CXX may have arguments, as in "ccache g++"."""
+    """An example is "ccache g++"."""
     monkeypatch.setenv("CXX", command.format(cxx=cxx))
 
     assert tap_build.build().is_file()
@@ -212,7 +210,7 @@ def test_cxx_may_contain_arguments(
 
 
 def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unbalanced quotation mark gives one line instead of a traceback."""
+    """No traceback is printed."""
     monkeypatch.setenv("CXX", "g++ 'a")
 
     assert (
@@ -224,7 +222,7 @@ def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.Mo
 def test_missing_python_headers_are_reported_before_compiling(
     cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian without python3-dev is detected before the compiler runs."""
+    """Debian without python3-dev lacks them."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
     assert "install them (python3-dev" in (tap_requirements.obstacle(native_tap.file_name()) or "")
@@ -236,7 +234,7 @@ def test_missing_python_headers_are_reported_before_compiling(
 def test_missing_torch_headers_are_reported_with_the_searched_folder(
     cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some distributions omit the headers. The message has the folder that was searched."""
+    """Some distributions omit the headers."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     with pytest.raises(BuildError, match="this torch came without its headers") as caught:
         tap_build.build()
@@ -245,7 +243,7 @@ def test_missing_torch_headers_are_reported_with_the_searched_folder(
     assert runs(cxx) == []
 
 
-def test_build_without_sources_is_refused(cache: Path, cxx: Path) -> None:
+def test_build_without_the_c_sources_is_refused(cache: Path, cxx: Path) -> None:
     name = native_tap.file_name()
     shutil.rmtree(tap_requirements.SOURCES)
 
@@ -273,7 +271,7 @@ def test_tap_is_not_built_without_the_native_recorder(
 def test_unusable_folders_are_all_listed_with_their_problems(
     wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All folders that were tried are listed with the problem of each, and no folder is created."""
+    """No folder is created."""
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
     said = str(tmp_path / "home")
@@ -302,10 +300,7 @@ def test_unusable_folders_are_all_listed_with_their_problems(
 def test_folder_on_a_file_system_without_modes_is_refused(
     cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On some network disks all users can write to every folder, whatever its mode.
-
-    Such folders are refused.
-    """
+    """On some network disks all users can write to every folder, whatever its mode."""
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
     mkdir = os.mkdir
@@ -324,7 +319,7 @@ def test_folder_on_a_file_system_without_modes_is_refused(
 def test_unwritable_folders_are_refused(
     cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders are tested as the kernel would answer a user other than root."""
+    """The test runs as root, so the kernel's answers for another user are simulated."""
     refused = {tap_requirements.SOURCES, cache}
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
@@ -342,10 +337,7 @@ def test_unwritable_folders_are_refused(
 def test_message_has_the_first_compiler_error_and_no_file_is_left(
     cache: Path, says: Callable[[str], None]
 ) -> None:
-    """The message has the first error without warnings and control characters.
-
-    No partial file is left.
-    """
+    """The message has no warnings and no control characters."""
     says(
         'echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n"'
         " >&2; exit 1"
@@ -363,7 +355,7 @@ def test_message_has_the_first_compiler_error_and_no_file_is_left(
 def test_compiler_runs_in_the_c_locale(
     cache: Path, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output is searched for "error", so the compiler must not use the user's language."""
+    """The output is searched for "error", so it must not be in the user's language."""
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     says('[ "$LC_ALL" = C ] && echo "x.cpp:1: error: found" || echo "x.cpp:1: Fehler"; exit 1')
     with pytest.raises(BuildError, match=r"the compiler failed: x.cpp:1: error: found"):
@@ -378,10 +370,9 @@ def test_message_has_the_exit_status_of_a_compiler_without_output(
         tap_build.build()
 
 
-def test_compiler_that_is_not_a_program_is_reported(
+def test_executable_file_that_is_no_compiler_is_reported(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is executable but no program."""
     (tmp_path / "cxx").write_bytes(b"\x00\x01")
     (tmp_path / "cxx").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
@@ -392,7 +383,7 @@ def test_compiler_that_is_not_a_program_is_reported(
 def test_built_tap_that_cannot_be_loaded_is_not_installed(
     cache: Path, says: Callable[[str], None]
 ) -> None:
-    """The output of a compiler that does not fit Python or torch is not installed."""
+    """The compiler may not fit Python or torch."""
     says('echo nothing > "$out"')
     with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
         tap_build.build()
@@ -403,7 +394,7 @@ def test_built_tap_that_cannot_be_loaded_is_not_installed(
 def test_endless_compiler_is_killed_with_its_children(
     cache: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler is killed with its children, and the message explains it."""
+    """The message says that the compiler was killed."""
     monkeypatch.setattr(tap_build, "_TIMEOUT_S", 1)
     says(f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait")
     with pytest.raises(BuildError, match="the compiler did not end within 1 s"):
@@ -413,14 +404,13 @@ def test_endless_compiler_is_killed_with_its_children(
     assert not list(tap_requirements.SOURCES.glob(".build-*"))
 
 
-# -- in the background
+# -- builds in the background
 
 
 def test_failed_background_build_is_not_repeated_with_the_same_compiler(
     cache: Path, says: Callable[[str], None], tmp_path: Path
 ) -> None:
-    """The background build is not repeated with the same compiler, and the message has its error
-    and the remedy. A manual build is repeated."""
+    """The message has the compiler's error and the remedy. A manual build is repeated."""
     says(f"echo x >> {tmp_path / 'cxx.runs'}; echo 'tap.cpp:7: error: too old' >&2; exit 1")
     name = native_tap.file_name()
     for _ in range(3):
@@ -435,7 +425,7 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
     )
     assert (
         tap_requirements.obstacle(name.replace("cpython", "pypy")) is None
-    )  # another Python has no failure
+    )  # Another Python has no failure.
     with pytest.raises(BuildError):
         tap_build.build()
     assert len(runs(tmp_path / "cxx")) == 2
@@ -450,10 +440,7 @@ def test_failed_build_is_repeated_with_another_compiler(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The build is repeated with an updated or another compiler.
-
-    If it succeeds, the failure is forgotten.
-    """
+    """The compiler may have been updated. If the build succeeds, the failure is forgotten."""
     says(
         f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2;'
         " exit 1"
@@ -483,10 +470,10 @@ def test_failed_build_is_repeated_with_another_compiler(
         "kill -KILL $$",
     ],
 )
-def test_transient_failure_is_not_remembered(
+def test_build_is_tried_again_after_a_transient_failure(
     script: str, cache: Path, says: Callable[[str], None], tap: Path, tmp_path: Path
 ) -> None:
-    """If memory or the disk ran out, the next run tries again."""
+    """Memory or the disk ran out in the first build."""
     says(f'[ -e {tmp_path / "room"} ] && cat {tap} > "$out" && exit; {script}')
     with pytest.raises(BuildError, match="the compiler failed: "):
         in_background()
@@ -496,14 +483,16 @@ def test_transient_failure_is_not_remembered(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"compiler": 3}', "\0"])
-def test_unreadable_failure_record_is_ignored(content: str, cache: Path, cxx: Path) -> None:
+def test_unreadable_record_of_a_failed_build_is_ignored(
+    content: str, cache: Path, cxx: Path
+) -> None:
     (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
 
     assert tap_requirements.obstacle(native_tap.file_name()) is None
     assert in_background().is_file()
 
 
-def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> None:
+def test_no_tap_is_built_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> None:
     """The script may import another torch than its sidecar."""
     with pytest.raises(
         BuildError,
@@ -518,7 +507,7 @@ def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> Non
 def test_second_process_does_not_wait_for_a_running_build(
     build: Callable[[], Path], cache: Path, cxx: Path
 ) -> None:
-    """The second process does not wait, and reports why there is no tap yet."""
+    """The second process reports why there is no tap yet."""
     place = tap_requirements.SOURCES if build is tap_build.build else cache
     with open(place / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -530,7 +519,7 @@ def test_second_process_does_not_wait_for_a_running_build(
 
 
 def test_lock_that_is_a_link_is_not_followed(cache: Path, cxx: Path, tmp_path: Path) -> None:
-    """A link in place of the lock is not followed, and no file is created elsewhere."""
+    """No file is created at the link's target."""
     (cache / "tap.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BuildError, match="no lock in "):
         in_background()
@@ -550,9 +539,9 @@ except BuildError as error:
 
 
 def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[str]:
-    """Run PROGRAM in so many processes at the same time, with the torch in `site`.
+    """Run PROGRAM in several processes at the same time, and return their output.
 
-    Return their output.
+    The processes use the torch in `site`.
     """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     started = [
@@ -591,8 +580,10 @@ def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(
     assert made_in(cache) == {name}
 
 
-def test_obstacles_are_found_before_torch_is_imported(cache: Path, tmp_path: Path) -> None:
-    """Obstacles are found before torch is imported, which takes seconds."""
+def test_obstacles_to_a_build_are_found_before_torch_is_imported(
+    cache: Path, tmp_path: Path
+) -> None:
+    """The import of torch takes seconds."""
     site = tmp_path / "site"
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")

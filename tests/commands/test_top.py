@@ -1,4 +1,7 @@
-"""`torchlens-perf top` without drawing: one frame as text, lines in a pipe, and user mistakes."""
+"""`torchlens-perf top` without a full screen:
+
+one frame as text, lines in a pipe, and user mistakes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--once` prints one frame, without escape sequences if stdout is no terminal."""
+    """The output has no escape sequences."""
     assert main(["top", str(live.run.path), "--once"]) == 0
     out, err = capsys.readouterr()
 
@@ -50,7 +53,7 @@ def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
 
 
 def test_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
-    """`--once` starts fast and works on a login node: it imports no Textual, torch or pyarrow."""
+    """`--once` must start fast and work on a login node without these packages."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\nprint([name"
         " for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"
@@ -72,7 +75,7 @@ def test_once_without_data_is_one_line_with_exit_code_2(
     assert (out, err) == ("", f"torchlens-perf: there is no directory {tmp_path}/run\n")
 
 
-def test_folder_without_runs_is_one_line_with_exit_code_2(
+def test_top_of_a_folder_without_runs_is_one_line_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,13 +85,10 @@ def test_folder_without_runs_is_one_line_with_exit_code_2(
     )
 
 
-def test_live_run_is_shown_without_an_argument(
+def test_top_without_an_argument_shows_the_live_run(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an argument, the live run is shown even if another run ended later.
-
-    A name selects a run of the folder.
-    """
+    """Another run may have ended later. With a run's name as argument, that run is shown."""
     with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
         other.goes_on()
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
@@ -101,10 +101,10 @@ def test_live_run_is_shown_without_an_argument(
     assert "ENDED" in capsys.readouterr().out
 
 
-def test_live_run_of_a_given_folder_is_shown(
+def test_top_of_a_folder_shows_its_live_run(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The live run of a folder is shown, without a variable that names the folder."""
+    """No environment variable is set."""
     assert main(["top", str(live.run.path.parent), "--once"]) == 0
     assert "  live  4 ranks" in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_top_ends_without_an_error_when_its_pipe_is_closed(live: LiveSimulation)
 
 
 def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: LiveSimulation) -> None:
-    """The output has a first frame, new verdicts, and a last frame about the end of the run."""
+    """The last frame says that the run has ended."""
     file, states = io.StringIO(), ["goes on", "waits", "goes on", "ends"]
 
     def next_state() -> None:
@@ -143,7 +143,7 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
     assert lines[0].startswith("simulation  other  4 ranks")
     assert (
         sum(line.startswith("  SLOW RANK   rank 2 (node-0000)") for line in lines) == 2
-    )  # when found, at the end
+    )  # Once when found, and once at the end.
     frames = [index for index, line in enumerate(lines) if line.startswith("simulation  other")]
     assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == [
         "LIVE",
@@ -153,8 +153,8 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
     assert max(map(len, lines)) <= 80
 
 
-def test_read_error_is_printed_once(live: LiveSimulation) -> None:
-    """While the run cannot be read, the output does not grow."""
+def test_read_error_is_printed_once_to_a_pipe(live: LiveSimulation) -> None:
+    """The run cannot be read for a longer time."""
     file, rests = io.StringIO(), []
     path = live.run.node_state("node-0000")
     good = path.read_bytes()
@@ -175,7 +175,7 @@ def test_read_error_is_printed_once(live: LiveSimulation) -> None:
 
 
 def test_dumb_terminal_gets_no_escape_sequences(live: LiveSimulation) -> None:
-    """With TERM=dumb there are no escape sequences, and Ctrl-C gives no traceback."""
+    """TERM is "dumb". Ctrl-C prints no traceback."""
     with OnTerminal([*COMMAND, str(live.run.path)], {"TERM": "dumb"}) as terminal:
         terminal.wait_for("data: 0 of")
         terminal.process.send_signal(2)
@@ -189,10 +189,7 @@ def test_dumb_terminal_gets_no_escape_sequences(live: LiveSimulation) -> None:
 
 
 def test_missing_textual_is_one_line_and_once_still_works(live: LiveSimulation) -> None:
-    """On a terminal there is one line with the package to install, and exit code 2.
-
-    --once works, with colours.
-    """
+    """The line names the package to install, and the exit code is 2. --once prints colours."""
     with OnTerminal([*WITHOUT_TEXTUAL, str(live.run.path)]) as terminal:
         code = terminal.end()
         said = terminal.written.decode()
@@ -208,8 +205,8 @@ def test_missing_textual_is_one_line_and_once_still_works(live: LiveSimulation) 
     assert re.search(r"\x1b\[1;31mSLOW RANK", frame)
 
 
-def test_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -> None:
-    """The output is ASCII, whatever encoding Python chooses for the locale."""
+def test_top_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -> None:
+    """Python may choose any encoding for the locale."""
     environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C"})
     done = subprocess.run(
         [*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ
@@ -219,7 +216,7 @@ def test_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -> No
     assert done.stdout.isascii()
 
 
-def test_frame_has_no_colours_with_no_color(live: LiveSimulation) -> None:
+def test_once_has_no_colours_with_no_color_set(live: LiveSimulation) -> None:
     with OnTerminal([*COMMAND, str(live.run.path), "--once"], {"NO_COLOR": "1"}) as terminal:
         assert terminal.end() == 0
         assert b"\x1b[31m" not in terminal.written

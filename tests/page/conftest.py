@@ -37,7 +37,7 @@ def recorded(
 
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Eight ranks in a mesh of two dimensions, of which SLOW_RANK is slow."""
+    """Return a run of eight ranks in a mesh of two dimensions. SLOW_RANK is slow."""
     return recorded(
         tmp_path_factory.mktemp("simulated"), FAULT, topology=Topology(4, 2, node_size=4)
     )
@@ -50,7 +50,7 @@ def shown(simulated: RunDirectory) -> Contents:
 
 @pytest.fixture(scope="session")
 def on_device(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Four ranks that work on devices. One of them is slow there."""
+    """Return a run of four ranks that work on devices. One of them is slow there."""
     fault = "constant:rank=2,share=0.3,phase=backward"
     return recorded(
         tmp_path_factory.mktemp("device"),

@@ -1,6 +1,4 @@
-"""`torchlens-perf report RUN --html FILE` writes a file and a line on stderr, or fails with exit
-code 2.
-"""
+"""`torchlens-perf report RUN --html FILE` writes a page, or fails with exit code 2."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
 
 
-def test_page_is_written_and_its_path_printed(
+def test_page_is_written_and_its_path_is_printed_to_stderr(
     simulated: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file is private to its user, or shared like its folder."""

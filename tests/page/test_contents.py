@@ -1,4 +1,4 @@
-"""The data of a page have the same numbers as the report and the run directory."""
+"""The data in a page have the same numbers as the report and the run directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKS = 8
 
 
 def table_of(run: RunDirectory, kind: str) -> Any:
-    """All rows of a kind of file, as a pandas-like dictionary of arrays."""
+    """Return all rows of a kind of file, as a dictionary of arrays."""
     table = pa.concat_tables(
         [pq.read_table(path) for path in sorted((run.path / kind).glob("*.parquet"))]
     )
@@ -42,7 +42,7 @@ def cells(matrix: Matrix) -> np.ndarray:
 
 
 def near(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Return True if both are equal to within the matrix's accuracy, with the same missing
+    """Return True if two arrays are equal within the matrix's accuracy, with the same missing
     cells.
     """
     assert (np.isnan(found) == np.isnan(expected)).all()
@@ -51,18 +51,16 @@ def near(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def test_report_in_the_page_equals_report_json(simulated: RunDirectory, shown: Contents) -> None:
-    """The heat map is left out, since the matrices replace it."""
+    """Only the heat map is left out, because the matrices replace it."""
     expected = {**as_json(run_report(simulated)), "heat": None}
 
     assert json.loads(json.dumps(shown["thinned_report"])) == expected
 
 
-def test_matrices_are_the_steps_in_the_run_directory(
+def test_matrices_equal_the_steps_in_the_run_directory(
     simulated: RunDirectory, shown: Contents
 ) -> None:
-    """Durations, parts and work of each step and rank equal those in the Parquet files, to within
-    the stated error.
-    """
+    """Durations, parts and work of each step and rank are compared, within the stated error."""
     steps, matrices = table_of(simulated, "steps"), shown["steps"]
     assert matrices is not None
     assert matrices["columns"]["width"] == 1
@@ -83,7 +81,7 @@ def test_matrices_are_the_steps_in_the_run_directory(
     assert near(cells(matrices["work"]), work)
 
 
-def test_places_have_hosts_and_mesh_coordinates(shown: Contents) -> None:
+def test_ranks_in_the_page_have_hosts_and_mesh_coordinates(shown: Contents) -> None:
     assert shown["steps"] is not None
     places = shown["steps"]["places"]
 
@@ -111,7 +109,7 @@ def test_planted_slow_rank_is_in_verdict_and_matrices(shown: Contents) -> None:
     assert np.nanmean(excess[others]) < 0.05
 
 
-def test_work_is_compared_with_the_median_of_other_ranks(shown: Contents) -> None:
+def test_work_in_the_page_is_compared_with_the_median_of_other_ranks(shown: Contents) -> None:
     matrices = shown["steps"]
     assert matrices is not None
     steps = Steps(matrices)
@@ -121,7 +119,7 @@ def test_work_is_compared_with_the_median_of_other_ranks(shown: Contents) -> Non
     np.testing.assert_allclose(steps.excess(), judged, atol=1.5 * LOG_STEP)
 
 
-def test_ranks_of_other_populations_are_not_compared() -> None:
+def test_ranks_of_other_populations_are_not_compared_in_the_page() -> None:
     work = np.array([[1.0, 2.0], [1.0, np.nan], [3.0, 4.0], [5.0, 6.0], [1.0, 0.0]])
     others = step_matrices._others_s(work, ["first", "first", "last", "last", "alone"])
 
@@ -131,9 +129,7 @@ def test_ranks_of_other_populations_are_not_compared() -> None:
 
 
 def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown: Contents) -> None:
-    """Each record of the rank is a span with its kind, name, start and duration, and no span is
-    missing.
-    """
+    """Each record is a span with its kind, name, start and duration, and no span is missing."""
     spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
     left_out = {"step", "thread_time", "memory"}
     for step in shown["traces"]["steps"][:6]:
@@ -156,9 +152,12 @@ def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown
             assert found == expected
 
 
-def test_chosen_steps_have_the_stated_reasons(simulated: RunDirectory, shown: Contents) -> None:
-    """The most informative come first: a typical slow step, the slowest one, and the first slow
-    one.
+def test_whole_steps_in_the_page_have_the_stated_reasons(
+    simulated: RunDirectory, shown: Contents
+) -> None:
+    """The most informative steps come first:
+
+    a typical slow step, the slowest one, and the first slow one.
     """
     steps = table_of(simulated, "steps")
     longest = {step: steps["duration_ns"][steps["step"] == step].max() for step in range(3, STEPS)}
@@ -179,7 +178,7 @@ def test_collectives_of_whole_steps_have_last_rank_and_waits(
 ) -> None:
     """The last rank has the shortest duration.
 
-    The wait of the others is their additional duration.
+    The wait of the other ranks is their additional duration.
     """
     spans = table_of(simulated, "spans")
     step = shown["traces"]["steps"][0]
@@ -237,9 +236,7 @@ def test_small_budget_widens_columns_and_drops_steps(
 
 
 def test_work_of_ranks_judged_by_devices_is_by_the_device_clock(on_device: RunDirectory) -> None:
-    """Ranks that are judged by their devices have work and device parts by that clock, equal to the
-    report.
-    """
+    """The work and the device parts equal those of the report."""
     shown = contents(on_device)
     matrices = shown["steps"]
     assert matrices is not None
@@ -276,7 +273,7 @@ def test_damaged_file_is_noted_and_the_rest_is_shown(
     )
 
 
-def test_files_without_work_use_own_time(
+def test_page_of_files_without_work_uses_own_time(
     simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A single note says so."""
@@ -297,7 +294,9 @@ def test_files_without_work_use_own_time(
     assert shown["steps"]["work"] == before["steps"]["work"]
 
 
-def test_missing_run_is_an_error_with_its_path(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_page_of_a_missing_run_is_an_error_with_its_path(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     with pytest.raises(RunStoreError, match="is not a run directory"):
         contents(RunDirectory(tmp_path_factory.mktemp("empty")))
 
@@ -305,7 +304,7 @@ def test_missing_run_is_an_error_with_its_path(tmp_path_factory: pytest.TempPath
 def test_report_windows_are_shown_if_device_steps_are_too_many(
     on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there are too many steps to join, the report's windows are shown, with a note."""
+    """A note says that there are too many steps to join."""
     each = contents(on_device)
     monkeypatch.setattr(device_grid, "MAX_STEPS", 10)
     shown = contents(on_device)

@@ -1,5 +1,6 @@
-"""The page as a file: outside text is never markup, nothing is fetched, and it is readable without
-scripts.
+"""The HTML of the page:
+
+outside text is never markup, nothing is requested, and no script is needed.
 """
 
 from __future__ import annotations
@@ -87,15 +88,15 @@ def page(text: str) -> Parsed:
     return Parsed(text)
 
 
-def test_elements_are_closed_and_ids_unique(page: Parsed) -> None:
+def test_elements_of_the_page_are_closed_and_ids_unique(page: Parsed) -> None:
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
 
     assert page.open == []
     assert len(set(ids)) == len(ids)
 
 
-def test_every_section_is_there_without_scripts(page: Parsed, shown: Contents) -> None:
-    """Sections that have something to show have a fragment, a heading and a link."""
+def test_every_section_with_content_is_there_without_scripts(page: Parsed, shown: Contents) -> None:
+    """Each section has a fragment, a heading and a link."""
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
     expected = [key for key, _, section in SECTIONS if section(shown) is not None]
@@ -161,8 +162,8 @@ def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: Contents)
             assert words.endswith(f"({percent(each['parts'][part] / sum(each['parts'].values()))})")
 
 
-def test_page_has_the_facts_of_the_report(text: str, shown: Contents) -> None:
-    """These are the first verdict in full, the key figures, and all ranks, slow ones first."""
+def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Contents) -> None:
+    """Slow ranks come first."""
     page = " ".join(element_text(text).split())
     headline, steps = shown["headlines"][0], shown["report"]["steps"]
 
@@ -186,7 +187,7 @@ def test_page_has_the_facts_of_the_report(text: str, shown: Contents) -> None:
     assert len(rows) == len(shown["report"]["ranks"])
 
 
-def test_single_process_has_no_ranks(alone: Contents) -> None:
+def test_page_of_a_single_process_does_not_mention_ranks(alone: Contents) -> None:
     """There are no sections, columns or words on ranks."""
     text = document(alone)
     page = Parsed(text)
@@ -202,7 +203,7 @@ def test_single_process_has_no_ranks(alone: Contents) -> None:
     assert "clock. " not in words
 
 
-def test_nothing_is_fetched(page: Parsed, text: str) -> None:
+def test_page_requests_nothing_from_elsewhere(page: Parsed, text: str) -> None:
     """No attribute leads out of the page, no style has a URL, and the policy forbids requests."""
     for tag, attributes in page.elements:
         for name, value in attributes.items():
@@ -227,7 +228,7 @@ def test_nothing_is_fetched(page: Parsed, text: str) -> None:
 
 
 def test_policy_allows_only_the_pages_own_scripts(text: str) -> None:
-    """They are allowed by hash, and there is no network access."""
+    """Scripts are allowed by hash, and there is no network access."""
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     rules = dict(rule.strip().partition(" ")[::2] for rule in policy[1].split(";"))
@@ -245,8 +246,8 @@ def test_policy_allows_only_the_pages_own_scripts(text: str) -> None:
     assert "unsafe" not in policy[1]
 
 
-def test_data_in_the_page_are_inert_json(text: str, shown: Contents) -> None:
-    """The contents are in the page as JSON that is no markup, and come back as they were."""
+def test_data_in_the_page_are_json_and_no_markup(text: str, shown: Contents) -> None:
+    """The contents that are read back from the page equal the original ones."""
     found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
     assert found is not None
 
@@ -262,7 +263,7 @@ def test_data_in_the_page_are_inert_json(text: str, shown: Contents) -> None:
 
 
 def hostile(value: Any, key: str = "") -> Any:
-    """Return the same value with all outside texts replaced: names, hosts, notes, sentences."""
+    """Return a report with all outside texts replaced: names, hosts, notes and sentences."""
     if isinstance(value, dict):
         return {each: hostile(inner, each) for each, inner in value.items()}
     if isinstance(value, list):
@@ -308,7 +309,7 @@ def test_hostile_texts_are_shown_as_text(shown: Contents) -> None:
 
 
 def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
-    """A module's name of ten thousand characters does not fill the page."""
+    """A module's name has ten thousand characters."""
     changed = copy.deepcopy(shown)
     changed["report"]["modules"][0]["name"] = "layer." * 1700
     page = Parsed(document(changed))
@@ -323,7 +324,7 @@ def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
     assert max(len(title or "") for title in titles) <= 2001
 
 
-def test_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
+def test_page_of_a_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
     """Missing values are not shown as zero."""
     empty = copy.deepcopy(shown)
     empty["steps"], empty["traces"], empty["telemetry"] = None, {"names": [], "steps": []}, []
@@ -349,7 +350,7 @@ def test_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
     assert "of steps complete" not in words
 
 
-def test_cards_have_the_location_of_the_rank(shown: Contents) -> None:
+def test_rank_cards_have_the_location_of_the_rank(shown: Contents) -> None:
     """Values that are equal on all ranks are left out."""
     placed = copy.deepcopy(shown)
     places = {

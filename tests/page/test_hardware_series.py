@@ -1,4 +1,4 @@
-"""Telemetry in a page: samples as levels, rates and shares, over the run's time."""
+"""Telemetry in a page: samples as levels, rates and shares over the run's time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODE = "host-a"
 
 
 def processes(run: RunDirectory) -> dict[int, ProcessState]:
-    """Two ranks, each with a GPU."""
+    """Return two ranks, each with a GPU."""
     made = {}
     for rank in (0, 1):
         process = ProcessState(identity_of(run, rank), Anchor(0, 0, 0), RankStatistics())
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_gauges_are_levels_counters_rates_and_throttling_a_share(run: RunDirectory) -> None:
-    """Gauges are unchanged, counters are growth per second, and throttling is a share of time.
+    """Counters are growth per second, and throttling is a share of time.
 
     Quantities without samples, and GPUs of other ranks, have no line.
     """
@@ -83,7 +83,7 @@ def test_gauges_are_levels_counters_rates_and_throttling_a_share(run: RunDirecto
     assert "GPU power" not in titles
 
 
-def test_reset_counter_of_a_port_is_not_negative(run: RunDirectory) -> None:
+def test_reset_counter_of_a_port_gives_no_negative_rate(run: RunDirectory) -> None:
     counts = [100, 300, 50, 150]
     links = [
         LinkSample(
@@ -104,7 +104,7 @@ def test_reset_counter_of_a_port_is_not_negative(run: RunDirectory) -> None:
 
 
 def test_points_of_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
-    """A line has at most MAX_POINTS points, with the mean of the samples."""
+    """A line has at most MAX_POINTS points."""
     written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)], [])
     power = series_of(run, [0])["GPU power", "rank 0"]
 
@@ -134,10 +134,7 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
 
 
 def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: RunDirectory) -> None:
-    """Each shown rank has CPU time and memory.
-
-    Ranks of one node share one series of its network.
-    """
+    """Ranks of one node share one series of its network."""
     samples = [
         ProcessSample(
             rank, second * SECOND, BEGIN_NS + second * SECOND, cpu_ns=3 * second * SECOND // 2,
@@ -157,7 +154,7 @@ def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: Ru
     assert not [title for title, _ in found if title.startswith("Disk")]
 
 
-def test_one_sample_of_a_process_has_no_rate(run: RunDirectory) -> None:
+def test_process_with_one_sample_has_no_rate(run: RunDirectory) -> None:
     SampleWriter(run, NODE).write(
         {PROCESSES: [ProcessSample(0, 0, BEGIN_NS, read_bytes=5, resident_bytes=9)]}, 1 << 20
     )

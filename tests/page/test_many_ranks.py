@@ -1,6 +1,4 @@
-"""The page of a job of many nodes: small and fast, with the important ranks and notes on omitted
-data.
-"""
+"""The page of a job of many nodes: small and fast, with slow ranks and notes on omitted data."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Contents:
     return contents(run, BUDGET_BYTES)
 
 
-def test_page_is_within_the_budget(many: Contents) -> None:
+def test_page_of_many_ranks_is_within_its_size_budget(many: Contents) -> None:
     """All verdicts are there, and the matrices have all ranks."""
     assert len(as_json(many)) <= BUDGET_BYTES
     assert many["steps"] is not None
@@ -38,10 +36,7 @@ def test_page_is_within_the_budget(many: Contents) -> None:
 
 
 def test_page_data_have_the_slow_rank_and_ranks_of_whole_steps(many: Contents) -> None:
-    """The JSON has the slow rank and all ranks of whole steps.
-
-    Tables and figures have all ranks.
-    """
+    """The matrices, tables and figures have all ranks."""
     rows = {rank["rank"] for rank in many["thinned_report"]["ranks"]}
     shown = {trace["rank"] for trace in many["traces"]["steps"][0]["ranks"]}
 
@@ -59,7 +54,7 @@ def test_page_data_have_the_slow_rank_and_ranks_of_whole_steps(many: Contents) -
 
 
 def test_whole_steps_of_several_nodes_are_on_one_clock(many: Contents) -> None:
-    """They have the slow rank, ranks that wait for it, and usual ones, on one clock.
+    """The steps contain the slow rank, ranks that wait for it, and usual ones.
 
     The last of all 128 ranks is known.
     """
@@ -74,7 +69,7 @@ def test_whole_steps_of_several_nodes_are_on_one_clock(many: Contents) -> None:
     assert all(trace["offset_us"] is not None for trace in step["ranks"])
 
 
-def test_document_does_not_grow_with_ranks(many: Contents) -> None:
+def test_size_of_the_document_does_not_grow_with_ranks(many: Contents) -> None:
     text = re.sub(
         r"<script(?! type=\"application/json\").*?</script>", "", document(many), flags=re.S
     )
@@ -84,7 +79,7 @@ def test_document_does_not_grow_with_ranks(many: Contents) -> None:
     assert f'rank">{SLOW_RANK}' in text or f">{SLOW_RANK}</th>" in text
 
 
-def test_last_rank_of_a_collective_stays_in_its_row(many: Contents) -> None:
+def test_row_of_a_collective_keeps_its_last_rank(many: Contents) -> None:
     """Sentences quote the numbers of this rank, even if no table shows it."""
     report = many["report"]
     (row,) = report["collectives"]
@@ -110,8 +105,8 @@ class _Grid:
 
 
 @pytest.mark.parametrize("budget_bytes", [10_000, 1000, 600, 100, 3, 0])
-def test_widths_that_cannot_fit_are_skipped(budget_bytes: int) -> None:
-    """The narrowest columns that fit are found without trying all narrower ones."""
+def test_column_widths_that_cannot_fit_are_not_tried(budget_bytes: int) -> None:
+    """The narrowest columns that fit are found."""
     made = []
 
     def made_of(grid: Any) -> str:

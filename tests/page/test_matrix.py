@@ -1,5 +1,6 @@
-"""Durations as 16-bit codes: decoded values have the promised accuracy, and missing ones stay
-missing.
+"""Durations as 16-bit codes:
+
+decoded values have the stated accuracy, and missing ones stay missing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ DURATIONS = st.one_of(
 
 
 @given(arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=DURATIONS))
-def test_decoded_values_are_within_the_promised_error(values: np.ndarray) -> None:
-    """This holds from a nanosecond to months. Smaller values become 0 s, and NaN stays NaN."""
+def test_decoded_durations_are_within_the_stated_error(values: np.ndarray) -> None:
+    """The range is from a nanosecond to months. Smaller values become 0 s, and NaN stays NaN."""
     matrix = encoded(values)
     back = decoded(matrix, len(values))
 

@@ -1,6 +1,4 @@
-"""Clocks of several nodes are aligned by the ends of shared collectives, or are reported as
-unknown.
-"""
+"""Clocks of several nodes are aligned by the ends of shared collectives, or reported as unknown."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ from torchlens_perf.store.segments import Records
 MS = 1_000_000
 NAMES = ["(other)", "allreduce group=0 dtype=float32"]
 GROUPS = {"0": {"ranks": "0-3", "description": "default_pg"}}
-# How far the nodes' wall clocks are ahead.
+# How far each node's wall clock is ahead.
 AHEAD_NS = {"one": 0, "other": 5_000 * MS}
 
 
 def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0) -> RankRecords:
-    """A step of 100 ms for each collective: the rank arrives at the given time, and all leave it at
-    80 ms.
+    """Return a step of 100 ms for each collective.
+
+    The rank arrives at the given time, and all ranks leave it at 80 ms.
     """
     records = np.zeros((len(arrives_ms), 2), record_dtype())
     for step, arrives in enumerate(arrives_ms):
@@ -61,7 +60,7 @@ def job(jitter_ns: int = 0) -> list[RankRecords]:
     ]  # fmt: skip
 
 
-def test_clocks_5_s_apart_are_aligned() -> None:
+def test_node_clocks_5_s_apart_are_aligned() -> None:
     ranks = job()
     clock = NodeClocks([of_step(ranks, step) for step in range(5)], ()).of(of_step(ranks, 2))
 
@@ -87,7 +86,7 @@ def test_clocks_of_a_single_node_are_not_corrected() -> None:
         pytest.param(0, 5, ("0",), id="sequence numbers do not compare"),
     ],
 )
-def test_ranks_with_unknown_clocks_are_left_out(
+def test_ranks_with_unknown_clocks_are_left_out_of_the_timeline(
     jitter_ns: int, steps: int, uncomparable: tuple[str, ...]
 ) -> None:
     ranks = job(jitter_ns)
@@ -100,9 +99,7 @@ def test_ranks_with_unknown_clocks_are_left_out(
 
 
 def test_waits_are_known_without_synchronized_clocks() -> None:
-    """The nodes' clocks differ by seconds, but the last rank and the waits follow from
-    durations.
-    """
+    """The last rank and the waits are computed from durations."""
     found = joined_by_step(job(), [0, 1, 2], ())
 
     assert sorted(found) == [0, 1, 2, 3, 4]
@@ -125,5 +122,5 @@ def test_last_rank_is_known_only_for_complete_groups() -> None:
     assert row["wait_us"]["0"] == 40e3
 
 
-def test_groups_whose_numbers_do_not_compare_are_not_joined() -> None:
+def test_groups_with_different_sequence_numbers_are_not_joined() -> None:
     assert joined_by_step(job(), [0, 1, 2, 3], ("0",)) == {}

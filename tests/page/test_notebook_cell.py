@@ -1,6 +1,4 @@
-"""A run in a notebook cell: its content, that it is inert and small, and needs no scripts or style
-sheets.
-"""
+"""A run in a notebook cell: its content is small, inert, and needs no scripts or style sheets."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
-# What JupyterLab leaves of the HTML of a notebook that is not trusted
-# (packages/apputils/src/sanitizer.ts), as far as it is used here: tags with their attributes, and
-# styles with their values.
+# What JupyterLab keeps of the HTML of an untrusted notebook (packages/apputils/src/sanitizer.ts),
+# as far as it is used here: tags with their attributes, and styles with their values.
 TAGS: dict[str, set[str]] = {
     "div": {"style"}, "p": set(), "b": set(), "br": set(), "small": set(), "img": {"alt", "src", "style"},
     "table": set(), "thead": set(), "tbody": set(), "tr": set(), "th": set(), "td": set(),
@@ -106,7 +103,7 @@ def texts(image: ElementTree.Element) -> list[str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two ranks, one of which is slow, with a note."""
+    """Return a report on two ranks, one of which is slow, with a note."""
     run = make_run(tmp_path_factory.mktemp("report"))
     ranks = [Rank(run, rank) for rank in range(2)]
     ranks[0].session.note("something is not measured")
@@ -117,8 +114,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_cell_has_verdict_numbers_notes_and_path(report: dict[str, Any]) -> None:
-    """They are text, in this order."""
+def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any]) -> None:
+    """They appear in this order."""
     page = Page(cell(report, "/runs/one"))
     (first,) = headlines(report, "/runs/one")
 
@@ -136,7 +133,7 @@ def test_cell_has_verdict_numbers_notes_and_path(report: dict[str, Any]) -> None
     assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)
 
 
-def test_pictures_have_alternative_texts(report: dict[str, Any]) -> None:
+def test_pictures_in_a_cell_have_alternative_texts(report: dict[str, Any]) -> None:
     """The texts have the report's numbers."""
     (steps, history), (parts, bars) = Page(cell(report, "/runs/one")).images
 
@@ -152,10 +149,10 @@ def test_pictures_have_alternative_texts(report: dict[str, Any]) -> None:
                 assert PARTS[part].name in texts(bars)
 
 
-def test_pictures_can_be_read_on_a_light_and_on_a_dark_notebook(report: dict[str, Any]) -> None:
+def test_pictures_are_readable_in_a_light_and_in_a_dark_notebook(report: dict[str, Any]) -> None:
     """An image does not inherit the notebook's theme.
 
-    It has no background, and its text has contrast on both.
+    Its background is transparent, and its text has contrast on both themes.
     """
     for _, svg in Page(cell(report, "")).images:
         style = svg[0].text or ""
@@ -183,7 +180,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
+def test_hostile_names_are_inert_in_a_cell(report: dict[str, Any]) -> None:
     """No text of a report becomes a tag or attribute, controls a terminal, or reverses text."""
     clean = Page(cell(report, "/runs/one"))
 
@@ -220,8 +217,8 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
     assert says == printable(HOSTILE)
 
 
-def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
-    """Values that were not measured are not zero."""
+def test_cell_of_a_run_without_steps_has_no_chart(tmp_path: Path) -> None:
+    """Values that were not measured are not shown as zero."""
     run = make_run(tmp_path)
     found = report_on(run, [Rank(run, 0, 1)])
     page = Page(cell(found, ""))
@@ -233,7 +230,7 @@ def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
 
 
 def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
-    """A cell is always smaller than its limit, and omitted data are counted."""
+    """Omitted data are counted."""
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
     large["verdicts"] = [
@@ -287,8 +284,8 @@ def test_chart_lengths_are_proportional_to_the_numbers() -> None:
     assert [round(each / heights[0], 1) for each in heights] == [1.0, 2.0, 4.0]
 
 
-def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
-    """If ranks are judged by their devices, host times are not drawn."""
+def test_ranks_judged_by_devices_are_shown_by_device_times(report: dict[str, Any]) -> None:
+    """Host times of these ranks are not drawn."""
     device = {"parts": {"forward": 0.01, "backward": 0.02, "communication": 0.005}}
     ranks = [{**rank, "device": device} for rank in report["ranks"]]
     by_device = {**report, "run": {**report["run"], "judged_by": "device"}, "ranks": ranks}
@@ -300,7 +297,7 @@ def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
     )
 
 
-def test_summary_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
+def test_summary_object_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
     value = json.loads(results(report, "/runs/one", "the text"))
     summary, verdict = value["summary"], report["verdicts"][0]
 

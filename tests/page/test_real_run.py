@@ -1,5 +1,5 @@
-"""Pages of real training: written by the sidecar when the run has ended, and by w.report_html() at
-any time.
+"""Pages of real training, written by the sidecar after the run or by w.report_html() at any
+time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def contents_of(page: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirectory, str]:
-    """Return folder, run, and output of the job."""
+    """Return the folder, the run, and the output of a job."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.py").write_text(_JOB)
     command = [
@@ -88,9 +88,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirector
     return folder, made, done.stdout
 
 
-def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> None:
-    """The page is stored with report.txt, agrees with the report, and is readable only
-    by its user.
+def test_sidecar_writes_the_page_at_the_end_of_the_run(
+    trained: tuple[Path, RunDirectory, str],
+) -> None:
+    """The page is stored with report.txt, agrees with the report, and is readable only by its
+    user.
     """
     _, made, _ = trained
     page = made.report.with_suffix(".html")
@@ -111,7 +113,7 @@ def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> Non
 def test_report_html_writes_the_page_in_another_process(
     trained: tuple[Path, RunDirectory, str],
 ) -> None:
-    """The training process imports only the module that starts it."""
+    """The training process imports only the module that starts the other process."""
     folder, made, printed = trained
 
     assert f"page {folder / 'asked.html'}\n" in printed
@@ -121,7 +123,7 @@ def test_report_html_writes_the_page_in_another_process(
 
 
 def test_report_html_without_a_recorded_run_raises() -> None:
-    """A watch that was never entered, or that records nothing, raises an error."""
+    """The watch was never entered, or records nothing."""
     code = "import torchlens_perf as perf\nperf.watch().report_html()"
     environ = clean_environ({"PYTHONPATH": str(Path(__file__).parents[2])})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
@@ -140,12 +142,12 @@ def copied(made: RunDirectory, folder: Path) -> RunDirectory:
     return RunDirectory(folder / "run")
 
 
-def test_page_writing_is_ended_at_limits_of_time_and_memory(
+def test_writing_a_page_stops_at_limits_of_time_and_memory(
     trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits are time, memory, and a signal to give up.
+    """A signal to give up is another limit.
 
-    A reason is logged unless another page follows, and no partial file is left.
+    The reason is logged unless another page follows, and no partial file is left.
     """
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
@@ -170,7 +172,7 @@ def test_error_of_the_page_command_is_logged_as_the_reason(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])
 def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> None:
-    """The report was sent before. Without a configured page nothing is tried."""
+    """The report was sent before. If no page is configured, none is written."""
     rank = Rank(run, 0, 1, report=wish)
     rank.steps(20, data=1, forward=4, backward=6, host=1)
     rank.close()
@@ -190,13 +192,13 @@ def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> N
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_page_written_before_its_process_aborted_is_kept(
+def test_page_is_kept_if_its_process_aborts_after_writing_it(
     writes: bool,
     trained: tuple[Path, RunDirectory, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A library may abort the process at its exit, after the page was written."""
+    """A library may abort the process at its exit."""
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
     ordinary = page_file.children.command("report", str(made.path), "--html", str(page))

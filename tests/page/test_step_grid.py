@@ -1,6 +1,4 @@
-"""Sums of steps in windows equal a calculation by hand, in any order of steps and with bounded
-memory.
-"""
+"""Sums of steps in windows, compared with simple calculations, in any order and bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ RANKS, FIRST, LAST, PARTS = 3, 5, 104, 2
 
 
 def steps(seed: int = 0) -> Batch:
-    """A hundred steps of each rank, in any order."""
+    """Return a hundred steps of each rank, in any order."""
     random = np.random.default_rng(seed)
     row, step = np.meshgrid(np.arange(RANKS), np.arange(FIRST, LAST + 1))
     count = row.size
@@ -53,7 +51,7 @@ def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
 
 
 def test_each_cell_is_one_step_if_there_is_room() -> None:
-    """If there is room for each step, a cell is a step. Work includes only comparable steps."""
+    """Work includes only comparable steps."""
     batch = steps()
     grid = grid_of(chosen(batch, np.arange(100)), chosen(batch, np.arange(100, len(batch.row))))
 
@@ -69,8 +67,8 @@ def test_each_cell_is_one_step_if_there_is_room() -> None:
     assert (grid.flags == np.where(grid.first_steps == 40, int(Flag.EVALUATION), 0)).all()
 
 
-def test_cpu_contention_is_a_share_or_nan() -> None:
-    """Only steps in which contention was measured count. Without such steps the value is NaN."""
+def test_cpu_contention_is_a_share_of_measured_steps_or_nan() -> None:
+    """The value is NaN if no step was measured."""
     grid = grid_of(steps())
 
     assert np.isnan(grid.no_cpu_share(0)).all()
@@ -80,10 +78,7 @@ def test_cpu_contention_is_a_share_or_nan() -> None:
 def test_widened_grid_equals_one_that_was_wide_from_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Widening equals a grid that was created with wide windows.
-
-    Both begin at multiples of the width.
-    """
+    """Windows of both grids begin at multiples of the width."""
     batch = steps()
     narrow = grid_of(batch)
     monkeypatch.setattr(step_grid, "MAX_COLUMNS", 60)
@@ -109,7 +104,7 @@ def test_widened_grid_equals_one_that_was_wide_from_the_start(
 
 
 def test_column_quantiles_are_those_of_all_its_steps() -> None:
-    """A column's quantiles are those of all steps of all ranks in it, to within one percent."""
+    """The steps of all ranks count. The error is at most one percent."""
     batch = steps()
     grid = grid_of(batch)
     while len(grid.flags) > 1:
@@ -131,7 +126,7 @@ def test_memory_is_bounded_by_ranks_and_columns() -> None:
     assert many.steps.size <= step_grid.MAX_CELLS
 
 
-def test_steps_beyond_the_range_are_left_out() -> None:
+def test_steps_beyond_the_range_of_the_grid_are_left_out() -> None:
     """A live run continues while it is read. Newer steps are in the next page."""
     batch = steps()
     later = dataclasses.replace(batch, step=batch.step + 1000)

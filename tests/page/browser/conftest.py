@@ -1,4 +1,4 @@
-"""A browser for all tests, a tab for each test, and pages of simulated runs."""
+"""Fixtures: a browser for all tests, a tab for each test, and pages of simulated runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def tab_of(browser: Any) -> Iterator[TabOf]:
 
 
 def written(folder: Path, name: str, of: Contents) -> Path:
-    """Write the page. Scripts get the report as a test has changed it."""
+    """Write the page of a run.
+
+    Scripts on the page use the report as changed by the test.
+    """
     path = folder / f"{name}.html"
     thinned: Any = {**of["report"], "heat": None}
     path.write_text(document({**of, "thinned_report": thinned}), "utf-8")
@@ -66,13 +69,13 @@ def written(folder: Path, name: str, of: Contents) -> Path:
 
 @pytest.fixture(scope="session")
 def file(tmp_path_factory: pytest.TempPathFactory, shown: Contents) -> Path:
-    """A page of eight ranks. SLOW_RANK is slow from SINCE_STEP on."""
+    """Return a page of eight ranks. SLOW_RANK is slow from SINCE_STEP on."""
     return written(tmp_path_factory.mktemp("pages"), "small", shown)
 
 
 @pytest.fixture(scope="session")
 def wide(shown: Contents) -> Contents:
-    """Contents of 64 ranks with devices, memory and telemetry.
+    """Return page contents of 64 ranks with devices, memory and telemetry.
 
     WIDE_SLOW is slow from WIDE_SINCE on.
     """
@@ -96,7 +99,7 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for screenshots: PAGE_SHOTS, or a temporary one."""
+    """Return the folder for screenshots: PAGE_SHOTS, or a temporary one."""
     folder = (
         Path(os.environ["PAGE_SHOTS"])
         if "PAGE_SHOTS" in os.environ

@@ -21,7 +21,7 @@ ARGUMENTS = [
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 PACKAGES = ("playwright", "axe_playwright_python")
 DEADLINE_S = 60.0
-# Loading takes a second on an idle machine.
+# A page loads within a second on an idle machine.
 LOADS_WITHIN_MS = 120_000
 
 
@@ -52,7 +52,7 @@ class Tab:
         page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, fragment: str = "") -> Tab:
-        """Load the page with this view, and wait until the visible part is drawn."""
+        """Load the page with the given view, and wait until the visible part is drawn."""
         self.page.goto("about:blank")
         self.page.goto(self.path.as_uri() + fragment)
         return self.settle()
@@ -61,9 +61,9 @@ class Tab:
         return self.page.evaluate(expression)
 
     def until(self, expression: str) -> Any:
-        """Wait until the expression is true and return its value.
+        """Wait until a JavaScript expression is true and return its value.
 
-        It polls from here: the page's policy forbids eval().
+        The test polls, because the page's policy forbids eval().
         """
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
@@ -84,7 +84,7 @@ class Tab:
         return self.value("torchlensPage.view.now")
 
     def address(self) -> str:
-        """Return the address, once the view has been written to it."""
+        """Return the page's address after the view has been written to it."""
         self.page.wait_for_timeout(400)
         return str(self.page.url).partition("#")[2]
 
@@ -109,11 +109,11 @@ class Tab:
         return found
 
     def named(self, name: str) -> str:
-        """Return an expression for the chart of this name."""
+        """Return a JavaScript expression for the chart with the given name."""
         return f"torchlensPage.charts.find(({{figure}}) => figure.dataset.chart === '{name}')"
 
     def at(self, name: str, x: float, y: float) -> tuple[float, float]:
-        """Return the window position of a position in the chart's coordinates."""
+        """Return the window position of a point in the chart's coordinates."""
         self.chart(name)
         inside = self.value(
             f"""(() => {{ const {{ plot }} = {self.named(name)}, box = plot.over.getBoundingClientRect();
@@ -122,11 +122,11 @@ class Tab:
         return inside[0], inside[1]
 
     def tip(self) -> str:
-        """Return the text of the tooltip; "" if it is hidden."""
+        """Return the text of the tooltip, or "" if it is hidden."""
         return "\n".join(self.page.locator(".tip:not([hidden])").all_inner_texts())
 
     def foreign(self) -> list[str]:
-        """Return requests for other addresses than the page's own."""
+        """Return requests to other addresses than the page's own."""
         return [
             each
             for each in self.requests

@@ -1,4 +1,7 @@
-"""The page's charts in a real browser: they draw the page's data and show values at the pointer."""
+"""Charts of the page in a real browser:
+
+they draw the page's data and show values at the pointer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ DRAWN = (
 
 
 def test_every_chart_is_drawn_without_requests_or_errors(tab_of: TabOf, wide_file: Path) -> None:
-    """Every canvas has content."""
+    """Every canvas has some pixels drawn."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     assert tab.value(DRAWN) == sorted(
@@ -64,8 +67,8 @@ def test_charts_have_titles_axes_with_units_and_legends(tab_of: TabOf, wide_file
     )
 
 
-def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) -> None:
-    """Missing values are NaN, zero is zero, and excess equals that of the verdicts."""
+def test_matrices_are_decoded_to_the_same_values_as_in_python(tab: Tab, shown: Contents) -> None:
+    """Missing values are NaN, zero is zero, and the excess equals that of the verdicts."""
     matrices = shown["steps"]
     assert matrices is not None
     steps = Steps(matrices)
@@ -102,8 +105,8 @@ def test_excess_is_relative_to_all_ranks_only_above_16_ranks(
     assert np.nanmean(slow[WIDE_SINCE:]) > 0.2 > 0.05 > abs(np.nanmean(slow[:WIDE_SINCE]))
 
 
-def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
-    """Durations, shares and amounts have the same figures in charts as in tables."""
+def test_quantities_in_charts_are_written_as_in_the_report(tab: Tab) -> None:
+    """Durations, shares and amounts have the same number of figures as in tables."""
     seconds = [0.0, 3e-9, 4.2e-7, 9.996e-4, 1.2345e-3, 0.0999, 0.1, 1.0, 12.34, 123.4, 9999.0]
     assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [
         duration(each) for each in seconds
@@ -123,8 +126,8 @@ def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
     )
 
 
-def test_axes_are_written_with_units(tab: Tab) -> None:
-    """Durations are short, ranks and steps are plain numbers."""
+def test_axis_labels_have_units_and_short_numbers(tab: Tab) -> None:
+    """Ranks and steps are plain numbers."""
     tab.show_all()
 
     def ticks(name: str, axis: int, values: list[float]) -> Any:
@@ -156,7 +159,7 @@ def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
     assert tab.tip().splitlines()[-1] == "warm-up"
 
 
-def test_memory_is_scaled_to_the_data_with_its_peak(
+def test_memory_chart_is_scaled_to_the_data_with_its_peak(
     tab_of: TabOf, wide_file: Path, wide: Contents
 ) -> None:
     tab = tab_of(wide_file).open("#memory")
@@ -172,10 +175,10 @@ def test_memory_is_scaled_to_the_data_with_its_peak(
     assert painted == [f"peak {amount(memory.max(), 'B')}, rank {WIDE_SLOW}"]
 
 
-def test_colour_begins_where_an_excess_is_detectable(
+def test_heat_map_colours_only_a_detectable_excess(
     tab_of: TabOf, wide: Contents, tmp_path: Path
 ) -> None:
-    """Slower is orange and faster blue, stronger for a larger excess."""
+    """Slower is orange and faster is blue, with stronger colours for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
         {
@@ -224,9 +227,9 @@ def test_colour_begins_where_an_excess_is_detectable(
     assert MIN_EXCESS <= of["slow"] < of["quiet"]
 
 
-def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
-    """At most 1 % of the cells of healthy ranks have a colour, and nearly all of the slow
-    rank's.
+def test_healthy_ranks_are_blank_in_the_heat_map(tab_of: TabOf, wide_file: Path) -> None:
+    """At most 1 % of the cells of healthy ranks have a colour, and nearly all cells of the slow
+    rank.
     """
     tab = tab_of(wide_file).open("#heat")
     coloured = """(({scaling, steps}, slow, since) => { const values = steps.values("excess"), found = [0, 0, 0, 0];
@@ -243,7 +246,7 @@ def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
 def test_fewer_than_five_ranks_are_drawn_as_lines(
     tab_of: TabOf, shown: Contents, tmp_path: Path
 ) -> None:
-    """Below five ranks, each has a line of its compute time."""
+    """Each line is the compute time of a rank."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
     compute = tab.named("compute")
     assert tab.value(f"{compute}.data.map(({{label}}) => label)") == ["rank 0", "rank 1"]
@@ -255,11 +258,8 @@ def test_fewer_than_five_ranks_are_drawn_as_lines(
     assert tab.problems == []
 
 
-def test_ranks_that_matter_come_first(tab_of: TabOf, wide_file: Path) -> None:
-    """Some of 64 ranks are shown, the slow one first.
-
-    A button shows all, and the address has this setting.
-    """
+def test_slow_rank_comes_first_in_the_heat_map_of_64_ranks(tab_of: TabOf, wide_file: Path) -> None:
+    """Only some ranks are shown at first. A button shows all, and the address has this setting."""
     tab = tab_of(wide_file).open("#heat")
     ranks = f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)"
     assert tab.value(ranks)[0] == WIDE_SLOW
@@ -273,8 +273,11 @@ def test_ranks_that_matter_come_first(tab_of: TabOf, wide_file: Path) -> None:
     assert "rows=all" in tab.address()
 
 
-def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
-    """If cells share a pixel, it shows the largest value. Missing values are visible only alone."""
+def test_no_slow_rank_is_lost_if_rows_are_thinner_than_pixels(tab: Tab) -> None:
+    """If cells share a pixel, the largest value is shown.
+
+    A missing value is visible only in a pixel without others.
+    """
     found = tab.value(
         """(() => { const ranks = 1000, columns = 4, values = new Float32Array(ranks * columns).fill(0.001);
         values[777 * columns + 2] = 0.25; values[3] = NaN;
@@ -298,7 +301,7 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
     }
 
 
-def test_tip_of_the_heat_map_has_rank_host_step_value_and_flags(tab: Tab) -> None:
+def test_heat_map_tooltip_has_rank_host_step_value_and_flags(tab: Tab) -> None:
     tab.open("#heat;order=rank")
     tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, SLOW_RANK + 0.5))
     text = tab.tip()
@@ -312,8 +315,8 @@ def test_tip_of_the_heat_map_has_rank_host_step_value_and_flags(tab: Tab) -> Non
     assert tab.tip() == ""
 
 
-def test_tip_of_a_sampled_step_says_not_compared(tab_of: TabOf, wide_file: Path) -> None:
-    """A sampled step is not compared. Its tip names the sampling."""
+def test_tooltip_of_a_sampled_step_says_not_compared(tab_of: TabOf, wide_file: Path) -> None:
+    """The tooltip gives the sampling as the reason."""
     tab = tab_of(wide_file).open("#heat;order=rank;rows=all")
     tab.page.mouse.move(*tab.at("heat", 32.5, 20.5))
     assert "excess over the other ranks: not compared" in tab.tip()
@@ -322,7 +325,9 @@ def test_tip_of_a_sampled_step_says_not_compared(tab_of: TabOf, wide_file: Path)
     assert "also: checkpoint" in tab.tip()
 
 
-def test_tip_of_each_chart_has_the_values_at_the_pointer(tab_of: TabOf, wide_file: Path) -> None:
+def test_tooltip_of_each_chart_has_the_values_at_the_pointer(
+    tab_of: TabOf, wide_file: Path
+) -> None:
     tab = tab_of(wide_file).open()
     tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
     assert f"step {WIDE_SINCE + 10}" in tab.tip()
@@ -332,7 +337,9 @@ def test_tip_of_each_chart_has_the_values_at_the_pointer(tab_of: TabOf, wide_fil
     assert tab.problems == []
 
 
-def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_file: Path) -> None:
+def test_telemetry_tooltip_has_values_and_gaps_at_the_pointer(
+    tab_of: TabOf, wide_file: Path
+) -> None:
     tab = tab_of(wide_file).open("#telemetry")
     tab.show("telemetry")
     tab.page.mouse.move(*tab.at("telemetry", 40.0, 85.0))
@@ -343,8 +350,8 @@ def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_
     assert tab.value(gap)
 
 
-def test_timeline_shows_waits_and_the_last_rank(tab: Tab, shown: Contents) -> None:
-    """Waits agree with the joined collectives."""
+def test_timeline_shows_waits_and_the_last_rank_of_collectives(tab: Tab, shown: Contents) -> None:
+    """The waits equal those of the joined collectives."""
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]
@@ -368,8 +375,8 @@ def test_timeline_shows_waits_and_the_last_rank(tab: Tab, shown: Contents) -> No
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
 
-def test_tip_of_a_collective_names_its_last_rank(tab: Tab, shown: Contents) -> None:
-    """The tip of a collective names the last rank. The collective is framed on all its ranks."""
+def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: Contents) -> None:
+    """The collective is framed on all its ranks."""
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]
@@ -389,7 +396,7 @@ def test_tip_of_a_collective_names_its_last_rank(tab: Tab, shown: Contents) -> N
 
 
 def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
-    """W and S zoom, A and D move, 0 shows the whole step. A drag zooms too."""
+    """W and S zoom, A and D move, 0 shows the whole step. A drag with the mouse zooms too."""
     tab.show("step")
     tab.chart("step").focus()
     line = tab.named("step")
@@ -418,8 +425,8 @@ def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
     assert tab.value(window) == pytest.approx([begin, end])
 
 
-def test_device_work_has_its_own_lane(tab_of: TabOf, device_file: Path) -> None:
-    """Work on a device has its own lane, and phases have bars by the device's clock."""
+def test_device_work_is_a_separate_lane_of_the_timeline(tab_of: TabOf, device_file: Path) -> None:
+    """Bars of phases are by the device's clock."""
     tab = tab_of(device_file).open("#step")
     lanes: Any = tab.value(f"[...{tab.named('step')}.laid.labels.values()]")
     assert "device" in lanes
@@ -431,10 +438,12 @@ def test_device_work_has_its_own_lane(tab_of: TabOf, device_file: Path) -> None:
 # -- bars
 
 
-def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents) -> None:
+def test_rank_bars_have_the_numbers_of_the_report_and_select_a_rank(
+    tab: Tab, shown: Contents
+) -> None:
     """A rank's bar has the lengths and titles of its typical step.
 
-    A click selects the rank everywhere.
+    A click selects the rank in all charts.
     """
     tab.show("phases")
     rank = next(each for each in shown["report"]["ranks"] if each["rank"] == SLOW_RANK)
@@ -460,7 +469,7 @@ def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents
 def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
     """The slowest rank's bar is followed by the median of the others.
 
-    The slow rank has its own colour.
+    The slow rank has a different colour.
     """
     tab.show("modules")
     row = shown["report"]["modules"][0]
@@ -491,8 +500,10 @@ def exported(tab: Tab, figure: Any, kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("part", [slice(0, 4), slice(4, None)], ids=["first", "last"])
-def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) -> None:
-    """The keyboard exports a PNG of twice its size and a CSV with numbers.
+def test_every_chart_is_exported_as_png_and_csv(
+    tab_of: TabOf, wide_file: Path, part: slice
+) -> None:
+    """The keyboard starts the export. The PNG has twice the chart's size.
 
     Chromium allows a tab about ten downloads at once.
     """
@@ -515,7 +526,7 @@ def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) ->
     assert tab.problems == []
 
 
-def test_a_chart_without_data_offers_no_export(
+def test_chart_without_data_offers_no_export(
     tab_of: TabOf, shown: Contents, tmp_path: Path
 ) -> None:
     made: Any = enlarged(shown, 8, 20, 1, 5)

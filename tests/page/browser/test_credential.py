@@ -1,6 +1,4 @@
-"""The browser's credential for the live page belongs to its origin, and to no other port of the
-host.
-"""
+"""The browser's credential for the live page belongs to its origin, and to no other port."""
 
 from __future__ import annotations
 
@@ -97,10 +95,10 @@ def opened(context: Any, address: str, selector: str = "main td a") -> Any:
     return page
 
 
-def test_another_port_of_the_host_receives_no_credential(
+def test_server_on_another_port_receives_no_credential(
     context: Any, server: PageServer, neighbour: Neighbour
 ) -> None:
-    """Neither requests nor storage reveal it, independent of other open pages."""
+    """Neither requests nor storage reveal the credential, whether or not other pages are open."""
     token = server.address.partition("token=")[2]
     page = opened(context, server.address)
     page.click("main td a")
@@ -118,10 +116,10 @@ def test_another_port_of_the_host_receives_no_credential(
         assert "torchlens" not in request.lower()
 
 
-def test_page_of_another_port_cannot_read_this_one(
+def test_page_from_another_port_cannot_read_the_live_page(
     context: Any, server: PageServer, neighbour: Neighbour
 ) -> None:
-    """Its script cannot read the response, and a capture is refused."""
+    """The other page's script cannot read the response, and its capture request is refused."""
     opened(context, server.address)
     other = opened(context, f"{neighbour.origin}/tb", "p")
     host = server.stranger().host
@@ -141,7 +139,7 @@ def test_page_of_another_port_cannot_read_this_one(
 def test_navigation_works_after_the_token_left_the_address(
     context: Any, server: PageServer
 ) -> None:
-    """Reload, links, back, a search, a deep link, and new tabs."""
+    """Reload, links, back, a search, a deep link, and new tabs are tested."""
     page = opened(context, server.address)
     assert "token" not in page.url
     page.reload()
@@ -170,9 +168,9 @@ def test_navigation_works_after_the_token_left_the_address(
 
 
 def test_browser_without_the_token_is_told_what_to_do(context: Any, server: PageServer) -> None:
-    """A bookmark alone opens nothing.
+    """A bookmark alone shows no data.
 
-    The printed address opens it in the same tab, also after a restart.
+    The printed address opens the page in the same tab, also after a restart.
     """
     page = opened(context, f"http://{server.stranger().host}/runs/done/", "#needs-token")
     page.wait_for_timeout(1000)

@@ -1,4 +1,4 @@
-"""Names from outside are text in every chart and table, and the page's policy is enforced."""
+"""Hostile names are shown as text in every chart and table, and the page's policy is enforced."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ HOSTILE = [
 
 
 def hostile(of: Contents) -> Contents:
-    """Return the contents with hostile names in all places that a job, scheduler or driver can
-    name.
-    """
+    """Return contents with hostile names wherever a job, scheduler or driver can set a name."""
     made: Any = copy.deepcopy(of)
     for at, place in enumerate(made["steps"]["places"]):
         name = HOSTILE[at % len(HOSTILE)]
@@ -60,7 +58,7 @@ def hostile(of: Contents) -> Contents:
 
 
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
-def test_hostile_names_are_shown_as_text(
+def test_hostile_names_are_shown_as_text_in_charts_and_tables(
     tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool
 ) -> None:
     tab = tab_of(written(tmp_path, "hostile", hostile(wide)), phone=phone)

@@ -1,6 +1,4 @@
-"""The look of pages on desktops, phones and paper, light and dark: nothing is cut off, and text is
-readable.
-"""
+"""The look of pages on desktops, phones and paper: nothing is cut off, and text is readable."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ OVERLAPS = """[...document.querySelectorAll("main > section")].flatMap(section =
 
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("fragment", ["", VIEW], ids=["whole", "selection"])
-def test_axe_finds_no_serious_fault(
+def test_axe_finds_no_serious_accessibility_fault(
     tab_of: TabOf, wide_file: Path, dark: bool, fragment: str
 ) -> None:
-    """axe-core checks both themes with all charts drawn."""
+    """axe-core checks the light and the dark theme with all charts drawn."""
     from axe_playwright_python.sync_playwright import Axe
 
     tab = tab_of(wide_file, dark=dark).open(fragment)
@@ -51,9 +49,7 @@ def test_axe_finds_no_serious_fault(
 def test_page_and_charts_fit_the_window(
     tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool
 ) -> None:
-    """The page is as wide as the window, charts are as wide as their containers, and none is too
-    high.
-    """
+    """Charts are as wide as their containers, and none is too high."""
     tab = tab_of(wide_file, dark=dark, phone=phone).open(VIEW)
     tab.show_all()
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
@@ -96,7 +92,7 @@ SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.che
     .map(each => parseFloat(getComputedStyle(each).fontSize))"""
 
 
-def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: Path) -> None:
+def test_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: Path) -> None:
     """No chart scrolls horizontally or is wider than the screen. Text has at least 11 pixels."""
     tab = tab_of(wide_file, phone=True).open()
     tab.show_all()
@@ -112,10 +108,7 @@ def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file
 
 
 def test_verdicts_tables_and_bars_are_shown_without_scripts(tab_of: TabOf, wide_file: Path) -> None:
-    """Verdicts, words, tables and bars are shown.
-
-    Charts need scripts and say so. There are no requests.
-    """
+    """Charts need scripts, and a text says so. There are no requests."""
     tab = tab_of(wide_file, scripts=False)
     tab.page.goto(wide_file.as_uri())
     assert tab.page.locator("figure[data-chart]").count() == 6
@@ -127,7 +120,9 @@ def test_verdicts_tables_and_bars_are_shown_without_scripts(tab_of: TabOf, wide_
     assert tab.foreign() == []
 
 
-def test_a_brush_costs_less_than_reading_the_page(tab_of: TabOf, wide_file: Path) -> None:
+def test_selecting_a_range_takes_less_time_than_loading_the_page(
+    tab_of: TabOf, wide_file: Path
+) -> None:
     """All computations of a selection take less time than decoding took, on any machine."""
     tab = tab_of(wide_file).open("#heat;order=slowness")
     tab.show_all()

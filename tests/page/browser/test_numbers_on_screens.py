@@ -1,5 +1,6 @@
-"""All screens show the same number for a fact: text in Chromium and tmux is compared with the
-report's JSON.
+"""All screens show the same number for a fact.
+
+Text in Chromium and tmux is compared with the report's JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A simulated run of 16 ranks. One is slow from step 40 on."""
+    """Return a simulated run of 16 ranks, one of which is slow from step 40 on."""
     path = tmp_path_factory.mktemp("runs") / "slow-rank"
     command("simulate", *SIMULATED, "--out", str(path), "--quiet")
     return path
@@ -74,7 +75,10 @@ def facts(run: Path) -> dict[str, str]:
 
 
 def missing(facts: dict[str, str], text: str, *without: str) -> dict[str, str]:
-    """Return the facts that a screen does not show. without: facts that it may omit."""
+    """Return the facts that a screen does not show.
+
+    `without` has the facts that the screen may omit.
+    """
     shown = re.sub(r"[\s│║┃|]+", " ", text).casefold()
     return {
         name: value
@@ -103,7 +107,7 @@ class Terminal:
         ).stdout
 
     def screen(self, expected: str) -> str:
-        """Return the text of the screen, once it shows the expected text or the time is over."""
+        """Return the text of the screen once it shows the expected text, or after a timeout."""
         deadline_s = time.monotonic() + APPEARS_WITHIN_S
         text = ""
         while expected not in text and time.monotonic() < deadline_s:
@@ -170,7 +174,7 @@ def test_run_list_and_live_page_show_the_numbers_of_the_report(
     assert missing(facts, in_page) == {}
 
 
-def test_report_in_a_terminal_shows_the_numbers(
+def test_report_in_a_terminal_shows_the_numbers_of_its_json(
     run: Path, facts: dict[str, str], terminal_of: Any
 ) -> None:
     assert missing(facts, terminal_of("report", str(run)).screen("p95")) == {}

@@ -24,7 +24,7 @@ def shown_ranks(tab: Tab) -> list[str]:
     return [str(text) for text in tab.page.locator("#ranks tbody tr:visible th").all_inner_texts()]
 
 
-def test_first_screen_holds_verdict_and_heat_map(tab_of: TabOf, wide_file: Path) -> None:
+def test_first_screen_contains_verdict_and_heat_map(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open()
     bottoms = [
         tab.page.locator(selector).bounding_box()["y"]
@@ -50,7 +50,7 @@ def test_page_does_not_scroll_sideways_on_a_phone(
     assert max(tables) <= PHONE["width"]
 
 
-def test_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -> None:
+def test_copy_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -> None:
     tab = tab_of(file).open()
     tab.page.locator("#verdict-1 .copies").click()
     tab.page.get_by_text("Copied").wait_for()
@@ -58,7 +58,7 @@ def test_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -
     assert copied(tab) == shown["headlines"][0].command
 
 
-def test_button_copies_the_command_without_the_clipboard_interface(
+def test_copy_button_works_without_the_clipboard_interface(
     tab_of: TabOf, file: Path, shown: Contents
 ) -> None:
     """Pages outside a secure context have no clipboard API."""
@@ -91,7 +91,7 @@ def test_copied_link_leads_to_the_same_view(tab_of: TabOf, file: Path) -> None:
 
 
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
-def test_rows_that_matter_come_first_and_all_can_be_shown(
+def test_slow_ranks_come_first_in_a_table_and_all_can_be_shown(
     tab_of: TabOf, wide_file: Path, scripts: bool
 ) -> None:
     tab = tab_of(wide_file, scripts=scripts)
@@ -117,7 +117,7 @@ def test_sorted_table_shows_its_new_first_rows(tab_of: TabOf, wide_file: Path) -
     assert shown_ranks(tab) == [str(rank) for rank in range(WIDE_RANKS - 1, WIDE_RANKS - 9, -1)]
 
 
-def test_table_is_saved_with_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: Path) -> None:
+def test_saved_table_has_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: Path) -> None:
     tab = tab_of(wide_file).open()
     with tab.page.expect_download() as download:
         tab.show("ranks").locator(".csv").first.click()
@@ -129,8 +129,10 @@ def test_table_is_saved_with_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: 
     assert rows[1][0] == str(WIDE_SLOW)
 
 
-def test_saved_table_has_whole_names(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
-    """This also holds for names that the page shortens, and after sorting."""
+def test_saved_table_has_names_that_the_page_shortens(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
+    """The table is sorted before it is saved."""
     names = [f"{each}{'.layer' * 20}" for each in "ab"]
     table = Table("collectives", "Collectives", [Column("collective", names, Quantity.TEXT)])
     tab = tab_of(written(tmp_path, "names", {**shown, "tables": [table]})).open()
@@ -152,7 +154,7 @@ def test_chosen_theme_is_kept_in_the_address(tab_of: TabOf, file: Path) -> None:
     assert tab.value("getComputedStyle(document.body).backgroundColor") != light
 
 
-def test_link_to_a_heading_is_seen_when_it_has_the_focus(tab_of: TabOf, file: Path) -> None:
+def test_link_to_a_heading_is_visible_when_it_has_the_focus(tab_of: TabOf, file: Path) -> None:
     tab = tab_of(file).open()
     link = tab.page.locator("#ranks .here")
 

@@ -1,4 +1,4 @@
-"""A page of a running job: newer contents without a reload, and any step from the server."""
+"""The page of a running job gets newer contents without a reload, and any step from the server."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RENEWALS = 25
 
 
 def grown(of: Contents, steps: int) -> Contents:
-    """Return the same job some steps later."""
+    """Return the contents of the same job some steps later."""
     made: Any = enlarged(of, 8, steps, SLOW_RANK, SINCE_STEP)
     made["written"] = f"2026-01-01T{steps // 60:02d}:{steps % 60:02d}:00+00:00"
     return made  # type: ignore[no-any-return]
 
 
-def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
-    """Selection, focus and open elements stay. Words, tables and charts are new."""
+def test_newer_contents_keep_selection_focus_and_open_elements(tab: Tab, shown: Contents) -> None:
+    """Words, tables and charts are new."""
     tab.open("#heat;steps=60-119;rank=3;order=rank;step=80")
     tab.show_all()
     tab.show("heat")
@@ -61,7 +61,7 @@ def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
     assert (tab.problems, tab.foreign()) == ([], [])
 
 
-def test_zoom_stays_and_full_view_follows_new_steps(tab: Tab, shown: Contents) -> None:
+def test_zoomed_range_stays_and_full_view_grows_with_new_steps(tab: Tab, shown: Contents) -> None:
     tab.open("#heat;zoom=20-59")
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
     tab.settle()
@@ -72,7 +72,7 @@ def test_zoom_stays_and_full_view_follows_new_steps(tab: Tab, shown: Contents) -
     assert tab.view()["zoom"] == [20, 60]
 
 
-def test_new_ranks_and_quantities_appear(tab: Tab, shown: Contents) -> None:
+def test_new_ranks_and_quantities_appear_with_newer_contents(tab: Tab, shown: Contents) -> None:
     """More ranks are more rows, and a new quantity has its chart."""
     tab.open("#heat")
     larger: Any = enlarged(shown, 16, STEPS, SLOW_RANK, SINCE_STEP)
@@ -94,10 +94,10 @@ def test_new_ranks_and_quantities_appear(tab: Tab, shown: Contents) -> None:
     assert tab.problems == []
 
 
-def test_lines_become_a_heat_map_when_ranks_come(
+def test_lines_become_a_heat_map_when_ranks_are_added(
     tab_of: TabOf, shown: Contents, tmp_path: Path
 ) -> None:
-    """A young run of few ranks has lines. The newer page of more ranks has rows."""
+    """At its start, the run has few known ranks, which are drawn as lines."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
     assert tab.value(f"{tab.named('compute')}.data.length") == 2
     tab.page.evaluate(
@@ -139,7 +139,10 @@ def test_number_of_figures_and_listeners_does_not_grow_with_renewals(
 
 @pytest.fixture
 def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]:
-    """Serve a page and some steps on loopback. Return its address and the requested paths."""
+    """Serve a page and some steps on loopback.
+
+    Return the address and the requested paths.
+    """
     with contextlib.ExitStack() as leaving:
 
         def serve(page: str, steps: dict[int, Any]) -> tuple[str, list[str]]:
@@ -172,7 +175,7 @@ def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]
         yield serve
 
 
-def test_other_steps_are_requested_once_from_the_server(
+def test_step_not_in_the_page_is_requested_once_from_the_server(
     tab_of: TabOf, served: Callable[[str, dict[int, Any]], tuple[str, list[str]]], shown: Contents
 ) -> None:
     """If a step was not recorded, the page says so and shows the nearest one."""

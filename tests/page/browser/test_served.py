@@ -1,5 +1,6 @@
-"""The live page of a real server in a real browser: it follows a running job
-and requests captures.
+"""The live page of a real server in a real browser:
+
+it follows a running job and requests captures.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchlens_perf.run.captures import TRACE, Outcome
 
 need_browser()
 
-# Steps of a simulated block.
+# Number of steps in a simulated block.
 BLOCK = 32
 STATUS = "document.getElementById('live-status').textContent"
 RANKS = 4
@@ -30,7 +31,7 @@ RANKS = 4
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
-    """A run with 128 known steps. Rank 2 is slow."""
+    """Return a run with 128 known steps, in which rank 2 is slow."""
     with LiveSimulation(
         tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward"
     ) as run:
@@ -47,7 +48,7 @@ def server(live: LiveSimulation) -> Iterator[PageServer]:
 
 @pytest.fixture
 def tab(tab_of: TabOf, server: PageServer) -> Tab:
-    """Open the list by the printed address."""
+    """Open the list of runs by the printed address."""
     made: Tab = tab_of(Path("/"))
     made.page.goto(server.address)
     made.page.wait_for_selector("main td a")
@@ -86,8 +87,10 @@ def foreign(tab: Tab, server: PageServer) -> list[str]:
     return [each for each in tab.requests if not each.startswith(own)]
 
 
-def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
-    """Words, tables and charts are renewed without a reload.
+def test_live_page_follows_its_run_without_a_reload(
+    tab: Tab, live: LiveSimulation, server: PageServer
+) -> None:
+    """Words, tables and charts are renewed.
 
     The selection stays, and the end of the run is shown.
     """
@@ -113,7 +116,7 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
-def test_charts_appear_with_their_data(tab_of: TabOf, tmp_path: Path) -> None:
+def test_charts_appear_when_the_first_steps_arrive(tab_of: TabOf, tmp_path: Path) -> None:
     """A young run has a verdict and no steps. Sections and charts appear without a reload."""
     with (
         LiveSimulation(tmp_path / "runs" / "young", RANKS) as live,
@@ -131,8 +134,8 @@ def test_charts_appear_with_their_data(tab_of: TabOf, tmp_path: Path) -> None:
         assert tab.problems == []
 
 
-def test_any_recorded_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
-    """This includes steps that are newer than the page."""
+def test_any_recorded_step_is_requested_from_the_server(tab: Tab, live: LiveSimulation) -> None:
+    """The step may be newer than the page."""
     opened(tab)
     goes_on(live)
     tab.until(f"torchlensPage.steps.end >= {5 * BLOCK}")
@@ -144,8 +147,8 @@ def test_any_recorded_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
     assert tab.problems == []
 
 
-def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
-    """After resuming, it shows the newest steps at once."""
+def test_paused_page_does_not_change(tab: Tab, live: LiveSimulation) -> None:
+    """After resuming, the page shows the newest steps at once."""
     opened(tab)
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
     tab.page.get_by_role("button", name="Pause").click()
@@ -161,7 +164,7 @@ def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
 def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: LiveSimulation) -> None:
     """The request equals that of the command.
 
-    Results of ranks appear as they arrive, with their files.
+    Results of ranks appear with their files as they arrive.
     """
     opened(tab)
     tab.page.click("#captures summary")
@@ -198,8 +201,8 @@ def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: Live
     )
 
 
-def test_end_of_the_server_is_shown(tab: Tab, server: PageServer) -> None:
-    """The page stays as it was."""
+def test_page_shows_that_the_server_has_ended(tab: Tab, server: PageServer) -> None:
+    """The rest of the page does not change."""
     opened(tab)
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
     server.process.terminate()
@@ -207,10 +210,12 @@ def test_end_of_the_server_is_shown(tab: Tab, server: PageServer) -> None:
     assert "Rank 2" in tab.page.inner_text("#verdicts")
 
 
-def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
-    """A new run appears in it.
+def test_list_of_runs_follows_its_folder(
+    tab: Tab, live: LiveSimulation, server: PageServer
+) -> None:
+    """A new run appears in the list, which is filtered as the user types.
 
-    It is filtered as the user types. There are no requests to other origins.
+    There are no requests to other origins.
     """
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
@@ -224,8 +229,8 @@ def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: Pag
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
-def test_step_times_of_two_ticked_runs_are_compared(tab: Tab, live: LiveSimulation) -> None:
-    """Ticks stay when the list is renewed. A third tick removes the first."""
+def test_step_times_of_two_selected_runs_are_compared(tab: Tab, live: LiveSimulation) -> None:
+    """The selection stays when the list is renewed. A third selected run replaces the first."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with (
         LiveSimulation(live.run.path.with_name("faster"), 2) as faster,
@@ -255,7 +260,7 @@ def test_step_times_of_two_ticked_runs_are_compared(tab: Tab, live: LiveSimulati
         assert not tab.page.is_checked("input[value=live]")
 
 
-def test_phone_shows_status_program_and_cost(tab: Tab) -> None:
+def test_list_on_a_phone_shows_status_program_and_cost(tab: Tab) -> None:
     """The list fits the width, in rows of one line."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     tab.page.set_viewport_size({"width": 390, "height": 800})
@@ -283,8 +288,7 @@ def test_list_and_live_page_are_accessible(tab_of: TabOf, server: PageServer, da
     assert found == [], found
 
 
-def test_hidden_page_sends_no_requests(tab: Tab, server: PageServer) -> None:
-    """When it is visible again, it continues."""
+def test_hidden_page_sends_no_requests_until_it_is_visible(tab: Tab, server: PageServer) -> None:
     viewer = server.viewer()
 
     def looks() -> int:

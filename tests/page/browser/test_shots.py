@@ -1,4 +1,7 @@
-"""The pictures of the page in the docs. SHOTS=1 makes them, light, dark and on a phone."""
+"""Screenshots of the page for the docs.
+
+SHOTS=1 makes them, light, dark and on a phone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ FAULT = "constant:rank=3,share=0.25,phase=forward,since=100"
 
 @pytest.fixture(scope="module")
 def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a simulated run of eight ranks.
+    """Return the page of a simulated run of eight ranks.
 
     Rank 3 is slow in the forward pass from step 100 on.
     """
@@ -37,7 +40,7 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "SHOTS" not in os.environ, reason="SHOTS=1 writes the pictures into docs/images"
 )
 @pytest.mark.parametrize("name", ["light", "dark", "phone"])
-def test_documentation_screenshot_is_taken_within_its_size_limit(
+def test_documentation_screenshot_is_within_its_size_limit(
     name: str, tab_of: TabOf, slow_rank_page: Path
 ) -> None:
     tab = tab_of(slow_rank_page, dark=name == "dark", phone=name == "phone").open()

@@ -52,10 +52,10 @@ def rows(tab: Tab) -> Any:
     return tab.value(f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)")
 
 
-def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
-    """A brush in the heat map also affects the table of ranks, step times, the timeline and all
-    words.
-    """
+def test_range_selected_in_the_heat_map_applies_to_the_whole_page(
+    tab: Tab, shown: Contents
+) -> None:
+    """The selection affects the table of ranks, step times, the timeline and all words."""
     assert shown["steps"] is not None
     tab.show_all()
     brushed(tab, "heat", SINCE_STEP + 10.5, SINCE_STEP + 39.5, 4)
@@ -109,8 +109,10 @@ def test_missing_steps_of_a_late_rank_are_not_counted(tab_of: TabOf, wide_file: 
     assert "step time: not measured" in tab.tip()
 
 
-def test_brush_in_any_chart_over_steps_selects_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """Every chart over steps selects. Charts over time show the same range in seconds."""
+def test_range_selected_in_any_chart_over_steps_selects_steps(
+    tab_of: TabOf, wide_file: Path
+) -> None:
+    """Charts over time show the same range in seconds."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     brushed(tab, "steps", 100.5, 199.5, 0.1)
@@ -124,7 +126,7 @@ def test_brush_in_any_chart_over_steps_selects_steps(tab_of: TabOf, wide_file: P
     assert box == [pytest.approx(started[since]), pytest.approx(started[until])]
 
 
-def test_empty_brush_selects_nothing(tab: Tab) -> None:
+def test_selecting_an_empty_range_selects_nothing(tab: Tab) -> None:
     brushed(tab, "heat", 50.5, 99.5, 4)
     assert tab.view()["steps"] is not None
     tab.page.keyboard.press("Escape")
@@ -134,7 +136,7 @@ def test_empty_brush_selects_nothing(tab: Tab) -> None:
 
 
 def test_heat_map_does_not_move_when_content_above_grows(tab: Tab) -> None:
-    """This also holds without the browser's scroll anchoring."""
+    """The browser may lack scroll anchoring."""
     tab.open("#heat")
     tab.value("document.documentElement.style.overflowAnchor = 'none'")
     top = tab.chart("heat").bounding_box()["y"]
@@ -179,8 +181,8 @@ def test_ranks_are_sorted_by_slowness_and_grouped_by_node(tab: Tab) -> None:
     assert "group=mesh%20tp" in tab.address()
 
 
-def test_slowness_is_that_of_the_selected_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """Before the rank is slow, others are first."""
+def test_sorting_by_slowness_uses_the_selected_steps(tab_of: TabOf, wide_file: Path) -> None:
+    """Other ranks are first in steps before the rank is slow."""
     tab = tab_of(wide_file).open(f"#heat;order=slowness;steps={WIDE_SINCE}-{WIDE_STEPS - 1}")
     assert rows(tab)[0] == WIDE_SLOW
     tab.value(f"torchlensPage.view.set({{steps: [0, {WIDE_SINCE}]}})")
@@ -188,7 +190,7 @@ def test_slowness_is_that_of_the_selected_steps(tab_of: TabOf, wide_file: Path) 
     assert rows(tab)[0] != WIDE_SLOW
 
 
-def test_quantity_changes_cells_legend_and_words(tab: Tab) -> None:
+def test_chosen_quantity_changes_cells_legend_and_words(tab: Tab) -> None:
     tab.show("heat")
     pixels = f"Array.from({tab.named('heat')}.shown.pixels.slice(0, 400)).join()"
     legend = tab.page.locator("figure[data-chart=heat] ul.legend")
@@ -201,8 +203,8 @@ def test_quantity_changes_cells_legend_and_words(tab: Tab) -> None:
     assert "quantity=communication" in tab.address()
 
 
-def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
-    """Timeline and tables show it, or the nearest step of the page with a note."""
+def test_clicked_step_is_shown_in_timeline_and_tables(tab: Tab) -> None:
+    """If the page does not contain the step, the nearest one is shown with a note."""
     recorded = tab.value("torchlensPage.contents.traces.steps.map(({step}) => step)")
     missing = next(
         step for step in range(SINCE_STEP, STEPS) if step not in recorded and step - 1 in recorded
@@ -228,7 +230,7 @@ def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
     assert tab.view()["step"] == max(step for step in recorded if step < recorded[-1])
 
 
-def test_links_restore_the_view(tab_of: TabOf, wide_file: Path) -> None:
+def test_link_restores_the_view_of_its_address(tab_of: TabOf, wide_file: Path) -> None:
     fragment = (
         f"heat;steps=100-199;zoom=50-349;step=120;rank={WIDE_SLOW};quantity=work;group=mesh%20tp;order=rank;"
         "rows=all;theme=dark"
@@ -251,7 +253,7 @@ def test_links_restore_the_view(tab_of: TabOf, wide_file: Path) -> None:
     assert tab.address() == fragment.replace(f"rank={WIDE_SLOW}", "rank=2")
 
 
-def test_going_to_a_section_keeps_the_view(tab: Tab) -> None:
+def test_following_a_link_to_a_section_keeps_the_view(tab: Tab) -> None:
     """The back button returns to the previous section."""
     tab.open("#heat;rank=2;order=rank")
     tab.page.get_by_role("navigation").get_by_role("link", name="Phases").click()
@@ -271,7 +273,9 @@ def test_going_to_a_section_keeps_the_view(tab: Tab) -> None:
         "#heat;theme=<b>;clock=device;group=mesh%20__proto__;toString=1", "#constructor;steps=1-2-3",
     ],
 )  # fmt: skip
-def test_invalid_values_in_addresses_are_ignored(tab_of: TabOf, file: Path, fragment: str) -> None:
+def test_invalid_values_in_the_address_are_ignored(
+    tab_of: TabOf, file: Path, fragment: str
+) -> None:
     tab = tab_of(file).open(fragment)
     tab.show_all()
     assert tab.problems == []
@@ -279,10 +283,10 @@ def test_invalid_values_in_addresses_are_ignored(tab_of: TabOf, file: Path, frag
     assert set(tab.view()) == set(NOTHING)
 
 
-def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
+def test_keys_select_cells_of_the_heat_map(tab: Tab) -> None:
     """Arrows select a cell, Shift extends, Enter opens the step, Escape clears.
 
-    The selection is read out.
+    The selection is announced to screen readers.
     """
     tab.open("#heat;order=rank")
     place = tab.chart("heat")
@@ -318,8 +322,7 @@ def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
     assert [tab.view()[key] for key in ("steps", "step", "rank")] == [None, None, None]
 
 
-def test_the_view_follows_the_keyboard(tab_of: TabOf, wide_file: Path) -> None:
-    """A cell that is selected outside the view is scrolled into it."""
+def test_cell_selected_by_keyboard_is_scrolled_into_view(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open("#heat;zoom=0-99;step=99;rank=0;order=rank")
     tab.chart("heat").focus()
     tab.page.keyboard.press("ArrowRight")
@@ -328,7 +331,7 @@ def test_the_view_follows_the_keyboard(tab_of: TabOf, wide_file: Path) -> None:
     assert tab.view()["zoom"] == [1, 101]
 
 
-def test_the_keyboard_walks_through_the_collectives_of_a_step(tab: Tab, shown: Contents) -> None:
+def test_keys_select_the_collectives_of_a_step_one_by_one(tab: Tab, shown: Contents) -> None:
     tab.show("step")
     tab.chart("step").focus()
     tab.page.keyboard.press("ArrowRight")
@@ -341,7 +344,7 @@ def test_the_keyboard_walks_through_the_collectives_of_a_step(tab: Tab, shown: C
 
 
 def test_zoom_applies_to_all_charts_over_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """The wheel zooms with Ctrl. Without, the page scrolls."""
+    """The wheel zooms while Ctrl is pressed, and otherwise scrolls the page."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     x, y = tab.at("heat", 300.5, 3.5)
@@ -382,8 +385,8 @@ def test_zoom_of_a_page_without_steps_does_nothing(
     assert tab.page.get_by_role("button", name="show all steps").count() == 0
 
 
-def test_theme_follows_the_system(tab: Tab) -> None:
-    """Charts use its colours."""
+def test_theme_follows_the_system_setting(tab: Tab) -> None:
+    """Charts use the colours of the theme."""
     tab.show("steps")
     colours = {}
     for theme in ("light", "dark"):
@@ -441,8 +444,8 @@ def test_button_of_a_verdict_selects_its_rank_and_steps(tab: Tab) -> None:
     assert 0 <= tab.value("document.getElementById('heat').getBoundingClientRect().top") < 120
 
 
-def test_rank_number_in_the_table_toggles_the_selection(tab: Tab) -> None:
-    """Its line is then in the other charts."""
+def test_click_on_a_rank_number_in_the_table_toggles_its_selection(tab: Tab) -> None:
+    """Other charts show the line of a selected rank."""
     button = tab.show("ranks").get_by_role("button", name="rank 2", exact=True)
     button.click()
     tab.settle()
@@ -463,7 +466,7 @@ def test_button_shows_all_ranks_of_a_large_table(tab_of: TabOf, wide_file: Path)
 
 
 def test_printed_page_has_light_charts_without_controls(tab: Tab) -> None:
-    """Controls and the selection are not printed. The theme returns after printing."""
+    """Controls and the selection are not printed. The theme is restored after printing."""
     tab.open("#heat;steps=10-19;rank=1;step=12;theme=dark")
     tab.show_all()
     colour = f"{tab.named('heat')}.plot.axes[0].stroke()"
