@@ -39,7 +39,7 @@ def cells(rows: list[dict[str, Any]], operation: str) -> dict[str, str]:
 
 
 def late(rank: int) -> CollectiveJoin:
-    """Three ranks, one of them 3 ms late."""
+    """Return the joined collectives of three ranks, one of them 3 ms late."""
     issued = {
         each: [
             Issued(NAME, n, 1000 * US if each == rank else 4000 * US, 3_000_000) for n in range(10)
@@ -49,7 +49,7 @@ def late(rank: int) -> CollectiveJoin:
     return joined(issued)
 
 
-def test_row_has_stable_keys_and_units() -> None:
+def test_collective_row_has_stable_keys_and_units() -> None:
     (row,) = collective_rows([saved(late(1))])
 
     assert (row["operation"], row["group"], row["count"], row["bytes"]) == (
@@ -74,11 +74,8 @@ def test_row_has_stable_keys_and_units() -> None:
     assert row["cannot_tell"] == []
 
 
-def test_unknown_values_of_a_collective_are_null() -> None:
-    """Collectives of a single rank have no wait, transfer, bandwidth or slowest rank.
-
-    None of these is shown as 0.
-    """
+def test_unknown_values_of_a_collective_are_null_and_not_zero() -> None:
+    """Collectives of a single rank have no wait, transfer, bandwidth or slowest rank."""
     join = CollectiveJoin()
     add(join, {0: [Issued(NAME, 0, 10 * US)]}, world(2))
     rows = collective_rows([saved(join)])
@@ -91,7 +88,7 @@ def test_unknown_values_of_a_collective_are_null() -> None:
     assert "no other rank of the group is on this node" in table_of(rows).note
 
 
-def test_nodes_of_the_newest_attempt_are_merged() -> None:
+def test_collectives_of_all_nodes_of_the_newest_attempt_are_merged() -> None:
     halves = []
     for ranks in ((0, 1), (2, 3)):
         half = CollectiveJoin()
@@ -111,10 +108,10 @@ def test_nodes_of_the_newest_attempt_are_merged() -> None:
     assert row["groups_operations"]["joined"] == 2
 
 
-def test_number_of_last_arrivals_is_counted_for_each_rank() -> None:
-    """Operations that show the last rank count.
+def test_last_arrivals_are_counted_for_each_rank() -> None:
+    """Only operations that show the last rank count.
 
-    A rank that is never last has 0, one without operations has no value.
+    A rank that is never last has 0; without operations there is no value.
     """
     send = "broadcast group=0 dtype=float32 root=0"
     issued = {
@@ -158,7 +155,7 @@ def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
 def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
     """Each node sees only some ranks.
 
-    Its wait is a lower bound and its transfer an upper bound, as the table shows.
+    The table shows that its wait is a lower bound and its transfer an upper bound.
     """
     (row,) = on_nodes((0, 1), (2, 3), last=3)
     found = cells([row], "allreduce")
@@ -178,7 +175,7 @@ def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
     assert "waits are lower bounds" in table_of([row]).note
 
 
-def test_group_on_one_of_several_nodes_is_fully_known() -> None:
+def test_last_rank_of_a_group_within_one_of_several_nodes_is_known() -> None:
     (row,) = collective_rows([saved(late(1)), saved(CollectiveJoin())])
 
     assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
@@ -187,7 +184,7 @@ def test_group_on_one_of_several_nodes_is_fully_known() -> None:
     assert table_of([row]).note == ""
 
 
-def test_rows_are_sorted_by_bytes() -> None:
+def test_collective_rows_are_sorted_by_bytes() -> None:
     join = joined(
         {
             rank: [Issued(NAME, 0, 10, 8), Issued("broadcast group=0 dtype=int8 root=0", 1, 10, 9)]
@@ -202,7 +199,7 @@ def test_rows_are_sorted_by_bytes() -> None:
     assert collective_rows([]) == []
 
 
-def test_table_shows_last_rank_and_transfer_time() -> None:
+def test_table_of_collectives_shows_last_rank_and_transfer_time() -> None:
     found = cells(collective_rows([saved(late(1))]), "allreduce")
 
     assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == (
@@ -215,7 +212,7 @@ def test_table_shows_last_rank_and_transfer_time() -> None:
     assert (found["last to arrive"], found["of operations"]) == ("1", "100%")
 
 
-def test_table_marks_bounds_and_explains_missing_values() -> None:
+def test_table_of_collectives_marks_bounds_and_explains_missing_values() -> None:
     broadcast = "broadcast group=0 dtype=float32 root=0"
     flags = int(Flag.COMPLETED | Flag.ASYNC)
     join = joined({rank: [
@@ -248,7 +245,7 @@ def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
     assert "asynchronous: how much earlier its kernel began" in table_of([row]).note
 
 
-def test_table_of_many_rows_is_shortened_and_safe() -> None:
+def test_table_of_many_collectives_is_shortened_and_safe() -> None:
     """Names cannot control the terminal."""
     join = joined(
         {rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)}
@@ -268,20 +265,20 @@ def test_table_of_many_rows_is_shortened_and_safe() -> None:
         (4, 3, 1, dict.fromkeys(range(3), 1.0) | {3: 1.1}, False),
         (2, 100, 80, {0: 9.0, 1: 10.0}, True),
         (8, 80, 30, dict.fromkeys(range(7), 5.0) | {7: 9.0}, True),
-        (2, 100, 30, {0: 9.0, 1: 90.0}, True),  # rarely last, and then very late
+        (2, 100, 30, {0: 9.0, 1: 90.0}, True),  # Rarely last, and then very late.
     ],
 )
-def test_rank_within_chance_is_not_the_slowest(
+def test_rank_last_as_often_as_by_chance_is_not_the_slowest(
     ranks: int, joined_times: int, last: int, lag_ms: dict[int, float], named: bool
 ) -> None:
-    """Each of two equal ranks is last in about half of all operations by chance alone."""
+    """By chance, each of two equal ranks is last in about half of all operations."""
     assert len(lag_ms) == ranks
     lags_ns = {rank: round(each * 1e6) for rank, each in lag_ms.items()}
     assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named
 
 
 @pytest.mark.parametrize(("late_share", "slowest"), [(0.5, (None, None)), (0.9, ("1", "90%"))])
-def test_slowest_rank_is_shown_only_above_chance(
+def test_slowest_rank_of_a_collective_is_shown_only_above_chance(
     late_share: float, slowest: tuple[str | None, str | None]
 ) -> None:
     late_in = [1 if number < 40 * late_share else 0 for number in range(40)]

@@ -1,6 +1,4 @@
-"""CPU contention: the cause is named, other costs keep their order, and the advice is
-applicable.
-"""
+"""CPU contention in the report: its cause, applicable advice, and the order of other costs."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0)
     return str(row["text"].partition(" Next: ")[2])
 
 
-def test_process_that_takes_the_cpus_is_named() -> None:
+def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
     assert (
@@ -97,7 +95,7 @@ def test_process_that_takes_the_cpus_is_named() -> None:
         "threads_known",
     ],
 )
-def test_advice_on_cpus_names_only_applicable_changes(
+def test_advice_on_cpus_has_only_applicable_changes(
     users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]
 ) -> None:
     said = action([[STARVED] * 60] * ranks, users, threads)
@@ -107,7 +105,7 @@ def test_advice_on_cpus_names_only_applicable_changes(
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
-def test_long_steps_with_cpu_contention_keep_their_verdict(flag: Flag) -> None:
+def test_long_steps_without_cpu_contention_keep_their_verdict(flag: Flag) -> None:
     """Steps that are long only due to contention have no verdict."""
     loop = [dict(STARVED) for _ in range(200)]
     for step in range(20, 200, 20):
@@ -126,8 +124,10 @@ def test_long_steps_with_cpu_contention_keep_their_verdict(flag: Flag) -> None:
         ([55], " 1 other step waits 900 ms longer: 900 ms in total. Next: "),
     ],
 )
-def test_steps_with_longer_cpu_contention_are_counted(steps: Sequence[int], words: str) -> None:
-    """They have no verdict of their own, and are not typical steps."""
+def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(
+    steps: Sequence[int], words: str
+) -> None:
+    """These are not typical steps."""
     more = 60.0 if len(steps) > 1 else 900.0
     loop = [dict(STARVED) for _ in range(100)]
     for step in steps:
@@ -155,9 +155,10 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     assert "No cause found (checked: garbage collection, waits for a disk). " in texts[1]
 
 
-def test_sidecar_records_a_busy_program_outside_of_the_job(run: RunDirectory) -> None:
-    """A real sidecar sees a rank that waits for a CPU, and a busy program that is not part of the
-    job.
+def test_sidecar_records_a_busy_program_outside_the_job(run: RunDirectory) -> None:
+    """A rank waits for a CPU, while a program that is not part of the job is busy.
+
+    The sidecar is a real one.
     """
     cpu = min(os.sched_getaffinity(0))
     busy = [
@@ -167,7 +168,7 @@ def test_sidecar_records_a_busy_program_outside_of_the_job(run: RunDirectory) ->
     ]
     rank = Rank(run, 0, 1)
     before = os.sched_getaffinity(0)
-    # A shell starts the program and exits, since a child of the rank would count as one of its
+    # A shell starts the program and exits, because a child of the rank would count as one of its
     # workers.
     shell = ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *busy]
     neighbour = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)

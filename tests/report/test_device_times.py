@@ -1,4 +1,4 @@
-"""Device times in the report, verdicts and OTLP, made from records like those of a run on a GPU."""
+"""Device times in the report, verdicts and OTLP, from records like those of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ DEVICE = {Kind.FORWARD: 10 * MS, Kind.BACKWARD: 20 * MS, Kind.OPTIMIZER: 2 * MS,
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """An empty run."""
+    """Return an empty run."""
     return make_run(tmp_path)
 
 
 class Gpu(Rank):
-    """A rank whose device takes longer than its host. Its device times arrive one step later."""
+    """A rank whose device takes longer than its host.
+
+    Its device times arrive one step later.
+    """
 
     def timed_steps(self, count: int, behind_ns: int, scale: float = 1.0) -> None:
-        """Steps with device times that end behind_ns after the host's steps."""
+        """Record steps with device times that end behind_ns after the host's steps."""
         for _ in range(count):
             step = self.session.recorder.step
             self.steps(1, **HOST)
@@ -66,9 +69,10 @@ class Gpu(Rank):
         idle_ns: int = 0,
         step_ns: int = DEVICE[Kind.STEP],
     ) -> None:
-        """The phases of a step one after the other, after some idle time, and the step around them.
+        """Record the phases of a step one after the other, after some idle time, and the step
+        around them.
 
-        began_ns: when the step began on the device; by default when the host had ended it.
+        `began_ns` is when the step began on the device; by default when the host had ended it.
         """
         later_ns = 0 if began_ns is None else began_ns - self.clock.now_ns
         after_ns = idle_ns
@@ -81,7 +85,10 @@ class Gpu(Rank):
     def late(
         self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0
     ) -> None:
-        """A span by the device's clock. start_ns: time after now."""
+        """Record a span by the device's clock.
+
+        `start_ns` is the time after now.
+        """
         name_id = self.session.intern(name)
         self.session.recorder.record_completed(
             int(Kind.DEVICE),
@@ -95,7 +102,7 @@ class Gpu(Rank):
         )
 
     def stamped(self, name: str, durations_ns: list[int], lost: int = 0) -> None:
-        """A window of a device section."""
+        """Record a window of a device section."""
         sketch = Sketch()
         sketch.add(np.array(durations_ns, np.int64))
         recorder, name_id = self.session.recorder, self.session.intern(name)
@@ -116,9 +123,7 @@ class Gpu(Rank):
 
 
 def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
-    """Return the report that the sidecar makes of ended ranks, after checking it against the
-    schema.
-    """
+    """Return the sidecar's report on ended ranks after checking it against the schema."""
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, ranks[0].identity.host, None, lambda run, asked: None)
@@ -135,7 +140,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirectory) -> None:
-    """Times per step and phase by the device's clock, their quality, and notes on missing ones."""
+    """Times are per step and phase. Notes list missing ones."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.session.publish(
@@ -182,11 +187,10 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["device times", "no device times"])
-def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirectory) -> None:
-    """The host issues nine steps at once and waits in the tenth, but no step is long by the
-    device's clock.
+def test_occasional_wait_for_the_device_makes_no_long_steps(told: bool, run: RunDirectory) -> None:
+    """The host issues nine steps at once and waits in the tenth to print the loss.
 
-    Without device times, long steps are not reported.
+    By the device's clock no step is long. Without device times, long steps are not reported.
     """
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000} if told else {})
@@ -208,8 +212,8 @@ def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirect
 
 
 def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> None:
-    """The parts describe the typical step by the device's clock, and the other kind of steps is
-    named.
+    """The parts describe the typical step by the device's clock, and a sentence has the other
+    kind.
     """
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
@@ -236,9 +240,9 @@ def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> 
 def test_launch_bound_device_has_a_verdict_without_a_cost(
     run: RunDirectory, behind_ns: int, waits: bool
 ) -> None:
-    """The device is idle whenever the host has issued all work.
+    """The device is idle whenever it has done all work that the host has issued.
 
-    The verdict has an action and no cost.
+    The verdict has an action.
     """
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(40, behind_ns)
@@ -253,7 +257,7 @@ def test_launch_bound_device_has_a_verdict_without_a_cost(
 
 
 def test_tables_have_device_times_of_modules_and_sections(run: RunDirectory) -> None:
-    """Tables show device times next to host times. Missing ones are dashes."""
+    """Device times are next to host times. Missing ones are dashes."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(40, 30 * MS)
     for name in ("block", "head"):
@@ -271,7 +275,7 @@ def test_tables_have_device_times_of_modules_and_sections(run: RunDirectory) -> 
 
 
 def test_device_sections_have_quantiles_over_all_ranks(run: RunDirectory) -> None:
-    """Count and quantiles over all ranks by the device's clock, the slowest rank, and losses."""
+    """The report also has their count, the slowest rank, and losses."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, duration_ns in zip(ranks, (MS, 3 * MS), strict=True):
         rank.timed_steps(10, 30 * MS)
@@ -292,7 +296,7 @@ def test_device_sections_have_quantiles_over_all_ranks(run: RunDirectory) -> Non
     assert row_line.split()[-2:] == ["1", "3.00"]
 
 
-def test_job_without_a_device_has_no_device_tables(run: RunDirectory) -> None:
+def test_report_on_a_job_without_a_device_has_no_device_tables(run: RunDirectory) -> None:
     rank = Gpu(run, 0, world_size=1)
     rank.steps(20, **HOST)
     report = report_on(run, [rank])
@@ -319,8 +323,8 @@ def test_device_statistics_continue_after_a_json_round_trip() -> None:
     }  # fmt: skip
 
 
-def test_device_spans_are_children_of_device_spans(run: RunDirectory) -> None:
-    """They are never children of a host span that happens to contain them."""
+def test_device_spans_are_children_of_device_spans_only(run: RunDirectory) -> None:
+    """A host span that happens to contain a device span is not its parent."""
 
     def span(
         kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0
@@ -378,7 +382,7 @@ def test_waiting_for_the_device_is_not_blamed_on_host_code(run: RunDirectory) ->
     )
 
 
-def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) -> None:
+def test_verdict_on_an_idle_device_has_the_host_code_that_it_waits_for(run: RunDirectory) -> None:
     """The cost is the idle time of the device, not the duration of the host code."""
     rank = Gpu(run, 0, world_size=1)
     for _ in range(40):
@@ -399,7 +403,7 @@ def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) ->
 
 
 def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
-    """Their host times are equal. The slow rank is found by its device times."""
+    """Host times of all ranks are equal."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.timed_steps(200, 30 * MS, scale)
@@ -411,10 +415,10 @@ def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("timed", [(), (0,)])
-def test_ranks_without_device_times_are_not_compared(
+def test_ranks_on_devices_without_device_times_are_not_compared(
     run: RunDirectory, timed: tuple[int, ...]
 ) -> None:
-    """Host times of such ranks are equal because each rank waits for its device."""
+    """Their host times are equal, because each rank waits for its device."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for number, rank in enumerate(ranks):
         rank.session.metadata.add_modules(
@@ -433,7 +437,7 @@ def test_ranks_without_device_times_are_not_compared(
 
 
 def test_modules_are_sorted_by_own_device_time(run: RunDirectory) -> None:
-    """The largest own device time comes first, independent of the time to issue it."""
+    """The time to issue a module's work makes no difference."""
     rank = Gpu(run, 0, world_size=1)
     intern, recorder = rank.session.intern, rank.session.recorder
     times = {"embed": (3 * MS, 1 * MS), "layer": (1 * MS, 9 * MS), "layer.norm": (1 * MS, 1 * MS)}
@@ -461,8 +465,8 @@ def test_modules_are_sorted_by_own_device_time(run: RunDirectory) -> None:
     assert table.columns[1].title == "device per step"
 
 
-def test_device_table_leaves_out_columns_in_a_narrow_terminal(run: RunDirectory) -> None:
-    """The table leaves out columns, but keeps the step."""
+def test_device_table_omits_columns_in_a_narrow_terminal(run: RunDirectory) -> None:
+    """The column of the step is always shown."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(20, 0)
     report = report_on(run, [rank])
@@ -474,7 +478,7 @@ def test_device_table_leaves_out_columns_in_a_narrow_terminal(run: RunDirectory)
 
 
 def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> None:
-    """They arrive one step later.
+    """Device times arrive one step later.
 
     A sidecar that reads in between waits for them, and loses no step at the end.
     """
@@ -510,8 +514,8 @@ def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> 
         )
 
 
-def test_last_step_is_counted_during_a_long_one(run: RunDirectory) -> None:
-    """The next step may take seconds (an evaluation, a checkpoint, a hang)."""
+def test_last_ended_step_is_counted_during_a_long_one(run: RunDirectory) -> None:
+    """The next step may take seconds: an evaluation, a checkpoint or a hang."""
     rank = Gpu(run, 0, world_size=1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
     rank.session.publish()

@@ -1,4 +1,4 @@
-"""The numbers of the heat map, of ranks and windows made by hand."""
+"""The numbers of the heat map, for ranks and windows defined by the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def windows(
     steps: int, *, extra_ms: float = 0.0, since: int = 0, until: int = 1 << 30, every: int = 1, first: int = 0,
     tags: dict[int, Flag] | None = None,
 ) -> Windows:  # fmt: skip
-    """A rank's steps of 100 ms of work, and more of it in one of `every` steps from `since` to
+    """Return a rank's steps of 100 ms of work, with more in one of `every` steps from `since` to
     `until`.
     """
     numbers = range(first, first + steps)
@@ -43,7 +43,10 @@ def on_one_grid(*ranks: Windows) -> RunWindows | None:
 
 
 def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -> dict[str, Any]:
-    """Return the heat map of these ranks. populations: a letter for each rank."""
+    """Return the heat map of the given ranks.
+
+    `populations` has a letter for each rank.
+    """
     places = {rank: Placement("node", letter) for rank, letter in enumerate(populations)}
     value = heat(on_one_grid(*ranks), found, places)
     assert value is not None
@@ -57,9 +60,7 @@ def excess(value: dict[str, Any], rank: int) -> list[float | None]:
 
 
 def test_excess_is_a_share_of_the_other_ranks_work() -> None:
-    """A rank with a quarter more work than the others is at 0.25 from that window on; the others
-    stay at 0.
-    """
+    """A rank with a quarter more work than the others has an excess of 0.25 from that window on."""
     value = of([windows(64), windows(64, extra_ms=25, since=32), windows(64), windows(64)])
 
     assert (value["width"], value["first_steps"]) == (8, list(range(0, 64, 8)))
@@ -68,22 +69,20 @@ def test_excess_is_a_share_of_the_other_ranks_work() -> None:
 
 
 def test_slow_one_of_two_ranks_has_all_of_the_excess() -> None:
-    """The slow one of two ranks has all of the excess. The median of both would hide half of it."""
+    """The median of both ranks would hide half of it."""
     value = of([windows(40), windows(40, extra_ms=50)])
     assert excess(value, 1) == [0.5] * 5
     assert excess(value, 0) == [-0.3333] * 5
 
 
-def test_rank_slow_in_one_step_of_four_has_excess() -> None:
-    """A rank that is slow in one step of four is above the others: a median over a window would not
-    show it.
-    """
+def test_rank_slow_in_one_step_of_four_has_an_excess() -> None:
+    """A median over the steps of a window would not show it."""
     value = of([windows(64), windows(64, extra_ms=40, every=4), windows(64)])
     assert excess(value, 1)[1:] == [0.1] * 7
 
 
-def test_ranks_that_do_other_work_are_not_compared() -> None:
-    """Ranks are compared within their population; one that is alone there has no excess."""
+def test_excess_is_relative_to_ranks_of_the_same_population() -> None:
+    """A rank that is alone in its population has no excess."""
     ranks = [
         windows(40),
         windows(40),
@@ -101,7 +100,7 @@ def test_ranks_that_do_other_work_are_not_compared() -> None:
     assert heat(on_one_grid(), NOTHING, {}) is None
 
 
-def test_missing_window_is_not_zero() -> None:
+def test_missing_window_is_not_zero_in_the_heat_map() -> None:
     """A window has no value if the rank, or all other ranks, are missing in it."""
     value = of([windows(32), windows(64), windows(24, first=40)])
     assert [[each is None for each in excess(value, rank)] for rank in range(3)] == [
@@ -111,10 +110,8 @@ def test_missing_window_is_not_zero() -> None:
     ]
 
 
-def test_number_of_columns_is_bounded_in_a_long_run() -> None:
-    """A long run has at most 64 columns, of whole windows of all ranks, whatever their widths; sums
-    stay right.
-    """
+def test_heat_map_of_a_long_run_has_at_most_64_columns() -> None:
+    """A column has whole windows of all ranks, whatever their widths. Sums stay right."""
     short, long = windows(9000, extra_ms=20, since=4096), windows(20_000)
     value = of([short, long, windows(20_000)])
 
@@ -129,9 +126,7 @@ def test_number_of_columns_is_bounded_in_a_long_run() -> None:
 
 
 def test_heat_map_has_tags_and_slow_times_of_ranks() -> None:
-    """Tags are those of any rank; a rank's slow times are its episodes, ended ones with their
-    end.
-    """
+    """Tags are those of any rank. A rank's slow times are its episodes, also ended ones."""
     tags = {9: Flag.CHECKPOINT, 17: Flag.COMPILED | Flag.EVALUATION}
     found = findings(episode(1, 40), episode(1, 8, 20), episode(7, 3))
     value = of([windows(64, tags=tags), windows(64, tags={25: Flag.EVALUATION})], found)
@@ -150,7 +145,7 @@ def test_heat_map_has_tags_and_slow_times_of_ranks() -> None:
 
 
 def test_warm_up_steps_are_not_in_the_heat_map() -> None:
-    """The first steps, which are slow for reasons of their own, are not in the first window."""
+    """Warm-up steps are slow for other reasons than a slow rank."""
     value = of([windows(40), windows(40, extra_ms=900, until=WARM_UP_STEPS)])
     assert excess(value, 1)[0] == 0.0
 

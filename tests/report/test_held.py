@@ -1,6 +1,4 @@
-"""Duration of verdicts, and the windows in which they held, compared with the steps of made-up
-runs.
-"""
+"""Since when and in which windows a verdict was true (held), compared with the steps of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.view.terminal import render
 
-# Steps in a window of a short run.
+# Number of steps in a window of a short run.
 WIDTH = 8
 # Duration of a step with the parts in BASE.
 STEP_S = 0.016
@@ -42,9 +40,9 @@ SECOND_NS = 1_000_000_000
 def node(
     loops: Sequence[Sequence[dict[str, Any]]], found: Findings | None = None, **changed: Any
 ) -> NodeState:
-    """Return a node whose ranks made these steps.
+    """Return a node whose ranks made the given steps.
 
-    found: its findings. changed: fields of the processes and the node.
+    `found` has its findings, and `changed` has fields of the processes and the node.
     """
     of_node = {
         field.name: changed.pop(field.name)
@@ -61,7 +59,7 @@ def node(
 
 
 def rows(state: NodeState) -> dict[str, dict[str, Any]]:
-    """The report's verdicts, the first of each kind."""
+    """Return the report's verdicts by kind, the first of each kind."""
     verdicts = checked(build("r", [state]))["verdicts"]
     return {row["kind"]: row for row in reversed(verdicts)}
 
@@ -86,10 +84,7 @@ def seconds(at: str) -> float:
 def test_first_step_end_and_windows_of_a_verdict_equal_its_episode(
     since: int, length: int | None, from_start: bool, steps: int
 ) -> None:
-    """First step, end and windows of the verdict equal those of the episode.
-
-    Each window counts once.
-    """
+    """Each window counts once."""
     since = min(since, steps - 20)
     until = None if length is None else min(since + length, steps)
     slow = episode(1, since, until, from_start=from_start, last_step=steps - 1)
@@ -117,14 +112,14 @@ def test_first_step_end_and_windows_of_a_verdict_equal_its_episode(
         assert seconds(held["until"]) == pytest.approx(until * STEP_S, abs=1e-3)
 
 
-def test_slow_rank_without_data_here_uses_the_windows_of_others() -> None:
+def test_slow_rank_without_data_on_this_node_uses_the_windows_of_others() -> None:
     found = rows(node([usual(80), usual(80)], findings(episode(7, 40, last_step=79))))
 
     assert found["straggler"]["held"]["windows_held"] == 5
     assert found["straggler"]["held"]["windows_judged"] == 10
 
 
-def test_no_slow_rank_holds_since_the_last_episode() -> None:
+def test_verdict_of_no_slow_rank_is_valid_since_the_last_episode() -> None:
     """The bottleneck is judged in the windows outside the episode."""
     found = rows(node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159)))
     nobody, limit = found["none"]["held"], found["compute_bound"]["held"]
@@ -143,7 +138,7 @@ def test_ended_verdicts_come_last() -> None:
     assert [row["kind"] for row in verdicts] == ["none", "compute_bound", "straggler_ended"]
 
 
-# -- what limits the step
+# -- bottlenecks of the step
 
 
 def slow_data(begin: int, end: int, count: int, data: float = 20.0) -> list[dict[str, Any]]:
@@ -151,7 +146,10 @@ def slow_data(begin: int, end: int, count: int, data: float = 20.0) -> list[dict
 
 
 def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
-    """The run as a whole computes, but waited for data from step 64 to 127."""
+    """The run waited for data from step 64 to 127.
+
+    Over the whole run, computing is the bottleneck.
+    """
     found = rows(node([slow_data(64, 128, 400)] * 2))
     row = found["data_bound_ended"]
 
@@ -180,8 +178,8 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
     assert found["compute_bound"]["held"]["until_step"] == 320
 
 
-def test_cpu_contention_of_a_part_of_the_run_is_reported() -> None:
-    """The part of the step with contention does not matter."""
+def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
+    """The phase with contention makes no difference."""
     starved = [
         {**BASE, "forward": 24.0, "cpu": 20.0 if 80 <= step < 160 else 0.0} for step in range(400)
     ]
@@ -194,8 +192,8 @@ def test_cpu_contention_of_a_part_of_the_run_is_reported() -> None:
     )
 
 
-def test_cpu_contention_that_is_not_measured_later_is_unknown() -> None:
-    """Steps with very many phases are an example. Nothing is reported on the rest of the run."""
+def test_cpu_contention_is_unknown_if_it_is_not_measured_later() -> None:
+    """Later steps may have very many phases. No finding is reported on the rest of the run."""
     lacking = {**BASE, "forward": 24.0, "host": 20.0}
     loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
     report = checked(build("r", [node([loop])]))
@@ -204,8 +202,8 @@ def test_cpu_contention_that_is_not_measured_later_is_unknown() -> None:
     assert not [row for row in report["verdicts"] if row["kind"].startswith("lack_of_cpu")]
 
 
-def test_cpu_contention_in_varying_parts_is_one_finding() -> None:
-    """Each part has contention in few steps, but every step has some.
+def test_cpu_contention_in_varying_phases_is_one_finding() -> None:
+    """Each phase has contention in few steps, but every step has some.
 
     The windows show the same as the run.
     """
@@ -224,14 +222,17 @@ def test_cpu_contention_in_varying_parts_is_one_finding() -> None:
 @pytest.mark.parametrize(
     "loop",
     [
-        slow_data(64, 88, 400),  # three windows
+        slow_data(64, 88, 400),  # Three windows.
         slow_data(0, 400, 400, 3.5),
-        [{**BASE, "data": 5.5 if step // WIDTH % 2 else 4.0} for step in range(400)],  # now a quarter, now less
+        # A quarter of the step in some windows, less in the others.
+        [{**BASE, "data": 5.5 if step // WIDTH % 2 else 4.0} for step in range(400)],
         [{**BASE, "data": 5.0 if step // 100 % 2 else 4.0} for step in range(400)],
     ],
     ids=["short", "below", "flicker", "alike"],
 )  # fmt: skip
-def test_short_or_constant_bottlenecks_are_not_reported(loop: list[dict[str, Any]]) -> None:
+def test_short_or_constant_bottlenecks_are_not_reported_as_changes(
+    loop: list[dict[str, Any]],
+) -> None:
     """Some last for a few windows, others hardly differ from the rest of the run."""
     kinds = [
         row["kind"]
@@ -241,7 +242,7 @@ def test_short_or_constant_bottlenecks_are_not_reported(loop: list[dict[str, Any
     assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
 
 
-def test_bottleneck_that_ended_has_its_end() -> None:
+def test_bottleneck_that_ended_has_its_last_step() -> None:
     """The run waited for data in most of its steps and now computes."""
     found = rows(node([slow_data(0, 320, 400)] * 2))
     held = found["data_bound"]["held"]
@@ -276,8 +277,8 @@ def test_windows_with_long_evaluation_steps_are_counted() -> None:
     assert held["until_step"] is None, "the next is due in step 180"
 
 
-def test_unusual_steps_are_counted_in_windows() -> None:
-    """Windows count every evaluation step, including those of the warm-up and of other lengths."""
+def test_all_steps_of_an_unusual_kind_count_for_its_windows() -> None:
+    """Evaluation steps in the warm-up and of other lengths are included."""
     loop = usual(200)
     for step, host in ((1, 901.0), (60, 901.0), (150, 9001.0)):
         loop[step] = {**BASE, "host": host, "flags": Flag.EVALUATION}
@@ -287,8 +288,10 @@ def test_unusual_steps_are_counted_in_windows() -> None:
     assert [row["held"] for row in found] == [None] * len(found)
 
 
-def test_unknown_validity_is_null() -> None:
-    """Examples: too few steps, samples of the sidecar, and long steps without a known cause."""
+def test_unknown_validity_of_a_verdict_is_null() -> None:
+    """Validity is unknown with too few steps, for samples of the sidecar, and for long steps
+    without a known cause.
+    """
     unknown = usual(200)
     unknown[60] = {**BASE, "host": 901.0}
     for state in (
@@ -322,10 +325,10 @@ def test_only_windows_of_the_current_slow_stage_count() -> None:
     )
 
 
-# -- what the sidecar has noted
+# -- findings recorded by the sidecar
 
 
-def test_hang_in_progress_has_its_start() -> None:
+def test_hang_in_progress_has_the_time_of_its_start() -> None:
     """The start is the alert's time minus the time without a step at that moment."""
     state = node([usual(57)] * 2, hang=hang(57), records=hung(), ended="")
     held = rows(state)["hang"]["held"]
@@ -335,7 +338,7 @@ def test_hang_in_progress_has_its_start() -> None:
     assert rows(node([usual(57)] * 2, hang=hang(57), ended=""))["hang"]["held"]["since_step"] == 57
 
 
-def test_past_hang_is_first_if_it_cost_most() -> None:
+def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
     """The verdict has the hang's duration, share of step time, rank, action, and stacks."""
     stacks = {2: RankStack(("train.py:7 in load",), "")}
     loop = usual(200)
@@ -378,7 +381,7 @@ def test_short_past_hang_is_listed_as_earlier() -> None:
 @pytest.mark.parametrize("ended", ["closed", "died"])
 @pytest.mark.parametrize("seen_to_end", [True, False])
 def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str) -> None:
-    """Even if its end was not observed."""
+    """The end of the hang may not have been observed."""
     report = build("r", [node([usual(57)] * 2, records=hung(60.0, over=seen_to_end), ended=ended)])
     row = report["verdicts"][0]
 
@@ -411,14 +414,11 @@ def test_findings_of_earlier_attempts_are_ignored() -> None:
     assert "hang_ended" not in rows(node([usual(200)], records=hung(over=True, attempt=1)))
 
 
-# -- in words
+# -- sentences on validity
 
 
-def test_sentence_on_validity_has_windows_steps_and_times() -> None:
-    """Windows, steps and times appear if they are known.
-
-    A day is named if it is not the run's first.
-    """
+def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
+    """A time on another day than the run's first has its date."""
     started = "2026-11-23T09:00:00.000+00:00"
     whole: Any = {
         "since_step": 64, "until_step": None, "windows_held": 14, "windows_judged": 15, "window_steps": 64,
@@ -444,7 +444,7 @@ def test_sentence_on_validity_has_windows_steps_and_times() -> None:
 
 
 def test_newest_ended_findings_are_listed_as_earlier() -> None:
-    """The report shows the newest few ended findings, and the number of others."""
+    """The number of older ones is shown."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
     text = render(
         build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]),
@@ -461,9 +461,7 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_range_of_windows_has_the_largest_difference_to_the_others(held: list[bool]) -> None:
-    """No other range has a larger difference between windows in which the finding held and
-    others.
-    """
+    """No other range of windows separates windows with and without the finding better."""
 
     def worth(begin: int, end: int) -> int:
         return sum(1 if each else -1 for each in held[begin:end])

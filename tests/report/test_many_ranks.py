@@ -1,4 +1,4 @@
-"""Memory of a report on many ranks, which is made in the job's memory.
+"""Memory needed for a report on many ranks, which is a part of the job's memory.
 
 See also benchmarks/report_scale.
 """
@@ -16,7 +16,7 @@ from torchlens_perf.commands.cli import main
 NODES = 16
 # With 96 modules. 4096 ranks then need less than 0.8 GB.
 STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200
-# Measure in a separate process, since other code in the test process can allocate memory at any
+# Measure in a separate process, because other code in the test process can allocate memory at any
 # time.
 MAKE_REPORT = """
 import sys, tracemalloc
@@ -29,8 +29,8 @@ print(len(report["ranks"]), tracemalloc.get_traced_memory()[1])
 """
 
 
-def test_memory_per_rank_is_small(tmp_path: Path) -> None:
-    """This includes a rank's part of its node's file, and the memory that making a report needs."""
+def test_memory_for_a_report_is_small_for_each_rank(tmp_path: Path) -> None:
+    """A rank's part of its node's file is included."""
     run, ranks = tmp_path / "run", NODES * ON_A_NODE
     faults = ["--fault", "constant:rank=3,share=0.25,phase=forward"]
     assert (

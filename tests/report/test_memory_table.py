@@ -1,6 +1,4 @@
-"""Device memory in the report: its table, advice, and the verdict on a rank that ran
-out of memory.
-"""
+"""Device memory in the report: table, advice, and the verdict on a rank that ran out of memory."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
 
 
 def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
-    """Mark one memory reading in the same way as hooks/on_device/memory.py."""
+    """Record one memory reading in the same way as hooks/on_device/memory.py."""
     start_ns = rank.session.recorder.now_ns()
     for name, value in values.items():
         now, most = value if isinstance(value, tuple) else (value, 0)
@@ -114,7 +112,7 @@ def with_readings(run: RunDirectory, retries: int = 0, leak: int = 0) -> dict[st
     return report_on(run, [rank])
 
 
-def test_table_without_problems_has_no_notes(run: RunDirectory) -> None:
+def test_memory_table_without_problems_has_no_notes(run: RunDirectory) -> None:
     report = with_readings(run)
     memory = report["ranks"][0]["memory"]
 
@@ -132,8 +130,8 @@ def test_table_without_problems_has_no_notes(run: RunDirectory) -> None:
     assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
 
 
-def test_allocator_retries_are_noted(run: RunDirectory) -> None:
-    """The note has their number, the number of steps, their cost, and advice."""
+def test_allocator_retries_are_noted_with_number_cost_and_advice(run: RunDirectory) -> None:
+    """The note also has the number of steps."""
     (note,) = [
         note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note
     ]
@@ -141,8 +139,8 @@ def test_allocator_retries_are_noted(run: RunDirectory) -> None:
     assert "expandable_segments:True" in note
 
 
-def test_memory_growth_is_noted(run: RunDirectory) -> None:
-    """The note has the rate, the first step, and the step at which the device will be full."""
+def test_memory_growth_is_noted_with_the_step_of_a_full_device(run: RunDirectory) -> None:
+    """The note also has the rate and the first step."""
     report = with_readings(run, leak=GB // 4)
     growth = report["ranks"][0]["memory"]["growth"]
     (note,) = [note for note in report["quality"]["notes"] if "allocated memory grows" in note]
@@ -151,7 +149,7 @@ def test_memory_growth_is_noted(run: RunDirectory) -> None:
     assert growth["full_at_step"] == pytest.approx(60 * 64, rel=0.02)
 
 
-def test_cpu_job_has_no_device_memory(run: RunDirectory) -> None:
+def test_report_on_a_cpu_job_has_no_device_memory(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     report = report_on(run, [rank])
@@ -160,7 +158,7 @@ def test_cpu_job_has_no_device_memory(run: RunDirectory) -> None:
     assert "Device memory" not in shown(report)
 
 
-def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
+def test_rank_that_ran_out_of_memory_is_the_first_verdict(run: RunDirectory) -> None:
     """The straggler verdict that it caused comes after it.
 
     The verdict has rank, time, request, memory use and action.
@@ -199,8 +197,8 @@ def test_out_of_memory_in_the_first_step_is_the_verdict(run: RunDirectory) -> No
     assert verdict["kind"] == "out_of_memory"
 
 
-def test_first_of_several_out_of_memory_ranks_is_reported(run: RunDirectory) -> None:
-    """The number of the others is reported too."""
+def test_first_of_several_ranks_out_of_memory_is_reported(run: RunDirectory) -> None:
+    """The verdict also has the number of other ranks."""
     ranks = [Rank(run, rank, 3) for rank in range(3)]
     for rank, time_unix_ns in zip(ranks, (30, 10, 20), strict=True):
         rank.steps(40, **WORK)
@@ -211,8 +209,8 @@ def test_first_of_several_out_of_memory_ranks_is_reported(run: RunDirectory) -> 
     assert verdict["evidence"]["ranks"] == [1, 0, 2]
 
 
-def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
-    """The rank continued, so it is not a verdict."""
+def test_out_of_memory_error_that_was_caught_is_only_a_note(run: RunDirectory) -> None:
+    """The rank continued."""
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     ran_out(run, rank)
@@ -223,8 +221,10 @@ def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
     assert "and went on: see oom/rank00000-40.json" in note
 
 
-def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirectory) -> None:
-    """This holds if the run ended normally. If the run died, it is the verdict."""
+def test_out_of_memory_error_after_the_last_step_is_a_verdict_if_the_run_died(
+    run: RunDirectory,
+) -> None:
+    """If the run ended normally, the error was caught and is only a note."""
     for caught in (True, False):
         rank = Rank(run, 0, 1)
         rank.steps(40, **WORK)
@@ -240,7 +240,7 @@ def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirector
 
 
 def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunDirectory) -> None:
-    """The error came shortly after a caught one. The verdict refers to the earlier table."""
+    """The error followed shortly after a caught one."""
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, step=3, time_unix_ns=1)
@@ -257,7 +257,7 @@ def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunD
     assert "when it ran out" not in shown(report)
 
 
-def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) -> None:
+def test_process_limit_and_free_device_memory_are_both_in_the_verdict(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, free_bytes=38 * GB, **SHARE)
@@ -269,9 +269,7 @@ def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) 
 
 
 def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) -> None:
-    """Live and in a replay: steps have the newest reading, traces have no span of it, and the state
-    has all.
-    """
+    """Steps have the newest reading, traces have no span of it, and the state has all readings."""
     rank = Rank(run, 0, 1)
     for retries in range(3):
         mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
@@ -299,7 +297,7 @@ def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) ->
     assert build(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
 
 
-def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
+def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -> None:
     """A second sidecar keeps the first one's findings and adds new ones.
 
     It ignores those of other nodes.
@@ -380,7 +378,7 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
         (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),
     ],
 )
-def test_each_kind_of_memory_shortage_has_its_own_advice(
+def test_each_kind_of_memory_shortage_has_different_advice(
     changed: dict[str, Any], growth: dict[str, Any] | None, words: str
 ) -> None:
     assert words in next_action(json.loads(json.dumps(oom(**changed))), growth)

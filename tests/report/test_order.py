@@ -35,7 +35,7 @@ def heads(report: dict[str, Any]) -> list[str]:
 
 
 def shown_in_order(text: str, parts: list[str]) -> bool:
-    """Return True if the text contains all parts in this order."""
+    """Return True if the text contains all parts in the given order."""
     words, places = " ".join(text.split()), []
     for part in parts:
         places.append(words.find(part))
@@ -43,8 +43,9 @@ def shown_in_order(text: str, parts: list[str]) -> bool:
 
 
 def several() -> NodeState:
-    """Two ranks wait for data in each step, have longer evaluations in total, and save for less
-    time.
+    """Return a run with three problems: waits for data, longer evaluations, and short saves.
+
+    Two ranks wait in each step. The evaluations cost more in total.
     """
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
     for step in range(10, 200, 20):
@@ -55,9 +56,7 @@ def several() -> NodeState:
 
 
 def test_every_screen_sorts_verdicts_by_cost() -> None:
-    """The costliest verdict is first in JSON, terminal, short report, page, notebook, summary and
-    `top`.
-    """
+    """The screens are JSON, terminal, short report, page, notebook, summary and `top`."""
     report = report_on(several())
     kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
     lost = [row["lost_s"] for row in report["verdicts"]]
@@ -80,8 +79,8 @@ def test_every_screen_sorts_verdicts_by_cost() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_verdicts_of_random_faults_are_sorted_by_lost_time(seed: int) -> None:
-    """The loss of each verdict is what the loop was given, and verdicts are sorted by loss."""
+def test_verdicts_on_random_faults_are_sorted_by_lost_time(seed: int) -> None:
+    """The loss of each verdict equals the delay that was planted."""
     rng = np.random.default_rng(seed)
     loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
     loop = [dict(step) for step in loop]
@@ -109,8 +108,11 @@ def test_verdicts_of_random_faults_are_sorted_by_lost_time(seed: int) -> None:
         assert row["lost_s"] == pytest.approx(planted[kind], rel=0.05)
 
 
-def test_ended_verdicts_are_not_first() -> None:
-    """A run that waited for data in most of its steps and now computes is reported as computing."""
+def test_ended_verdict_is_not_first_although_it_cost_most() -> None:
+    """A run that waited for data in most of its steps now computes.
+
+    Computing is the first verdict.
+    """
     report = report_on(node([slow_data(0, 320, 400)]))
 
     assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
@@ -121,8 +123,8 @@ def test_ended_verdicts_are_not_first() -> None:
     assert report["verdicts"][0]["text"].endswith(" Next: time modules: watch(model).")
 
 
-def test_verdict_on_one_of_two_equal_waits_holds_to_the_end() -> None:
-    """Their order within a window is random."""
+def test_verdict_on_one_of_two_equal_waits_is_valid_to_the_end() -> None:
+    """Which of the two waits is longer varies between windows by chance."""
     rng = np.random.default_rng(3)
     loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]
     (row,) = report_on(node([loop]))["verdicts"]
@@ -132,7 +134,7 @@ def test_verdict_on_one_of_two_equal_waits_holds_to_the_end() -> None:
 
 
 class TestOneCause:
-    def test_bottleneck_of_a_part_is_not_reported_twice(self) -> None:
+    def test_bottleneck_of_the_run_is_not_reported_again_for_a_part(self) -> None:
         """The run waited for a CPU and for data, later mostly for data.
 
         There is one figure for data.
@@ -157,7 +159,7 @@ class TestOneCause:
         )
 
     def test_cpu_contention_of_all_ranks_is_one_verdict(self) -> None:
-        """The verdict names the rank that waits longest."""
+        """The verdict has the rank that waits longest."""
         loops = [
             [{**BASE, "forward": 30.0 + more, "cpu": 26.0 + more} for _ in range(100)]
             for more in (0.0, 5.0)
@@ -171,7 +173,7 @@ class TestOneCause:
         assert heads(report)[0].endswith(" Rank 1 waits longest.")
         assert report["verdicts"][0]["rank"] == 1
 
-    def test_cpu_contention_of_one_rank_is_a_slow_rank(self) -> None:
+    def test_cpu_contention_of_one_rank_is_reported_as_a_slow_rank(self) -> None:
         """The mean contention over all ranks is only due to this rank."""
         loops = [
             [{**BASE, "forward": 4.0 + more, "cpu": more} for _ in range(100)]
@@ -185,8 +187,8 @@ class TestOneCause:
         assert [row["kind"] for row in report["verdicts"]] == ["straggler"]
 
     @pytest.mark.parametrize("until", [None, 180])
-    def test_waiting_for_a_slow_rank_is_no_verdict_of_its_own(self, until: int | None) -> None:
-        """This holds while the rank is slow, and after it was slow for most of the run."""
+    def test_waiting_for_a_slow_rank_is_no_separate_verdict(self, until: int | None) -> None:
+        """The rank is slow now, or was slow for most of the run."""
         parts = {"communication": 20.0}, {"backward": 28.0}
         loops = [[{**BASE, **each} for _ in range(200)] for each in parts]
         for loop in loops:
@@ -197,7 +199,7 @@ class TestOneCause:
         assert "communication_bound" not in {row["kind"] for row in report["verdicts"]}
         assert not any("aiting in communication" in head for head in heads(report))
 
-    def test_waiting_for_another_pipeline_stage_is_no_verdict_of_its_own(self) -> None:
+    def test_waiting_for_another_pipeline_stage_is_no_separate_verdict(self) -> None:
         """Larger buckets would not help a stage with little work."""
         loops = [
             [{**BASE, **parts} for _ in range(100)]
@@ -214,7 +216,7 @@ class TestOneCause:
         assert any("Rank 1 has 46.0 ms of work a step" in head for head in heads(report))
 
     def test_small_straggler_does_not_hide_a_larger_loss_of_all_ranks(self) -> None:
-        """All wait 30 ms for data, and one rank computes 2 ms longer.
+        """All ranks wait 30 ms for data, and one rank computes 2 ms longer.
 
         Both are reported, data first.
         """
@@ -233,7 +235,7 @@ class TestOneCause:
 @pytest.mark.parametrize(
     "parts", [{"data": 30.0, "host": 12.0}, {"forward": 40.0, "cpu": 30.0, "data": 20.0}, {}]
 )
-def test_cost_equals_the_first_figure_of_the_sentence(parts: dict[str, float]) -> None:
+def test_cost_of_a_verdict_equals_the_first_figure_of_its_sentence(parts: dict[str, float]) -> None:
     """The cost is not a sum of several figures."""
     (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
     share = float(row["text"].partition(" takes ")[2].partition("%")[0]) / 100

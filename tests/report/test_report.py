@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def report_on(
     run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = None
 ) -> dict[str, Any]:
-    """Return the report once these ranks have ended, after checking it against the schema."""
+    """Return the report on ended ranks after checking it against the schema."""
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, HOST, exporter, lambda run, asked: None)
@@ -47,7 +47,7 @@ def report_on(
 
 
 def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> None:
-    """The top level and the fields that others build on have their names; values are plain JSON."""
+    """Names of the top level and of fields that other programs use are fixed."""
     ranks = [Rank(run, rank) for rank in range(2)]
     for rank in ranks:
         rank.session.recorder.record_span(Kind.MODULE, rank.session.intern("block"), 0, 5)
@@ -80,7 +80,7 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
     assert value["sections"][0]["name"] == "log"
 
 
-def test_step_times_own_times_and_shares_are_those_recorded(run: RunDirectory) -> None:
+def test_step_times_own_times_and_shares_equal_the_recorded_ones(run: RunDirectory) -> None:
     value = report_on(run, [Rank(run, 0, 1)])
     assert value["steps"]["count"] == 0
 
@@ -109,7 +109,7 @@ def test_step_times_own_times_and_shares_are_those_recorded(run: RunDirectory) -
         ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest by own time"),
     ],
 )
-def test_single_rank_has_a_bottleneck_verdict(
+def test_verdict_on_a_single_rank_is_its_bottleneck(
     run: RunDirectory, parts: dict[str, float], kind: str, phase: str, word: str
 ) -> None:
     """The verdict has the share, the time and the action."""
@@ -123,8 +123,8 @@ def test_single_rank_has_a_bottleneck_verdict(
     assert (verdict["cost_share"] > 0) == (kind != "compute_bound")
 
 
-def test_straggler_verdict_names_rank_phase_cost_step_and_action(run: RunDirectory) -> None:
-    """The only verdict names the rank, host, phase, cost, share, first step and next action."""
+def test_straggler_verdict_has_rank_phase_cost_step_and_action(run: RunDirectory) -> None:
+    """There is only this verdict, which also has the host and the share."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     ranks[0].steps(80, **{**WORK, "communication": 12})
     ranks[1].steps(80, **{**WORK, "backward": 16})
@@ -148,12 +148,12 @@ def test_straggler_verdict_names_rank_phase_cost_step_and_action(run: RunDirecto
     )
 
 
-def test_straggler_verdict_names_the_slow_module(run: RunDirectory) -> None:
-    """A slow forward pass names the module that explains most of it."""
+def test_straggler_verdict_has_the_slow_module(run: RunDirectory) -> None:
+    """The module explains most of the slow forward pass."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank, extra in zip(ranks, (0, 8), strict=True):
         recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
-        for _ in range(100):  # rows of four steps
+        for _ in range(100):  # Step bins of four steps.
             recorder.begin(Kind.FORWARD, intern("forward Net"))
             for name, milliseconds in (("embed", 1), ("block", 4 + extra), ("head", 2)):
                 recorder.begin(Kind.MODULE, intern(name))
@@ -169,10 +169,10 @@ def test_straggler_verdict_names_the_slow_module(run: RunDirectory) -> None:
     assert "Next: compare the input sizes of block on rank 1" in verdict["text"]
 
 
-def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
-    """Equal ranks with steps of 1.4 ms need more steps for a comparison.
+def test_sixty_short_steps_are_too_few_for_a_comparison(run: RunDirectory) -> None:
+    """Equal ranks have steps of 1.4 ms.
 
-    With the requested number they are compared.
+    With the number of steps that the report asks for, they are compared.
     """
     ranks = [Rank(run, 0), Rank(run, 1)]
     short = {part: value / 10 for part, value in WORK.items()}
@@ -193,7 +193,7 @@ def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
     )
 
 
-def test_no_slow_rank_has_the_smallest_detectable_slowdown(run: RunDirectory) -> None:
+def test_verdict_without_slow_ranks_has_the_smallest_detectable_slowdown(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank in ranks:
         rank.steps(80, **WORK)
@@ -222,8 +222,10 @@ def test_overhead_share_excludes_a_first_step_that_compiles(run: RunDirectory) -
 @pytest.mark.parametrize(
     ("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")]
 )
-def test_few_or_no_steps_are_explained(run: RunDirectory, steps: int, text: str) -> None:
-    """Without steps, or with too few, the report has a sentence and an action, and no zeros."""
+def test_few_or_no_steps_are_explained_without_zeros(
+    run: RunDirectory, steps: int, text: str
+) -> None:
+    """The report has a sentence and an action."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank in ranks:
         rank.steps(steps, **WORK)
@@ -237,8 +239,8 @@ def test_few_or_no_steps_are_explained(run: RunDirectory, steps: int, text: str)
         assert value["ranks"][0]["own_s"]["p50_s"] is None
 
 
-def test_inference_counts_forward_passes(run: RunDirectory) -> None:
-    """Without an optimizer, steps are forward passes and have this name."""
+def test_steps_of_inference_are_called_forward_passes(run: RunDirectory) -> None:
+    """There is no optimizer."""
     rank = Rank(run, 0, 1)
     for _ in range(20):
         rank.clock.advance(1_000_000)
@@ -249,8 +251,8 @@ def test_inference_counts_forward_passes(run: RunDirectory) -> None:
     assert "20 forward passes" in render(value, "/runs/1", columns=100, color=False)
 
 
-def test_trend_of_a_slowing_run_has_its_change(run: RunDirectory) -> None:
-    """A run that gets slower says so, with the change from its first to its last third."""
+def test_run_that_gets_slower_has_the_change_of_its_step_time(run: RunDirectory) -> None:
+    """The change is that from the first to the last third of the run."""
     rank = Rank(run, 0, 1)
     for i in range(120):
         rank.steps(1, forward=10 + i / 20)
@@ -260,8 +262,7 @@ def test_trend_of_a_slowing_run_has_its_change(run: RunDirectory) -> None:
     assert "trend slower 3" in render(value, "/runs/1", columns=100, color=False)
 
 
-def test_report_has_ranks_of_several_nodes_with_hosts(run: RunDirectory) -> None:
-    """Ranks of several nodes are in one report, with their hosts."""
+def test_report_has_ranks_of_several_nodes_with_their_hosts(run: RunDirectory) -> None:
     states = []
     for index, host in enumerate(("node-a", "node-b")):
         rank = Rank(run, index, identity={"host": host, "local_world_size": 1})
@@ -281,8 +282,8 @@ def test_report_has_ranks_of_several_nodes_with_hosts(run: RunDirectory) -> None
     assert re.search(r"^ +1  node-b ", text, re.MULTILINE)
 
 
-def test_report_is_about_the_newest_attempt(run: RunDirectory) -> None:
-    """After an elastic restart the report is about the last attempt of each rank."""
+def test_report_is_about_the_newest_attempt_of_each_rank(run: RunDirectory) -> None:
+    """An elastic restart begins another attempt."""
     first, second = Rank(run, 0, 1), Rank(run, 0, 1, identity={"attempt": 3})
     first.steps(70, **WORK)
     second.steps(20, **WORK)
@@ -292,10 +293,7 @@ def test_report_is_about_the_newest_attempt(run: RunDirectory) -> None:
 
 
 def test_ranks_that_left_an_elastic_job_are_not_in_the_report(run: RunDirectory) -> None:
-    """torchrun does not increment the attempt when an agent leaves.
-
-    The report has only the remaining ranks.
-    """
+    """torchrun does not increment the attempt when an agent leaves."""
     identities = [
         identity_of(run, 0, 2),
         identity_of(run, 1, 2, pid=11),
@@ -317,8 +315,8 @@ class TestTerminal:
         ranks[1].steps(60, **{**WORK, "backward": 16})
         return report_on(run, ranks)
 
-    def test_report_outside_of_a_terminal_is_plain_text(self, run: RunDirectory) -> None:
-        """In a file or pipe: no escape sequences, no line wider than it should be, no padding."""
+    def test_report_in_a_file_or_pipe_is_plain_text(self, run: RunDirectory) -> None:
+        """There are no escape sequences, no overlong lines, and no padding."""
         file = io.StringIO()
         show(self.value(run), file, "/runs/1")
         text = file.getvalue()
@@ -334,8 +332,8 @@ class TestTerminal:
 
         assert "\x1b[1;31m" in text
 
-    def test_bars_of_ranks_have_one_scale(self, run: RunDirectory) -> None:
-        """The bars of the slow rank and of another one have the same scale."""
+    def test_bars_of_all_ranks_have_one_scale(self, run: RunDirectory) -> None:
+        """The slow rank is compared with another one."""
         lines = (
             render(self.value(run), "/runs/1", columns=86, color=False)
             .partition("Excess")[0]
@@ -353,7 +351,7 @@ class TestTerminal:
             "rank 0": "█" * 3 + "▓" * 12 + "▒" * 18 + "░" * 36 + "▚" * 3,
         }
 
-    def test_slow_rank_comes_first(self, run: RunDirectory) -> None:
+    def test_slow_rank_is_the_first_row_of_the_table(self, run: RunDirectory) -> None:
         value = self.value(run)
         value["ranks"][1]["arrived_last"] = {"count": 30, "joined": 40, "share": 0.75}
         lines = render(checked(value), "/runs/1", columns=130, color=False).splitlines()
@@ -366,8 +364,10 @@ class TestTerminal:
         assert lines[header + 2].split()[0] == "0"
 
     @pytest.mark.parametrize("columns", [118, 90, 70, 50])
-    def test_table_cells_are_not_broken_across_lines(self, run: RunDirectory, columns: int) -> None:
-        """Columns that do not fit are left out. Every quantity stays in its rank's line."""
+    def test_table_omits_columns_rather_than_breaking_cells_across_lines(
+        self, run: RunDirectory, columns: int
+    ) -> None:
+        """Every quantity stays in its rank's line."""
         wide, narrow = (
             text.partition("Typical step of each rank, ms\n")[2].splitlines()[:3]
             for text in (
@@ -384,8 +384,8 @@ class TestTerminal:
         assert narrow[0].split()[:1] == ["rank"]
         assert "compute" in narrow[0]
 
-    def test_names_cannot_write_to_the_terminal(self, run: RunDirectory) -> None:
-        """Escape sequences, newlines and markup in names come out as text."""
+    def test_names_cannot_control_the_terminal(self, run: RunDirectory) -> None:
+        """Escape sequences, newlines and markup in names are printed as text."""
         rank = Rank(run, 0, 1, identity={"program": "\x1b]0;owned\x07[bold red]train.py"})
         rank.steps(10, **WORK)
         for name in ("\x1b[2Jgone", "two\nlines", "[link=http://x]click[/link]", "right\u202eleft"):
@@ -400,8 +400,8 @@ class TestTerminal:
         assert "[link=http://x]click[/link]" in text
         assert "[bold red]train.py" in text
 
-    def test_table_of_many_ranks_is_shortened(self, run: RunDirectory) -> None:
-        """The table shows the slowest ranks, and the range of the others in a line."""
+    def test_table_of_many_ranks_shows_the_slowest_and_a_range(self, run: RunDirectory) -> None:
+        """A line has the range of the other ranks."""
         ranks = [Rank(run, rank, 20, ring_records=1024) for rank in range(20)]
         for rank in ranks:
             rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})
@@ -430,8 +430,7 @@ def test_small_shares_have_a_decimal() -> None:
     assert (percent(0.421), percent(0.0213)) == ("42%", "2.1%")
 
 
-def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
-    """Whatever was lost or cut is a note with its number."""
+def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     rank.close()

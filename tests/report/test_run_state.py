@@ -27,7 +27,7 @@ from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.terminal import render, render_short
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
-# This pid belonged to a process that started at boot.
+# This pid belongs to a process that started at boot.
 _GONE: dict[str, Any] = {"pid": os.getpid(), "process_started": 1}
 
 
@@ -37,9 +37,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def state_of(run: RunDirectory, ranks: list[Rank], closed: tuple[int, ...] = ()) -> NodeState:
-    """Return the state that the sidecar saves of these ranks.
+    """Return the state that the sidecar saves for the given ranks.
 
-    closed: the ranks that close their watch.
+    `closed` has the ranks that close their watch.
     """
     for rank in ranks:
         if rank.identity.rank in closed:
@@ -70,8 +70,8 @@ def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
 def test_rank_that_died_is_in_the_title_of_every_screen(
     size: int, died: list[int], words: str, run: RunDirectory
 ) -> None:
-    """The report, the short report, the page, a notebook cell, the list of runs, `top` and JSON
-    agree.
+    """The screens are the report, the short report, the page, a notebook cell, the list of runs,
+    `top` and JSON.
     """
     ranks = [Rank(run, rank, size, identity=_GONE if rank in died else {}) for rank in range(size)]
     for rank in ranks:
@@ -98,7 +98,7 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
         assert report["verdicts"][0]["evidence"].ranks == tuple(died)
 
 
-def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
+def test_rank_that_died_is_in_the_title_while_others_run(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1, identity=_GONE)]
     for rank in ranks:
         rank.steps(12, **WORK)
@@ -118,7 +118,7 @@ def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
 def test_live_run_without_updates_is_called_silent(
     later_s: int, words: str, run: RunDirectory
 ) -> None:
-    """If a node loses its power, no process can write that its ranks ended."""
+    """If a node loses its power, no process can record that its ranks ended."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     report = report_of(run, state_of(run, [rank]))
@@ -127,7 +127,7 @@ def test_live_run_without_updates_is_called_silent(
     assert state_words(report["run"], written_s + later_s) == words
 
 
-def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> None:
+def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> None:
     """Another job may have left RANK and WORLD_SIZE in the environment."""
     rank = Rank(run, 0, 8)
     rank.steps(50, **WORK)
@@ -159,10 +159,13 @@ def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> Non
         (9000.0, 0.0, True, "", "9000 s since the kernel or the interpreter started"),
     ],
 )
-def test_long_start_is_a_verdict(
+def test_long_start_of_a_job_is_a_verdict(
     before_s: float, compile_s: float, interactive: bool, first: str, words: str, run: RunDirectory
 ) -> None:
-    """A short start and the idle time of a notebook kernel are not. The line is in all reports."""
+    """A short start and the idle time of a notebook kernel are no verdict.
+
+    The line is in all reports.
+    """
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     state = state_of(run, [rank], (0,))
@@ -204,8 +207,8 @@ def test_start_that_lacked_cpus_is_not_blamed_on_imports(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDirectory) -> None:
-    """One optimizer step may take a minute (L-BFGS). The usual step time is not known then."""
+def test_long_start_is_no_verdict_before_the_second_step(steps: int, run: RunDirectory) -> None:
+    """One optimizer step may take a minute (L-BFGS). The usual step time is not yet known."""
     rank = Rank(run, 0, 1)
     rank.steps(steps, **{**WORK, "forward": 50_000.0})
     state = state_of(run, [rank], (0,))
@@ -219,8 +222,7 @@ def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDi
     assert startup_words(report["run"]).startswith("startup 200 s")
 
 
-def test_start_with_simulated_clocks_is_unknown(run: RunDirectory) -> None:
-    """An unknown start is never shown as zero."""
+def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     report = report_of(run, state_of(run, [rank], (0,)))
@@ -229,7 +231,7 @@ def test_start_with_simulated_clocks_is_unknown(run: RunDirectory) -> None:
     assert "before the first recorded step" not in render(report, "/r", columns=100, color=False)
 
 
-# -- few steps, and none
+# -- few steps, or none
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,9 @@ def test_start_with_simulated_clocks_is_unknown(run: RunDirectory) -> None:
         ),
     ],
 )
-def test_few_steps_show_their_phases(steps: int, live: bool, words: str, run: RunDirectory) -> None:
+def test_report_on_few_steps_shows_their_phases(
+    steps: int, live: bool, words: str, run: RunDirectory
+) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(steps, **WORK)
     report = report_of(run, state_of(run, [rank], () if live else (0,)))
@@ -267,7 +271,10 @@ def test_few_steps_show_their_phases(steps: int, live: bool, words: str, run: Ru
 
 
 def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> None:
-    """60 steps, then more sections than the ring has room for: no advice on watch()."""
+    """There were 60 steps, then more sections than the ring has room for.
+
+    Advice on watch() would be wrong.
+    """
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     for _ in range(10_000):

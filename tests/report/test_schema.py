@@ -1,4 +1,4 @@
-"""The schema of the report's JSON: the command prints it, and real reports conform to it."""
+"""The JSON schema of the report: the command prints it, and real reports conform to it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from torchlens_perf.verdicts.words import evidence
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang, RankStack
 
 
-def test_command_prints_the_schema(
+def test_schema_command_prints_a_complete_schema_without_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """No run is needed. All fields are required, and all references exist."""
+    """All fields are required, and all references exist."""
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -85,10 +85,10 @@ def test_schema_check_finds_wrong_fields() -> None:
 def node(
     parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any
 ) -> NodeState:
-    """A node with ranks whose steps have these parts, in ms.
+    """Return a node with ranks whose steps have the given parts in ms.
 
-    changed: fields of the node and of its processes.      device_ms: device time of each part of a
-    step. caught_up: number out of 10 passes.
+    `changed` has fields of the node and of its processes. `device_ms` has the device time of each
+    part of a step. `caught_up` is a number out of 10 passes.
     """
     of_node = {
         each.name: changed.pop(each.name)
@@ -120,7 +120,7 @@ def node(
 
 
 def judged(slow: Episode) -> NodeState:
-    """A node that has found a slow rank, with or without a known cause."""
+    """Return a node that has found a slow rank, with or without a known cause."""
     why = Diagnosis(
         (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),),
         ("GPUs",),
@@ -135,14 +135,14 @@ def judged(slow: Episode) -> NodeState:
 
 
 def noted(kind: str) -> FindingRecords:
-    """Records of a run with a finding of a kind that has ended."""
+    """Return records of a run with an ended finding of the given kind."""
     alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
     hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, text="") if kind == "hang" else None
     return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
 
 
 def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> NodeState:
-    """A node whose steps have these parts in some of its windows."""
+    """Return a node whose steps have the given parts in some of its windows."""
     made = [
         {**BASE, "cpu": 0.0, **(parts if since <= step < since + steps else {})}
         for step in range(160)
@@ -151,7 +151,7 @@ def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> Node
 
 
 def linked(run: RunDirectory) -> NodeState:
-    """A node that has found a slow link."""
+    """Return a node that has found a slow link."""
     record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
     (state,) = node_state.load_all(run)
     return state
@@ -248,7 +248,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
 }
 
 
-def test_every_kind_of_verdict_is_tested() -> None:
+def test_every_kind_of_verdict_has_an_example() -> None:
     assert set(STATES) == {(kind, of) for kind, each in evidence.EVIDENCE.items() for of in each}
 
 
@@ -256,7 +256,7 @@ def test_every_kind_of_verdict_is_tested() -> None:
 def test_each_kind_of_verdict_conforms_to_its_schema_only(
     run: RunDirectory, kind: str, of: Any
 ) -> None:
-    """Its row has exactly the fields of its evidence, and conforms to no other kind."""
+    """A verdict has exactly the fields of its evidence, and conforms to no other kind."""
     report = checked(build("run", [STATES[kind, of](run)]))
     places = enumerate(report["verdicts"])
     type_of = dict if issubclass(of, dict) else of
@@ -286,7 +286,7 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(
         assert problem(value) or only_warm_up, each
 
 
-def test_all_fields_are_always_present() -> None:
+def test_all_fields_of_a_report_are_always_present() -> None:
     """Exceptions are fields that tables of earlier recorders lack."""
     definitions = report_json.schema()["$defs"]
     lacking = {
@@ -299,15 +299,15 @@ def test_all_fields_are_always_present() -> None:
     }  # fmt: skip
 
 
-def test_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:
+def test_report_on_an_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:
     """All values are null or empty lists, and there is a rank without a step."""
     checked(build("run", []))
     report_on(run, [Rank(run, 0, 1)])
 
 
-def test_run_with_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None:
-    """Ranks with phases, modules and their backward times, sections, a heat map, a trend, long
-    steps, and a verdict.
+def test_report_on_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None:
+    """The report has ranks with phases, modules, sections, a heat map, a trend, long steps, and a
+    verdict.
     """
     ranks = [
         Rank(run, rank, identity={"attributes": {"k8s.pod.name": f"pod-{rank}"}})
@@ -343,10 +343,10 @@ def test_run_with_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None:
         ("link:rank=3,share=0.2", Topology(4, 4), "slow_link"),
     ],
 )
-def test_simulated_run_conforms_to_the_schema(
+def test_report_on_a_simulated_run_conforms_to_the_schema(
     run: RunDirectory, fault: str, topology: Topology | None, kind: str
 ) -> None:
-    """Many ranks with their collectives, joined, and what is found of them."""
+    """The run has many ranks with joined collectives and a finding on them."""
     record(simulation(fault, topology=topology), 96, run, "note")
     report = checked(build(run.run_id, node_state.load_all(run)))
 
@@ -355,7 +355,7 @@ def test_simulated_run_conforms_to_the_schema(
 
 
 def test_messages_between_two_ranks_conform_to_the_schema() -> None:
-    """A row of collectives about a pair, and no group's."""
+    """The row of collectives is about a pair of ranks, and not about a group."""
     issued = {
         0: [Issued("send group=0 dtype=float16 peer=1", 0, 90)],
         1: [Issued("recv group=0 dtype=float16 peer=0", 0, 20)],
@@ -365,10 +365,8 @@ def test_messages_between_two_ranks_conform_to_the_schema() -> None:
     assert report["collectives"][0]["pair"] == [0, 1]
 
 
-def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None:
-    """Phases, modules, sections and device sections by the device's clock, and a window of all
-    ranks.
-    """
+def test_report_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None:
+    """Phases, modules, sections and device sections have times by the device's clock."""
     ranks = [device.Gpu(run, rank) for rank in range(2)]
     for rank in ranks:
         rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
@@ -390,10 +388,8 @@ def test_run_with_device_times_conforms_to_the_schema(run: RunDirectory) -> None
     assert report["device_sections"][0]["over_all_ranks"]
 
 
-def test_run_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> None:
-    """The allocator's readings with growth and retries, and the table of a rank that ran out of
-    memory.
-    """
+def test_report_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> None:
+    """The readings show growth and retries, and a rank ran out of memory."""
     rank = Rank(run, 0, 1, ring_records=16384)
     for i in range(60):
         memory.mark_memory(
@@ -410,7 +406,7 @@ def test_run_with_memory_readings_conforms_to_the_schema(run: RunDirectory) -> N
     assert report["verdicts"][0]["kind"] == "out_of_memory"
 
 
-def test_run_with_hardware_readings_conforms_to_the_schema(
+def test_report_with_hardware_readings_conforms_to_the_schema(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     """One GPU has all values, one has almost none, and a network port has errors."""
@@ -439,7 +435,7 @@ def test_run_with_hardware_readings_conforms_to_the_schema(
     assert link["errors"]
 
 
-def test_run_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
+def test_report_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
     """One capture exists, and one was refused."""
     request = capture_files.Request("a", capture_files.BY_USER, 1.0, 0, (0, 1), 5, 3)
     capture_files.ask(run.captures, request)
@@ -456,8 +452,7 @@ def test_run_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
     assert [row["last_step"] for row in report["captures"]] == [7, None]
 
 
-def test_live_run_that_hangs_conforms_to_the_schema(run: RunDirectory) -> None:
-    """The report of a run in progress, with the verdict on a hang."""
+def test_report_on_a_hanging_live_run_conforms_to_the_schema(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)

@@ -1,4 +1,4 @@
-"""The verdict names the user's section that takes the step's time, with the figure of the sections'
+"""Verdicts on a user's section that takes most of the step, with the figure of the sections'
 table.
 """
 
@@ -24,7 +24,7 @@ STEPS = 60
 
 
 class Loop:
-    """A rank whose steps are made by the test."""
+    """A rank whose steps are recorded by the test."""
 
     def __init__(self, run: RunDirectory, rank: int = 0, ranks: int = 1) -> None:
         self.rank = Rank(run, rank, ranks)
@@ -71,7 +71,7 @@ def first(report: dict[str, Any]) -> str:
 
 
 def columns_of(report: dict[str, Any]) -> dict[str, list[Any]]:
-    """The values of the table of sections, by the title of their column."""
+    """Return the values of the table of sections, by the title of their column."""
     table = section_table(cast("Any", report))
     assert table is not None
     return {column.title: list(column.values) for column in table.columns}
@@ -99,7 +99,7 @@ def test_section_that_takes_most_of_the_step_is_the_verdict(run: RunDirectory) -
     assert verdict["cost_s_per_step"] == pytest.approx(0.0434, rel=0.02)
 
 
-def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) -> None:
+def test_section_in_other_steps_takes_no_time_of_a_typical_step(run: RunDirectory) -> None:
     loop = Loop(run)
     for step in range(STEPS):
         loop.section("tokenize", 2.0)
@@ -119,13 +119,10 @@ def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) 
 
 
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
-def test_inner_section_is_named_if_it_has_most_of_the_time(
+def test_inner_section_is_in_the_verdict_if_it_has_most_of_the_time(
     run: RunDirectory, inner: float, named: str
 ) -> None:
-    """The inner section is named if it has most of the outer one's time, else the outer one.
-
-    None counts twice.
-    """
+    """Otherwise the outer section is in the verdict. No section counts twice."""
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section(
@@ -137,8 +134,8 @@ def test_inner_section_is_named_if_it_has_most_of_the_time(
     assert first(report_on(run, loop)).startswith(f'Section "{named}" takes ')
 
 
-def test_two_sections_that_share_the_step_are_both_named(run: RunDirectory) -> None:
-    """None has most of it. Both are named, and the figure is that of all host code."""
+def test_verdict_has_two_sections_that_share_the_step(run: RunDirectory) -> None:
+    """Neither section has most of the step, and the figure is that of all host code."""
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("load", 18.0)
@@ -154,7 +151,7 @@ def test_two_sections_that_share_the_step_are_both_named(run: RunDirectory) -> N
 
 
 def test_section_around_phases_counts_only_its_host_code(run: RunDirectory) -> None:
-    """If a section contains the whole step, the bottleneck is still the data loader."""
+    """The section contains the whole step. The bottleneck is still the data loader."""
     loop = Loop(run)
 
     def step() -> None:
@@ -183,8 +180,8 @@ def test_section_inside_a_phase_does_not_count_as_host_code(run: RunDirectory) -
     assert "attention" not in text
 
 
-def test_a_section_of_few_steps_is_not_named(run: RunDirectory) -> None:
-    """The same holds for a section whose mean depends on a single call."""
+def test_section_in_few_steps_is_not_in_the_verdict(run: RunDirectory) -> None:
+    """A section whose mean depends on a single call is not in the verdict either."""
     loop = Loop(run)
     for number in range(STEPS):
         if number == 30:
@@ -196,7 +193,7 @@ def test_a_section_of_few_steps_is_not_named(run: RunDirectory) -> None:
     assert "validate" not in first(report_on(run, loop)).partition("of a typical step")[0]
 
 
-def test_section_over_the_end_of_a_step_is_cut_there(run: RunDirectory) -> None:
+def test_section_that_continues_into_the_next_step_is_divided(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("all", lambda: (loop.wait(20.0), loop.compute(5.0), loop.end_step())[-1])
@@ -208,7 +205,7 @@ def test_section_over_the_end_of_a_step_is_cut_there(run: RunDirectory) -> None:
     )
 
 
-def test_remaining_host_code_is_named_too(run: RunDirectory) -> None:
+def test_host_code_outside_sections_is_in_the_verdict_too(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("tokenize", 24.0)

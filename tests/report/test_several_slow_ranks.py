@@ -27,7 +27,7 @@ NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")
 
 @pytest.fixture(scope="module", params=[None, SimulatedDevice()], ids=["host", "device"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Four ranks of one node; two of them have 20 % more work from the start."""
+    """Return a run of four ranks on one node, two of which have 20 % more work from the start."""
     run = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
     run.create()
     faults = [f"constant:rank={rank},share=0.2" for rank in SLOW]
@@ -43,8 +43,8 @@ def state(run: RunDirectory) -> NodeState:
     return state
 
 
-def test_single_slow_rank_of_two_costs_almost_nothing(state: NodeState) -> None:
-    """The job waits for the other slow rank, so the cost of one alone is not in the headline."""
+def test_cost_of_a_single_one_of_two_slow_ranks_is_not_in_the_headline(state: NodeState) -> None:
+    """The job waits for the other slow rank, so one alone costs almost nothing."""
     now = {each.rank: each for each in state.findings.episodes if each.until_step is None}
 
     assert set(now) == set(SLOW)
@@ -53,8 +53,10 @@ def test_single_slow_rank_of_two_costs_almost_nothing(state: NodeState) -> None:
     assert all((each.shared_cost_ns or 0.0) > 0.7 * each.excess_ns for each in now.values())
 
 
-def test_every_screen_shows_the_joint_cost(run: RunDirectory, state: NodeState) -> None:
-    """Terminal, page, JSON and gauge show no single cost."""
+def test_every_screen_shows_the_joint_cost_of_slow_ranks(
+    run: RunDirectory, state: NodeState
+) -> None:
+    """The screens are terminal, page, JSON and gauge. No single cost is shown."""
     report = build(run.run_id, [state])
     (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
     assert joint_ns is not None

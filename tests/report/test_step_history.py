@@ -1,4 +1,4 @@
-"""Step times over the run in windows that ranks share, without the warm-up."""
+"""Step times over the run in windows that all ranks share, without the warm-up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS
 from torchlens_perf.report.step_history import step_history
 
 
-def test_history_has_median_and_range_of_the_ranks() -> None:
-    """Steps take 150 ms on three ranks. One of them takes 60 ms more from step 40 on."""
+def test_step_history_has_median_and_range_of_the_ranks() -> None:
+    """Steps take 150 ms on three ranks. One of them needs 60 ms more from step 40 on."""
     found = step_history({0: windows(80), 1: windows(80), 2: windows(80, extra_ms=60, since=40)})
     assert found is not None
     assert (found["width"], found["first_steps"]) == (8, list(range(8, 80, 8)))
@@ -22,7 +22,7 @@ def test_history_has_median_and_range_of_the_ranks() -> None:
     assert found["slowest_s"] == pytest.approx([0.21 if slow else 0.15 for slow in late])
 
 
-def test_warm_up_is_left_out() -> None:
+def test_step_history_excludes_the_warm_up() -> None:
     """A compilation of a minute would hide all other steps.
 
     A run that has only a warm-up has no history.
@@ -33,15 +33,15 @@ def test_warm_up_is_left_out() -> None:
     assert step_history({}) is None
 
 
-def test_windows_without_steps_are_left_out() -> None:
+def test_step_history_excludes_windows_without_steps() -> None:
     """A rank began later, and no rank has some of the steps."""
     found = step_history({0: windows(32), 1: windows(16, first=64)})
     assert found is not None
     assert found["first_steps"] == [8, 16, 24, 72]
 
 
-def test_number_of_windows_is_bounded() -> None:
-    """A run of a hundred thousand steps has the same medians in at most as many windows as a chart
+def test_number_of_windows_in_the_step_history_is_bounded() -> None:
+    """A run of a hundred thousand steps has the same medians, in at most as many windows as a chart
     can show.
     """
     found = step_history({0: windows(20_000), 1: windows(19_000)})

@@ -1,4 +1,4 @@
-"""Long steps in which all ranks waited for one rank name it, based on each rank's parts."""
+"""Long steps in which all ranks waited for one rank, which is found by each rank's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 6
 def stalls(
     part: str, steps: tuple[int, ...], rank: int = 4, wait: str = "communication"
 ) -> list[list[dict[str, Any]]]:
-    """Loops in which a rank takes 372 ms longer in a part, while the others wait."""
+    """Return loops in which a rank takes 372 ms longer in a part, while the others wait."""
     loops = [[dict(USUAL) for _ in range(128)] for _ in range(RANKS)]
     for number, loop in enumerate(loops):
         for step in steps:
@@ -40,7 +40,7 @@ def long(report: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("wait", ["communication", "backward"])
 @pytest.mark.parametrize("part", ["data", "forward", "host", "optimizer"])
-def test_verdict_names_the_awaited_rank_and_the_steps(part: str, wait: str) -> None:
+def test_verdict_on_long_steps_has_the_awaited_rank_and_the_steps(part: str, wait: str) -> None:
     report = report_on(stalls(part, (24, 66), wait=wait))
     (text,) = long(report)
 
@@ -51,13 +51,13 @@ def test_verdict_names_the_awaited_rank_and_the_steps(part: str, wait: str) -> N
     assert report["steps"]["long"][0]["waited_for"] == 4
 
 
-def test_single_long_step_names_the_awaited_rank() -> None:
+def test_verdict_on_a_single_long_step_has_the_awaited_rank() -> None:
     (text,) = long(report_on(stalls("host", (90,))))
     assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in total, ")
 
 
-def test_rank_without_a_cpu_is_not_blamed() -> None:
-    """No part of its step explains the delay, since it was runnable all the time."""
+def test_rank_without_a_cpu_is_not_blamed_for_long_steps() -> None:
+    """No part of its step explains the delay, because it was runnable all the time."""
     loops = stalls("host", (90,))
     for loop in loops:
         for number, step in enumerate(loop):
@@ -82,7 +82,7 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
     assert waited == in_all
 
 
-def test_no_rank_is_named_if_different_ranks_are_awaited() -> None:
+def test_no_rank_is_blamed_if_ranks_wait_for_different_ones() -> None:
     loops = stalls("host", (24,), rank=4)
     for number, loop in enumerate(stalls("host", (66,), rank=2)):
         loops[number][66] = loop[66]
@@ -94,12 +94,12 @@ def test_no_rank_is_named_if_different_ranks_are_awaited() -> None:
 @pytest.mark.parametrize(
     "loops", [stalls("host", (24,), wait="host"), stalls("communication", (24,))]
 )
-def test_no_rank_is_named_if_all_behave_the_same(loops: list[list[dict[str, Any]]]) -> None:
+def test_no_rank_is_blamed_if_all_ranks_behave_the_same(loops: list[list[dict[str, Any]]]) -> None:
     """All ranks are busy, or all wait."""
     assert all(each["waited_for"] is None for each in report_on(loops)["steps"]["long"])
 
 
-def test_steps_that_did_something_known_keep_their_name() -> None:
+def test_long_steps_with_a_known_cause_keep_their_name() -> None:
     loops = stalls("host", (24, 66))
     for loop in loops:
         for step in (24, 66):
@@ -121,7 +121,7 @@ def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
     assert report["steps"]["long"][0]["count"] == 12
 
 
-def test_rank_that_works_while_others_wait_is_named() -> None:
+def test_rank_that_works_while_others_wait_is_blamed() -> None:
     """An example is a rank that saves a checkpoint."""
     loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
     for step in range(8, 128, 10):
@@ -137,7 +137,7 @@ def test_rank_that_works_while_others_wait_is_named() -> None:
 
 
 @pytest.mark.parametrize("saving", [(3, 5), tuple(range(RANKS))])
-def test_work_of_several_ranks_names_no_single_rank(saving: tuple[int, ...]) -> None:
+def test_no_rank_is_blamed_if_several_work_while_others_wait(saving: tuple[int, ...]) -> None:
     loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
     for rank in saving:
         for step in range(8, 128, 10):
