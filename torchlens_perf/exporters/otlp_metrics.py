@@ -214,7 +214,7 @@ class StepSeries:
         self._own.show(attributes, of_own)
         if batch.again:
             return
-        offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
+        offset_ns = batch.anchor.offset_ns
         self._meter.began(int(steps.start_ns[0]) + offset_ns)
         self._step.record(steps.duration_ns, attributes)
         self._own.record(steps.own_ns, attributes)
@@ -237,9 +237,7 @@ class StepSeries:
     def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
         """Return an exemplar that links a histogram bucket to the rank's span."""
         steps, anchor = batch.steps, batch.anchor
-        ended_ns = (
-            int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.unix_ns - anchor.monotonic_ns
-        )
+        ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.offset_ns
         return Example(value, ended_ns, *sampled[int(steps.step[row])])
 
 

@@ -66,7 +66,7 @@ class RunSpan:
         if len(found.traced) > 2 * MAX_LINKS:  # Keep the first steps and half of the rest.
             found.traced = found.traced[: MAX_LINKS // 2] + found.traced[MAX_LINKS // 2 :: 2]
         if len(steps) and not getattr(batch, "again", False):
-            offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
+            offset_ns = batch.anchor.offset_ns
             found.start_ns = found.start_ns or int(steps.start_ns[0]) + offset_ns
             found.end_ns = max(
                 found.end_ns, int(steps.start_ns[-1] + steps.duration_ns[-1]) + offset_ns

@@ -79,7 +79,7 @@ class SpanMaker:
                 steps.step.tolist(), steps.own_ns.tolist(), steps.micro_steps.tolist(), strict=True
             )
         }
-        offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
+        offset_ns = batch.anchor.offset_ns
         for trace in batch.traces:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._is_sampled(in_trace, trace):

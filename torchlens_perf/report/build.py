@@ -295,7 +295,7 @@ def _judged_by(processes: dict[int, ProcessState]) -> str | None:
 
 
 def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
-    return monotonic_ns + process.anchor.unix_ns - process.anchor.monotonic_ns
+    return monotonic_ns + process.anchor.offset_ns
 
 
 def _utc(unix_ns: int) -> str:

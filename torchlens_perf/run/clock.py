@@ -21,6 +21,11 @@ class Anchor(NamedTuple):
     unix_ns: int
     error_ns: int
 
+    @property
+    def offset_ns(self) -> int:
+        """Return what to add to a monotonic time to get Unix time."""
+        return self.unix_ns - self.monotonic_ns
+
 
 class HostClock:
     """CLOCK_MONOTONIC as a step clock.

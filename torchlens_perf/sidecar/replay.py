@@ -215,7 +215,7 @@ class _BatchSender:
         last = self._last
         if last is None:
             return
-        ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
+        ended_ns = last.anchor.offset_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).assess(
             last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,

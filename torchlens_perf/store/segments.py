@@ -324,5 +324,5 @@ def _texts(codes: npt.NDArray[Any], texts: list[str]) -> pa.DictionaryArray:
 
 
 def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
-    unix_ns = np.asarray(monotonic_ns, np.int64) + (anchor.unix_ns - anchor.monotonic_ns)
+    unix_ns = np.asarray(monotonic_ns, np.int64) + anchor.offset_ns
     return pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))

@@ -46,14 +46,9 @@ _NO_WORK = "Recorded by an earlier version: time shown as work may include waiti
 _FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
 
-def unix_offset_ns(process: ProcessState) -> int:
-    """Return the offset from the monotonic clock of the process's node to the wall clock."""
-    return process.anchor.unix_ns - process.anchor.monotonic_ns
-
-
 def begin_unix_ns(processes: Mapping[int, ProcessState]) -> int:
     """Return the start of the run's first step; 0 if no step was made."""
-    starts = ((each.statistics.started_ns, unix_offset_ns(each)) for each in processes.values())
+    starts = ((each.statistics.started_ns, each.anchor.offset_ns) for each in processes.values())
     return min((start + offset for start, offset in starts if start is not None), default=0)
 
 
@@ -84,7 +79,7 @@ def step_grid(
     )
     row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
     begin_ns = begin_unix_ns(processes)
-    begins = {each.identity.key: begin_ns - unix_offset_ns(each) for each in processes.values()}
+    begins = {each.identity.key: begin_ns - each.anchor.offset_ns for each in processes.values()}
 
     def add(file: ParquetFile) -> None:
         work = _WORK if _WORK in file.names else "own_ns"

@@ -10,7 +10,6 @@ import numpy as np
 from torchlens_perf.page.contents import StepTraceRow, StepTraces
 from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
 from torchlens_perf.page.gather.step_collectives import joined_by_step
-from torchlens_perf.page.gather.step_matrices import unix_offset_ns
 from torchlens_perf.page.gather.step_trace import rank_trace
 from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
@@ -107,7 +106,7 @@ def _rank_records(
         RankRecords(
             rank,
             node_of[rank],
-            unix_offset_ns(processes[rank]),
+            processes[rank].anchor.offset_ns,
             processes[rank].groups,
             read[keys[rank]],
         )
