@@ -133,13 +133,15 @@ class Asking:
 
     def ask(self) -> None:
         """Request a capture, which the end of the next step starts."""
-        captures.write(captures.ask_path(self._session.ring_path), self._request)
+        captures.write_capture_file(
+            captures.ring_request_path(self._session.ring_path), self._request
+        )
         self._session.step_callbacks._throttled_ns = 0
 
     def outcome(self) -> Outcome:
         """Return the capture's outcome. Read and remove its files."""
-        answer = captures.answer_path(self._session.ring_path)
-        outcome = captures.read(answer, Outcome)
+        answer = captures.ring_outcome_path(self._session.ring_path)
+        outcome = captures.read_capture_file(answer, Outcome)
         answer.unlink()
         self.trace = (self._folder / RAW_TRACE).read_bytes()
         (self._folder / RAW_TRACE).unlink()

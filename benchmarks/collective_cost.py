@@ -103,7 +103,7 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
     from torchlens_perf.run import tap_requirements
 
     if tap == "python":
-        tap_requirements.places = lambda: ()
+        tap_requirements.tap_folders = lambda: ()
     if tap == "native" and native_tap.load() is None:
         raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})

@@ -14,7 +14,7 @@ import torch
 
 import torchlens_perf as perf
 from benchmarks.measure import Table
-from torchlens_perf.run.directory import RunDirectory, sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock_path
 from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.verdicts import node_state
@@ -49,7 +49,7 @@ def main() -> int:
             seconds, grown = time.monotonic() - begin, resident_bytes() - before
         assert watch.run_dir is not None
         run = RunDirectory(watch.run_dir)
-        while not SidecarLock(sidecar_lock(run.run_id)).acquire():
+        while not SidecarLock(sidecar_lock_path(run.run_id)).acquire():
             time.sleep(0.1)
         (node,) = node_state.load_all(run)
         (process,) = node.processes.values()

@@ -21,7 +21,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistic
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind, record_dtype
 from torchlens_perf.simulate.faults import parse_fault
@@ -168,7 +168,10 @@ def _process(
     }
     for group_name, group in groups_of(topology, rank).items():
         if group_name != "0":
-            groups[group_name] = {"ranks": ranges(group.members), "description": group.description}
+            groups[group_name] = {
+                "ranks": format_ranges(group.members),
+                "description": group.description,
+            }
     process = ProcessState(
         identity_of(run, topology, rank), Anchor(_BEGIN_NS, 1_790_000_000 * 10**9, 0), RankStatistics(),
         counted=len(records) - 1, ended="closed", model=f"pp{topology.coordinates(rank)['pp']}", judged_by=HOST,

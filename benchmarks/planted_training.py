@@ -303,12 +303,12 @@ def sidecar_s(run: Path) -> float:
 
 def wait_for_sidecar(run: Path) -> None:
     """Wait until no sidecar of this run is left on this node. Raises TimeoutError."""
-    from torchlens_perf.run.directory import sidecar_lock
+    from torchlens_perf.run.directory import sidecar_lock_path
     from torchlens_perf.run.sidecar_lock import SidecarLock
 
     deadline_s = time.monotonic() + SIDECAR_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        lock = SidecarLock(sidecar_lock(run.name))
+        lock = SidecarLock(sidecar_lock_path(run.name))
         if lock.acquire():
             lock.remove()
             return

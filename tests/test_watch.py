@@ -370,7 +370,7 @@ def test_start_of_inference_ends_with_its_first_steps(
 ) -> None:
     """The start's wait for a CPU does not grow with the run, even without training."""
     looks = itertools.count()
-    monkeypatch.setattr(rank_metadata, "cpu_wait_ns", lambda pid: next(looks))
+    monkeypatch.setattr(rank_metadata, "main_thread_cpu_wait_ns", lambda pid: next(looks))
     monkeypatch.setattr(rank_metadata, "_start_reported_by", None)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording, torch.no_grad():

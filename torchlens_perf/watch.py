@@ -38,7 +38,7 @@ from torchlens_perf.results import last_report
 from torchlens_perf.results.methods import ShowsResults
 from torchlens_perf.run import children, dead_runs, directory, make_folders
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import detect as detect_identity
+from torchlens_perf.run.identity import detect_identity as detect_identity
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
 
@@ -441,13 +441,13 @@ class Watch(ShowsResults):
         with ExitStack() as leaving:
             leaving.push(functools.partial(_decline, config))
             if config.sidecar:
-                children.check()
+                children.check_sidecar_can_start()
             identity = self._identity = detect_identity(os.environ, directory.claim_run_id, earlier)
             run = RunDirectory(_absolute(config.dir) / identity.run_id, shared=config.is_shared)
             cleanup.callback(run.leave_local)
             folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
-                cleanup.callback(make_folders.remove, [*run.create(), str(run.rings)])
+                cleanup.callback(make_folders.remove_empty_folders, [*run.create(), str(run.rings)])
             else:
                 cleanup.callback(folders.close)
             ring = directory.create_ring(
@@ -458,7 +458,7 @@ class Watch(ShowsResults):
             if not config.sidecar and not ring.path.is_relative_to(run.path):
                 # At the end, a child process copies the ring into the run directory. Look for its
                 # interpreter now.
-                children.interpreter()
+                children.find_interpreter()
             session = Session(config, identity, ring)
             cleanup.callback(session.close, {})
             session.publish()
@@ -478,7 +478,7 @@ class Watch(ShowsResults):
                 folders.keep()
                 if not identity.local_rank:
                     with guard("looking for rings of jobs that were killed"):
-                        dead_runs.begin(but=run.run_id)
+                        dead_runs.start_draining(but=run.run_id)
                 cleanup.pop_all()
                 cleanup.callback(_end_early, session)
             leaving.pop_all()
@@ -643,7 +643,7 @@ def _log_not_recording(reason: str, identity: Identity | None) -> None:
     if identity is not None:
         origin = identity.launcher_pid if identity.world_size > 1 else identity.pid
         with contextlib.suppress(OSError, RunStoreError):
-            first = directory.is_first(f"{identity.run_id}.{identity.attempt}", origin)
+            first = directory.is_first_caller(f"{identity.run_id}.{identity.attempt}", origin)
     logger.log(
         logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason)
     )

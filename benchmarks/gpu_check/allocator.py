@@ -19,7 +19,7 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import last_rings
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics, memory_signals
-from torchlens_perf.run.ring import Kind, Reader
+from torchlens_perf.run.ring import Kind, RingReader
 
 MB = 1 << 20
 HISTORY = 20_000
@@ -85,7 +85,7 @@ def _little_left() -> Iterator[None]:
 
 def _recorded(folder: str) -> tuple[MemoryStatistics, Any]:
     """Check the readings and their records."""
-    reader, statistics = Reader(last_rings(folder)), MemoryStatistics()
+    reader, statistics = RingReader(last_rings(folder)), MemoryStatistics()
     records = reader.read(final=True).records
     statistics.add(records, reader.names())
     reader.close()

@@ -14,9 +14,9 @@ from benchmarks.gpu_check.checks import Spin
 from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import device_statistics, last_rings
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS
-from torchlens_perf.run.device.merged_rows import MergedRow, unpacked
-from torchlens_perf.run.device.step_parts import Row
-from torchlens_perf.run.ring import Kind, Reader
+from torchlens_perf.run.device.merged_rows import MergedRow, unpack_row
+from torchlens_perf.run.device.step_parts import StepPart
+from torchlens_perf.run.ring import Kind, RingReader
 
 WINDOWS, SPIN_NS = 3, 50_000
 
@@ -72,8 +72,8 @@ def merging(checks: Checks) -> None:
 
 def _merged_work(ring: Path) -> list[MergedRow]:
     """Return the device's work of a step for each window."""
-    reader = Reader(ring)
+    reader = RingReader(ring)
     records = reader.read(final=True).records
-    rows = [unpacked(each, reader.names()) for each in records[records["kind"] == Kind.MERGED]]
+    rows = [unpack_row(each, reader.names()) for each in records[records["kind"] == Kind.MERGED]]
     reader.close()
-    return [row for row in rows if row.row == Row.WORK]
+    return [row for row in rows if row.row == StepPart.WORK]

@@ -29,7 +29,7 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.recorder.nccl_plugin import Cause
 from torchlens_perf.report.collective_rows import collective_rows
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.ring import RingReader
 
 ROOT = Path(__file__).parent.parent.parent
 MIN_LAG_NS = 10_000_000
@@ -223,7 +223,7 @@ def _joined(folder: Path) -> dict[str, Any] | None:
     """Join the all-reduces of both ranks."""
     join = CollectiveJoin()
     for path in folder.glob("*/rings/*.ring"):
-        reader = Reader(path)
+        reader = RingReader(path)
         metadata, records = reader.metadata(), reader.read(final=True).records
         rank = int(metadata["identity"]["rank"])
         join.set_ranks([rank])

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.checks import Spin
 from benchmarks.gpu_check.runs import last_rings
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.recorder.nccl_plugin import VARIABLE
-from torchlens_perf.run.ring import Flag, Kind, Reader
+from torchlens_perf.run.ring import Flag, Kind, RingReader
 
 STEPS, SPIN_NS = 20, 20_000_000
 
@@ -60,7 +60,7 @@ def _lone(folder: str, wish: str) -> None:
             dist.all_to_all_single(torch.empty_like(tensor), tensor)
             watch.step()
         torch.cuda.synchronize()
-    reader = Reader(last_rings(folder))
+    reader = RingReader(last_rings(folder))
     records = reader.read(final=True).records
     reader.close()
     collectives = records[records["kind"] == Kind.COLLECTIVE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.run.sketch import Sketch
 
 
@@ -16,7 +16,7 @@ def last_rings(folder: str) -> Path:
 
 def device_statistics(ring: Path) -> DeviceStatistics:
     """Return the sidecar's device statistics from the ring's records."""
-    reader, found = Reader(ring), DeviceStatistics()
+    reader, found = RingReader(ring), DeviceStatistics()
     found.add(reader.read(final=True).records, reader.names())
     reader.close()
     return found

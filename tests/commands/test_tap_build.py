@@ -191,7 +191,9 @@ def test_missing_compiler_is_one_line_with_the_package_to_install(
     with pytest.raises(BuildError) as caught:
         build()
 
-    assert str(caught.value) == message == tap_requirements.obstacle(native_tap.file_name())
+    assert (
+        str(caught.value) == message == tap_requirements.why_not_buildable(native_tap.file_name())
+    )
     assert main(["build-tap"]) == 2
     assert capsys.readouterr().err == f"torchlens-perf: {message}\n"
     assert issubclass(BuildError, TorchlensPerfError)
@@ -214,7 +216,7 @@ def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", "g++ 'a")
 
     assert (
-        tap_requirements.obstacle(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.file_name())
         == "CXX cannot be read: No closing quotation"
     )
 
@@ -225,7 +227,9 @@ def test_missing_python_headers_are_reported_before_compiling(
     """Debian without python3-dev lacks them."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
-    assert "install them (python3-dev" in (tap_requirements.obstacle(native_tap.file_name()) or "")
+    assert "install them (python3-dev" in (
+        tap_requirements.why_not_buildable(native_tap.file_name()) or ""
+    )
     with pytest.raises(BuildError, match="Python's headers are missing in "):
         tap_build.build()
     assert runs(cxx) == []
@@ -248,7 +252,7 @@ def test_build_without_the_c_sources_is_refused(cache: Path, cxx: Path) -> None:
     shutil.rmtree(tap_requirements.SOURCES)
 
     assert (
-        tap_requirements.obstacle(name)
+        tap_requirements.why_not_buildable(name)
         == "the package came without its native sources: reinstall torchlens_perf"
     )
     with pytest.raises(BuildError, match="without its native sources"):
@@ -293,7 +297,7 @@ def test_unusable_folders_are_all_listed_with_their_problems(
         assert f"{tap_requirements.SOURCES} can be written by everybody" in str(caught.value)
         assert said in str(caught.value)
 
-    assert said in str(tap_requirements.obstacle(native_tap.file_name()))
+    assert said in str(tap_requirements.why_not_buildable(native_tap.file_name()))
     assert not any(path.is_dir() for path in (tmp_path / "home").glob("*"))
 
 
@@ -325,7 +329,7 @@ def test_unwritable_folders_are_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
 
     assert (
-        tap_requirements.obstacle(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.file_name())
         == f"no folder for the tap: {cache} cannot be written; {tap_requirements.SOURCES} cannot be"
         " written"
     )
@@ -420,11 +424,11 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
     assert len(runs(tmp_path / "cxx")) == 1
     again = "correct that, then run torchlens-perf build-tap"
     assert (
-        tap_requirements.obstacle(name)
+        tap_requirements.why_not_buildable(name)
         == f"the compiler failed: tap.cpp:7: error: too old; {again}"
     )
     assert (
-        tap_requirements.obstacle(name.replace("cpython", "pypy")) is None
+        tap_requirements.why_not_buildable(name.replace("cpython", "pypy")) is None
     )  # Another Python has no failure.
     with pytest.raises(BuildError):
         tap_build.build()
@@ -488,7 +492,7 @@ def test_unreadable_record_of_a_failed_build_is_ignored(
 ) -> None:
     (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
 
-    assert tap_requirements.obstacle(native_tap.file_name()) is None
+    assert tap_requirements.why_not_buildable(native_tap.file_name()) is None
     assert in_background().is_file()
 
 

@@ -18,7 +18,7 @@ from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import ROOT, clean_environ
 from tests.support.terminal import OnTerminal
 from torchlens_perf.commands.cli import main
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.top.plain import PlainTop
 from torchlens_perf.top.reading import RunReader
 from torchlens_perf.top.text import Terminal
@@ -199,7 +199,7 @@ def test_missing_textual_is_one_line_and_once_still_works(live: LiveSimulation) 
 
     assert code == 2
     assert said.startswith("torchlens-perf: top ")
-    assert install_command("top") in said
+    assert build_install_command("top") in said
     assert said.count("\n") == 1
     assert once == 0
     assert re.search(r"\x1b\[1;31mSLOW RANK", frame)

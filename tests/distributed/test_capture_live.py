@@ -66,7 +66,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
         run = job.run_directory()
         job.wait_for(lambda report: len(report["ranks"]) == 2, STARTED_S)
-        capture_files.ask(run.captures, request)
+        capture_files.submit_request(run.captures, request)
         folder = capture_files.rank_folder(run.captures, "one", 1)
         wait(folder.exists)
         (tmp_path / "go").touch()

@@ -19,8 +19,8 @@ from tests.support.gloo import run_ranks
 from tests.support.progress import rank as progress
 from tests.support.recording import recorded
 from torchlens_perf.analysis.collectives.hang import find_hang
-from torchlens_perf.run.clock import DeviceMark, device_mark
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.clock import DeviceMark, read_device_mark
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.verdicts.words.hang import device_place, text
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
@@ -68,8 +68,8 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
         # The hosts are synchronized, because a rank may release its kernel only after both have
         # read their rings.
         dist.all_reduce(torch.zeros(1))
-        reader = Reader(recording.watch._session.ring_path)
-        mark = device_mark(reader)
+        reader = RingReader(recording.watch._session.ring_path)
+        mark = read_device_mark(reader)
         reader.close()
         dist.all_reduce(torch.zeros(1))
         for release in model.releases:

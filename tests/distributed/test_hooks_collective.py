@@ -64,7 +64,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
     """Run all scenarios on one rank with the Python tap, which is used if the native tap is not
     built.
     """
-    tap_requirements.places = lambda: ()
+    tap_requirements.tap_folders = lambda: ()
     assert native_tap.load() is None
     return every_scenario(folder)
 

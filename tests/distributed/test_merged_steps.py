@@ -32,8 +32,8 @@ from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import choice, stamps
 from torchlens_perf.report.build import build
-from torchlens_perf.run.device.merged_rows import MergedRow, unpacked
-from torchlens_perf.run.device.step_parts import Row
+from torchlens_perf.run.device.merged_rows import MergedRow, unpack_row
+from torchlens_perf.run.device.step_parts import StepPart
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
@@ -114,7 +114,9 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
         assert recording.watch.run_dir is not None
         ring = str(ring_of_this_process(recording.watch.run_dir))
     records = records_of(recording)
-    merged = [unpacked(each, recording.interned) for each in records if each["kind"] == Kind.MERGED]
+    merged = [
+        unpack_row(each, recording.interned) for each in records if each["kind"] == Kind.MERGED
+    ]
     table = DeviceSteps().add(records, assemble_steps(records))
     return {
         "losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations,
@@ -200,11 +202,15 @@ def test_merged_windows_equal_the_ranks_own_records(told: list[dict[str, dict[st
     """
     found = windows(told[0]["slow"]["rows"])
     assert len(found) >= WINDOWS - 1, "the last one may be on its way"
-    by_hand = {Row.FORWARD: "forward", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer"}
+    by_hand = {
+        StepPart.FORWARD: "forward",
+        StepPart.BACKWARD: "backward",
+        StepPart.OPTIMIZER: "optimizer",
+    }
     for window in found[1:]:
         assert window["step work"][0].times > len(told) * WINDOW / 2
         for rows in window.values():
-            part = by_hand.get(Row(rows[0].row))
+            part = by_hand.get(StepPart(rows[0].row))
             if part is not None:
                 of_ranks = [np.median(rank["slow"]["parts"][:, PARTS.index(part)]) for rank in told]
                 assert rows[0].median_ns == pytest.approx(

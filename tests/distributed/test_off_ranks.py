@@ -20,7 +20,7 @@ FLAG = ("--logs-specs", "torchlens_perf")
 CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
 NO_PROGRAM = "sys.executable = ''"
 NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; " \
-    "directory._local_parents = lambda: iter([Path('/proc/nowhere')])"  # fmt: skip
+    "directory._local_parent_folders = lambda: iter([Path('/proc/nowhere')])"  # fmt: skip
 
 
 def job(

@@ -21,7 +21,7 @@ from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.delivery.otlp_requests import message
 from torchlens_perf.exporters.otlp_caller import caller
 from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
-from torchlens_perf.run.place.caller import calling_span
+from torchlens_perf.run.place.caller import read_calling_span
 
 TRACE_ID, SPAN_ID = (int(part, 16) for part in TRACEPARENT.split("-")[1:3])
 NOT_SAMPLED = TRACEPARENT[:-2] + "00"
@@ -172,18 +172,18 @@ def test_traceparent_of_the_environment_is_used_without_an_active_span(
     environ: dict[str, str], expected: tuple[str, str]
 ) -> None:
     """The propagators must include trace context."""
-    assert calling_span(environ) == expected
+    assert read_calling_span(environ) == expected
 
 
 def test_active_span_has_priority_over_the_environment() -> None:
     with TracerProvider().get_tracer("users").start_as_current_span("epoch"):
         found = trace.get_current_span().get_span_context()
-        traceparent, _ = calling_span({"TRACEPARENT": TRACEPARENT, "TRACESTATE": "a=b"})
+        traceparent, _ = read_calling_span({"TRACEPARENT": TRACEPARENT, "TRACESTATE": "a=b"})
     context = caller(traceparent)
     assert context is not None
     assert (context.trace_id, context.span_id) == (found.trace_id, found.span_id)
     assert context.trace_flags.sampled
-    assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
+    assert read_calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
 
 
 def test_environment_is_used_if_the_opentelemetry_api_is_broken(
@@ -192,7 +192,7 @@ def test_environment_is_used_if_the_opentelemetry_api_is_broken(
     """Training continues if the program's OpenTelemetry API is broken."""
     monkeypatch.delenv("TORCHLENS_PERF_RAISE", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", logging)
-    assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
+    assert read_calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
     assert "reading the active span" in caplog.text
     assert swallowed.by_place.pop("reading the active span") == 1
 
@@ -201,8 +201,8 @@ def test_opentelemetry_is_not_imported_into_a_program_that_does_not_use_it(
     tmp_path: object,
 ) -> None:
     code = (
-        "import sys; from torchlens_perf.run.place.caller import calling_span; "
-        f"assert calling_span({{'TRACEPARENT': '{TRACEPARENT}'}})[0]; "
+        "import sys; from torchlens_perf.run.place.caller import read_calling_span; "
+        f"assert read_calling_span({{'TRACEPARENT': '{TRACEPARENT}'}})[0]; "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = run_process([sys.executable, "-c", code], tmp_path)  # type: ignore[arg-type]

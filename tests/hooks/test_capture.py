@@ -82,8 +82,8 @@ class RequestedCapture:
 
     def ask(self) -> None:
         """Write another capture request."""
-        captures.answer_path(self.ring).unlink(missing_ok=True)
-        captures.write(captures.ask_path(self.ring), self.request)
+        captures.ring_outcome_path(self.ring).unlink(missing_ok=True)
+        captures.write_capture_file(captures.ring_request_path(self.ring), self.request)
         self.recording.watch._session.step_callbacks._throttled_ns = 0
 
     def step(self, times: int = 1) -> None:
@@ -95,7 +95,7 @@ class RequestedCapture:
     @property
     def outcome(self) -> Outcome:
         """Return the rank's response to the request, which must exist."""
-        return captures.read(captures.answer_path(self.ring), Outcome)
+        return captures.read_capture_file(captures.ring_outcome_path(self.ring), Outcome)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_exactly_the_requested_steps_are_captured_and_flagged(tmp_path: Path) ->
         True
     ] * 4 + [False] * 3
     assert [each.step for each in asked.recording.of(Kind.SECTION, CAPTURING)] == [1, 4]
-    assert not captures.ask_path(asked.ring).exists()
+    assert not captures.ring_request_path(asked.ring).exists()
 
 
 def test_trace_file_contains_the_number_of_the_rank(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_profiler_is_off_if_the_response_to_a_request_cannot_be_written(
     tmp_path: Path, swallowing: Counter[str]
 ) -> None:
     with RequestedCapture(tmp_path) as asked:
-        in_the_way = captures.answer_path(asked.ring)
+        in_the_way = captures.ring_outcome_path(asked.ring)
         in_the_way.mkdir()
         asked.step(5)
         on = profiler._is_profiler_enabled
@@ -412,7 +412,7 @@ def test_profiler_is_off_if_the_response_to_a_request_cannot_be_written(
 def test_unreadable_capture_request_is_rejected_and_removed(tmp_path: Path, text: str) -> None:
     """The next request is accepted."""
     with RequestedCapture(tmp_path) as asked:
-        captures.ask_path(asked.ring).write_text(text)
+        captures.ring_request_path(asked.ring).write_text(text)
         asked.step()
         refused = asked.outcome
         asked.ask()
@@ -519,7 +519,7 @@ def test_capture_in_the_parent_does_not_profile_a_forked_child(tmp_path: Path) -
                 "off": not profiler._is_profiler_enabled,
                 "hook": sys.getprofile() is None,
                 "grown": grown_bytes(30_000),
-                "answered": captures.answer_path(asked.ring).exists(),
+                "answered": captures.ring_outcome_path(asked.ring).exists(),
             }
             os.write(write, json.dumps(clean).encode())
             os._exit(0)
@@ -536,10 +536,12 @@ def test_capture_in_the_parent_does_not_profile_a_forked_child(tmp_path: Path) -
 def test_capture_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:
     with recorded(tmp_path, capture="off") as recording:
         ring = ring_of_this_process(recording.watch.run_dir)
-        captures.write(captures.ask_path(ring), Request("one", "user", 0.0, 0, (0,), 0, 1))
+        captures.write_capture_file(
+            captures.ring_request_path(ring), Request("one", "user", 0.0, 0, (0,), 0, 1)
+        )
         recording.watch.step()
 
-    assert captures.ask_path(ring).exists()
+    assert captures.ring_request_path(ring).exists()
 
 
 def test_capture_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def named_while_training(
 ) -> tuple[list[int], int]:
     """Return the pids that received permission in a short run, and the sidecar's pid."""
     named: list[int] = []
-    real = tracer.name_tracer
+    real = tracer.allow_tracer
     monkeypatch.setattr(tracer, "YAMA", folder / "ptrace_scope")
-    monkeypatch.setattr(tracer, "name_tracer", lambda pid: named.append(pid) or real(pid))
+    monkeypatch.setattr(tracer, "allow_tracer", lambda pid: named.append(pid) or real(pid))
     tracer.YAMA.write_text(scope)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +64,7 @@ def test_no_permission_is_given_if_unnecessary_or_useless(
 def test_permission_call_succeeds_only_on_a_kernel_with_yama() -> None:
     """Without Yama the kernel refuses the call, and the process continues."""
     program = (
-        "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
+        "import os; from torchlens_perf.run import tracer; print(tracer.allow_tracer(os.getppid()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -238,7 +238,9 @@ def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (folder,) = auto_instrumentation.__path__
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((folder, str(tmp_path), folder + os.sep)))
     monkeypatch.setattr(sys, "path", [folder, *sys.path])
-    environment = children.environment()
+    environment = children.build_environment()
     entries = environment["PYTHONPATH"].split(os.pathsep)
     assert str(tmp_path) in entries
-    assert not [entry for entry in entries + children.search_path() if entry.startswith(folder)]
+    assert not [
+        entry for entry in entries + children.build_search_path() if entry.startswith(folder)
+    ]

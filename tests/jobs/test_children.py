@@ -103,12 +103,17 @@ def test_program_that_is_no_interpreter_is_never_started(
 
 
 @pytest.mark.parametrize(
-    "function", [children.command, lambda: children.script("x.py"), children.check]
+    "function",
+    [
+        children.build_command,
+        lambda: children.build_script_command("x.py"),
+        children.check_sidecar_can_start,
+    ],
 )
 def test_every_command_line_is_built_with_a_checked_interpreter(
     function: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every function that builds a command line calls interpreter()."""
+    """Every function that builds a command line calls find_interpreter()."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(RunStoreError, match="is frozen"):
         function()  # type: ignore[operator]
@@ -170,7 +175,7 @@ def test_interpreter_options_for_module_paths_are_passed_to_children(
     """Options that inspect the user's program are not passed on."""
     code = (
         "from torchlens_perf.run import children; import json;"
-        " print(json.dumps(children.command('x')))"
+        " print(json.dumps(children.build_command('x')))"
     )
     command = [sys.executable, *typed, "-c", code]
     environ = {
@@ -245,7 +250,7 @@ def test_missing_library_disables_recording_with_one_line(
     """
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != LIBRARIES])
     with pytest.raises(RunStoreError, match="numpy, pyarrow, msgspec, rich not found"):
-        children.check()
+        children.check_sidecar_can_start()
 
 
 def test_package_in_an_archive_disables_recording(
@@ -254,7 +259,7 @@ def test_package_in_an_archive_disables_recording(
     """Other processes could not run a package from an archive."""
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
-        children.check()
+        children.check_sidecar_can_start()
 
 
 def test_page_of_a_process_that_aborts_after_writing_is_reported(
@@ -271,7 +276,7 @@ def test_page_of_a_process_that_aborts_after_writing_is_reported(
     said = []
     for code in ("import os; os.abort()", writes, "import os; os.abort()"):
         monkeypatch.setattr(
-            children, "command", lambda *arguments, code=code: [sys.executable, "-c", code]
+            children, "build_command", lambda *arguments, code=code: [sys.executable, "-c", code]
         )
         said.append(page_file.written(made, lambda: False))
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.processes import ROOT, clean_environ, wait_for_sidecar
 from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import job_attributes
+from torchlens_perf.run.identity import collect_job_attributes
 
 ODD = os.fsdecode(b"n\xff\xfed")
 SCRIPT = """
@@ -70,8 +70,8 @@ def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
     (tmp_path / ODD).symlink_to(sys.prefix)
     code = (
         "import subprocess; from torchlens_perf.run import children;"
-        " children.check();subprocess.run(children.command('doctor', '--help'),"
-        " env=children.environment(), cwd='/', check=True)"
+        " children.check_sidecar_can_start();subprocess.run(children.build_command('doctor', '--help'),"
+        " env=children.build_environment(), cwd='/', check=True)"
     )
     done = run([str(tmp_path / ODD / "bin" / "python"), "-c", code], ROOT, TMPDIR=str(tmp_path))
 
@@ -98,7 +98,7 @@ def test_ring_list_keeps_non_utf8_paths(tmp_path: Path) -> None:
 
 
 def test_non_utf8_scheduler_variable_is_converted_to_exportable_text() -> None:
-    attributes = job_attributes({"SLURM_JOB_NAME": ODD, "SLURM_JOB_ID": "7"})
+    attributes = collect_job_attributes({"SLURM_JOB_NAME": ODD, "SLURM_JOB_ID": "7"})
 
     assert attributes["slurm.job.name"] == "n\ufffd\ufffdd"
     assert attributes["slurm.job.id"] == "7"

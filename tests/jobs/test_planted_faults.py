@@ -41,7 +41,7 @@ from benchmarks.planted_verdicts import (
 )
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.recording import recorded as recording_of
-from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.directory import sidecar_lock_path
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -283,7 +283,7 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
         one = Rank(run, rank)
         one.steps(60, data=data_ms, forward=10, backward=20, communication=7 - data_ms)
         one.close()
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     run_sidecar(Sidecar(run, HOST, None, lambda *_: None), lock, None)
     (run.path.parent / "truth.json").write_text(

@@ -28,7 +28,7 @@ from tests.support.long import long_but
 from tests.support.processes import wait_for_sidecar
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
-from torchlens_perf.run.directory import RunDirectory, runs_on_this_node
+from torchlens_perf.run.directory import RunDirectory, find_local_run_folders
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.watch import running
 
@@ -153,8 +153,8 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
     # removed.
     monkeypatch.setattr(
         dead_runs,
-        "runs_on_this_node",
-        lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0])),
+        "find_local_run_folders",
+        lambda: (run for run in find_local_run_folders() if is_of_this_process(run[0])),
     )
 
     def begin() -> perf.Watch:

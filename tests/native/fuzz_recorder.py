@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf import _native
-from torchlens_perf.run.ring import Reader, RingFile
+from torchlens_perf.run.ring import RingFile, RingReader
 
 CAPACITY = 64
 EXPECTED = (
@@ -240,7 +240,7 @@ class Fuzz:
         if self.recorder.closed or self.random.random() < 0.001:
             self.recorder.close()
             self.closed += 1
-            reader = Reader(self.ring.path)
+            reader = RingReader(self.ring.path)
             reader.read(final=True)
             reader.open_spans()
             reader.groups()

@@ -22,7 +22,7 @@ from tests.support.processes import ROOT
 from tests.support.recorders import IDS
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
-from torchlens_perf.run.ring import Reader, RingFile
+from torchlens_perf.run.ring import RingFile, RingReader
 
 QUICK, LONG = 10_000, 1_000_000
 INTERESTING = (
@@ -146,7 +146,7 @@ def test_reader_of_random_bytes_raises_ring_error_or_answers(
         )
         start_s = time.process_time()
         try:
-            reader = Reader(path)
+            reader = RingReader(path)
         except RingError:
             continue
         opened += 1
@@ -170,4 +170,4 @@ def test_fifo_in_place_of_a_ring_is_rejected_at_once(tmp_path: Path) -> None:
     """A FIFO without a writer would block the reader forever."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises((RingError, OSError)):
-        Reader(tmp_path / "fifo")
+        RingReader(tmp_path / "fifo")

@@ -151,7 +151,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
     """Run with the Python tap, which is used if the native tap is not built."""
-    tap_requirements.places = lambda: ()
+    tap_requirements.tap_folders = lambda: ()
     return one_rank(folder)
 
 

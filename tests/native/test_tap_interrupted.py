@@ -25,7 +25,7 @@ from tests.distributed.test_collective_devices import BACKENDS, OnDevice
 from torchlens_perf.hooks.collective import operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
-from torchlens_perf.run.ring import HEAD, Reader, RingFile
+from torchlens_perf.run.ring import HEAD, RingReader, RingFile
 
 place = sys.argv[2]
 _setup_privateuseone_for_python_backend()
@@ -63,7 +63,7 @@ for _ in range(3):
 value = tensor.tolist() if place == "describe" else []
 tap.detach()
 made.close()
-reader = Reader(ring.path)
+reader = RingReader(ring.path)
 print(json.dumps({"raised": raised, "asked": len(asked), "value": value, "records": reader.counter(HEAD)}), flush=True)
 os._exit(0)  # gloo's threads may abort a process that ends while they work, see tests/scripts/train.py
 """

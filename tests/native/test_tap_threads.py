@@ -72,7 +72,7 @@ from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.run import tap_requirements
 
-tap_requirements.places = lambda: ()
+tap_requirements.tap_folders = lambda: ()
 assert native_tap.load() is None
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 folder, watches = Path(sys.argv[1]), int(sys.argv[2])

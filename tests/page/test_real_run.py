@@ -201,7 +201,7 @@ def test_page_is_kept_if_its_process_aborts_after_writing_it(
     """A library may abort the process at its exit."""
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
-    ordinary = page_file.children.command("report", str(made.path), "--html", str(page))
+    ordinary = page_file.children.build_command("report", str(made.path), "--html", str(page))
     aborts = (
         f"import os, subprocess\nif {writes}: subprocess.run({ordinary!r}, check=True)\nos.abort()"
     )

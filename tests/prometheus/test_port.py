@@ -21,7 +21,7 @@ from tests.support.otlp_receiver import free_port, wait_for
 from tests.support.ranks import Rank
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import metrics_port
@@ -108,7 +108,7 @@ def test_missing_prometheus_client_is_noted(
     for _ in range(3):
         round_of(sidecar, port)
     (note,) = [each for each in sidecar.state.notes if "/metrics" in each]
-    assert f"it needs prometheus_client: {install_command('prometheus')}" in note
+    assert f"it needs prometheus_client: {build_install_command('prometheus')}" in note
     assert port.address is None
     close(sidecar, ranks)
 

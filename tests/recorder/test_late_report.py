@@ -22,7 +22,7 @@ import torch
 import torchlens_perf as perf
 from tests.support.long import long
 from tests.support.processes import read_by_hand, report, run, wait_for_sidecar
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log_path
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.watch import Watch
@@ -126,7 +126,7 @@ def test_message_for_a_killed_sidecar_has_its_log_and_the_next_command(
         killer = threading.Timer(0.3, kill)
         killer.start()
     killer.join()
-    log = sidecar_log(find_sidecar_lock(watch.run_dir.name))
+    log = sidecar_log_path(find_sidecar_lock(watch.run_dir.name))
     # The sidecar had started before it was stopped.
     if not log.exists():
         log = RunDirectory(watch.run_dir).node_log(node_name())

@@ -44,10 +44,10 @@ def test_tap_is_searched_in_the_package_and_then_in_the_cache(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XDG's cache folder need not exist."""
-    assert tap_requirements.places() == [tap_requirements.SOURCES, cache]
+    assert tap_requirements.tap_folders() == [tap_requirements.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
-    assert tap_requirements.places() == [
+    assert tap_requirements.tap_folders() == [
         tap_requirements.SOURCES,
         tmp_path / "elsewhere" / "torchlens_perf",
     ]
@@ -97,7 +97,7 @@ def test_tap_is_not_searched_in_the_working_directory(
     }:
         put(tap, Path(folder, "torchlens_perf"))
 
-    assert tap_requirements.places() == [tap_requirements.SOURCES]
+    assert tap_requirements.tap_folders() == [tap_requirements.SOURCES]
     assert native_tap.load() is None
     assert doctor().severity == LIMITED
 

@@ -23,8 +23,18 @@ from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.recorder.sidecar import ensure
 from torchlens_perf.run import children, sidecar_status
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
-from torchlens_perf.run.processes import cpu_time_ns, process_cpu_time_s, process_stat, threads
+from torchlens_perf.run.directory import (
+    RunDirectory,
+    find_sidecar_lock,
+    sidecar_lock_path,
+    sidecar_log_path,
+)
+from torchlens_perf.run.processes import (
+    process_cpu_time_s,
+    process_state_and_start,
+    thread_cpu_time_ns,
+    thread_ids,
+)
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
@@ -87,7 +97,7 @@ def read_status(run: RunDirectory) -> tuple[int, int, str]:
 
 def used_ns(pid: int, of: list[int]) -> int:
     """Return the CPU time of the given threads of a process."""
-    return sum(cpu_time_ns(pid, thread) or 0 for thread in of)
+    return sum(thread_cpu_time_ns(pid, thread) or 0 for thread in of)
 
 
 def bare_start_s() -> float:
@@ -105,7 +115,7 @@ def imported(run: RunDirectory) -> list[str]:
     They are in its log with PYTHONPROFILEIMPORTTIME=1.
     """
     # The log starts in the second file.
-    logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]
+    logs = [run.node_log(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][
         1:
@@ -192,7 +202,7 @@ def test_sidecar_threads_run_at_lower_priority_than_the_job_except_delivery(
     usual = group.read_text().split()[-1] if group.exists() else str(priority.USUAL_GROUP)
     policy = os.sched_getscheduler(pid)
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    lower = {thread: os.getpriority(os.PRIO_PROCESS, thread) - mine for thread in threads(pid)}
+    lower = {thread: os.getpriority(os.PRIO_PROCESS, thread) - mine for thread in thread_ids(pid)}
     works = [thread for thread, nice in lower.items() if nice == priority.NICE]
     main_ns = used_ns(pid, [pid])
     began_ns = used_ns(pid, works)
@@ -219,7 +229,7 @@ def test_report_is_written_although_the_idle_priority_thread_starves(
     rank.steps(30, **WORK)
     rank.close(columns=0, color=False)
     commands = set()
-    while process_stat(pid)[0] not in ("", "Z"):
+    while process_state_and_start(pid)[0] not in ("", "Z"):
         commands.update(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"))
         time.sleep(0.01)
     wait_for_sidecar(run)
@@ -238,7 +248,7 @@ def test_next_sidecar_reads_everything_after_the_first_is_killed(run: RunDirecto
     rank.steps(10, **WORK)
     pid = started(run, rank)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: process_stat(pid)[0] in ("", "Z"))
+    until(lambda: process_state_and_start(pid)[0] in ("", "Z"))
     rank.steps(10, **WORK)
     assert ensure(run, rank.identity)
     until(lambda: read_status(run)[0] != pid)

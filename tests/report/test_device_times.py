@@ -26,7 +26,7 @@ from torchlens_perf.exporters.otlp_spans import nest
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import DeviceClock
+from torchlens_perf.run.identity import DeviceClockQuality
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
@@ -144,7 +144,7 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.session.publish(
-            device=DeviceClock(
+            device=DeviceClockQuality(
                 clock="CUDA events",
                 error_ns=4000,
                 captured=3,

@@ -16,7 +16,7 @@ from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.oom_table import LiveRow, LiveTable, OutOfMemory
+from torchlens_perf.run.oom_table import LiveMemoryRow, LiveMemoryTable, OutOfMemory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
@@ -32,7 +32,7 @@ def live_row(
     blocks: int,
     largest_bytes: int,
     new_blocks: int | None,
-) -> LiveRow:
+) -> LiveMemoryRow:
     return {
         "module": module, "stack": stack, "bytes": bytes_, "blocks": blocks, "largest_bytes": largest_bytes,
         "new_blocks": new_blocks,
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def table(**changed: Any) -> LiveTable:
+def table(**changed: Any) -> LiveMemoryTable:
     values: dict[str, Any] = {
         "rows": [ROW, live_row("", [], 10 * GB, 5, 2 * GB, 0)], "other_bytes": 0, "other_blocks": 0,
         "without_stack_bytes": 10 * GB, "allocated_bytes": 70 * GB, "pending_bytes": 0, "reserved_bytes": 75 * GB,

@@ -438,7 +438,7 @@ def test_report_with_hardware_readings_conforms_to_the_schema(
 def test_report_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
     """One capture exists, and one was refused."""
     request = capture_files.Request("a", capture_files.BY_USER, 1.0, 0, (0, 1), 5, 3)
-    capture_files.ask(run.captures, request)
+    capture_files.submit_request(run.captures, request)
     files = {capture_files.TRACE: 17}
     for rank, outcome in enumerate((
         capture_files.Outcome("a", 0, 5, 3, files=files, left_out={"memory.pickle": "no GPU"}, paused_s=0.5),
@@ -446,7 +446,7 @@ def test_report_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
     )):  # fmt: skip
         folder = capture_files.rank_folder(run.captures, "a", rank)
         folder.mkdir(parents=True)
-        capture_files.write(capture_files.outcome_path(folder), outcome)
+        capture_files.write_capture_file(capture_files.outcome_path(folder), outcome)
     report = checked(build("run", [], captures(run)))
 
     assert [row["last_step"] for row in report["captures"]] == [7, None]

@@ -19,7 +19,7 @@ from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
 from torchlens_perf.results.alerts import Alerts
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.mailbox import ALERTS, deliver
+from torchlens_perf.run.mailbox import ALERTS, deliver_text
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.watch import running
 
@@ -65,7 +65,7 @@ def session(run: RunDirectory) -> Iterator[Session]:
 def named(session: Session, *raised: Alert) -> None:
     """Deliver the newest alerts as the sidecar does."""
     rows = [dataclasses.asdict(each) for each in raised]
-    deliver(str(session.ring_path.with_suffix(ALERTS)), json.dumps(rows))
+    deliver_text(str(session.ring_path.with_suffix(ALERTS)), json.dumps(rows))
 
 
 def look(session: Session) -> None:

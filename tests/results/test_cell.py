@@ -15,7 +15,7 @@ from torchlens_perf.results import notebook
 from torchlens_perf.results.ask import RunHandle
 from torchlens_perf.results.notebook import Cell
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.mailbox import VIEW, deliver
+from torchlens_perf.run.mailbox import VIEW, deliver_text
 
 
 class Clock:
@@ -58,7 +58,7 @@ class Shown:
 
     def write(self, text: str) -> None:
         value = json.dumps({"text": text, "html": "", "summary": {}}) if text else ""
-        deliver(str(self.session.ring_path.with_suffix(VIEW)), value)
+        deliver_text(str(self.session.ring_path.with_suffix(VIEW)), value)
 
     def step_ends(self, at_s: float) -> list[str]:
         """End a step and return the texts that the cell then shows."""

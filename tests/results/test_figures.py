@@ -27,7 +27,7 @@ from torchlens_perf.results.figures import (
 )
 from torchlens_perf.results.loggers import MlflowModule, SummaryWriter, WandbRun, logger_for
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.mailbox import FIGURES, deliver
+from torchlens_perf.run.mailbox import FIGURES, deliver_text
 from torchlens_perf.run.verdicts import Alert
 
 SLOW = Alert(
@@ -69,7 +69,7 @@ def session(run: RunDirectory) -> Iterator[Session]:
 def summed(session: Session, steps: int, step_ns: int, data_ns: int) -> None:
     """Deliver sums as the sidecar does."""
     sums = {"steps": steps, "step": step_ns, "data": data_ns, "communication": 0}
-    deliver(str(session.ring_path.with_suffix(FIGURES)), json.dumps(sums))
+    deliver_text(str(session.ring_path.with_suffix(FIGURES)), json.dumps(sums))
 
 
 def test_rows_are_means_since_the_previous_row(session: Session) -> None:

@@ -269,7 +269,7 @@ class TestChild:
         """The process is not a rank, has no GPU, and does not record itself."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TORCHLENS_PERF", "1")
-        made = children.environment()
+        made = children.build_environment()
 
         assert not {"RANK", "TORCHLENS_PERF"} & set(made)
         assert made["CUDA_VISIBLE_DEVICES"] == ""

@@ -16,15 +16,16 @@ from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import step_parts
 from torchlens_perf.hooks.on_device.step_parts import StepParts
-from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, packed, unpacked
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, Row, rows_of
+from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, pack_row, unpack_row
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, StepPart, compute_rows
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind, record_dtype
 
 KINDS = [Kind(kind) for kind in PART_OF_SPAN]
 PART_OF_ROW = {
-    Row.FORWARD: "forward", Row.RECOMPUTE: "recompute", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer",
-    Row.STALL: "communication", Row.GAP: "host",
+    StepPart.FORWARD: "forward", StepPart.RECOMPUTE: "recompute", StepPart.BACKWARD: "backward",
+    StepPart.OPTIMIZER: "optimizer",
+    StepPart.STALL: "communication", StepPart.GAP: "host",
 }  # fmt: skip
 # Few distinct values let many spans share starts, ends and lengths, or overlap slightly.
 SPANS = st.lists(
@@ -98,7 +99,10 @@ def both_agree(steps: Steps) -> None:
     for index, rows in enumerate(known.steps):
         by_part = {part: rows[row] for row, part in PART_OF_ROW.items()}
         assert {part: table.parts_ns[index, PARTS.index(part)] for part in by_part} == by_part
-        assert (table.own_ns[index], table.duration_ns[index]) == (rows[Row.WORK], rows[Row.STEP])
+        assert (table.own_ns[index], table.duration_ns[index]) == (
+            rows[StepPart.WORK],
+            rows[StepPart.STEP],
+        )
 
 
 def test_steps_without_training_and_their_spans_are_left_out() -> None:
@@ -110,7 +114,7 @@ def test_steps_without_training_and_their_spans_are_left_out() -> None:
     parts.add(int(Kind.MODULE), 2, 20, 5)
     parts.add(int(Kind.BACKWARD), 2, 20, 5)
     parts.add(int(Kind.STEP), 2, 20, 6)
-    assert known.steps == [rows_of([(int(Kind.BACKWARD), 20, 5)], 6)]
+    assert known.steps == [compute_rows([(int(Kind.BACKWARD), 20, 5)], 6)]
     for step in range(3, 3000):
         parts.add(int(Kind.BACKWARD), step, 20, 5)
         parts.add(int(Kind.STEP), step, 20, 6)
@@ -127,7 +131,7 @@ def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.Mon
         for each in range(stalls):
             parts.add(int(Kind.WAIT), step, each * 10, 5)
         parts.add(int(Kind.STEP), step, 0, 100)
-    assert [rows[Row.STALL] for rows in known.steps] == [45, 15]
+    assert [rows[StepPart.STALL] for rows in known.steps] == [45, 15]
     # Incomplete steps leave no spans behind.
     for step in range(3, 1000):
         parts.add(int(Kind.WAIT), step, 0, 5)
@@ -136,7 +140,7 @@ def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.Mon
 
 def test_row_restored_from_its_record_equals_the_original() -> None:
     """Values that do not fit are cut, and do not change other fields."""
-    for row in (SECTION, *range(len(Row))):
+    for row in (SECTION, *range(len(StepPart))):
         wanted = MergedRow(
             "attention" if row == SECTION else ROW_NAMES[row], 64 * 16384, 2**50, 2**43, 2**43 + 5, 10**7, 10**4, 16383,
             12.25, 3_000_000, row, 16384, 640,
@@ -149,10 +153,10 @@ def test_row_restored_from_its_record_equals_the_original() -> None:
                 if huge
                 else wanted
             )
-            for field, value in zip(fields, packed(told), strict=True):
+            for field, value in zip(fields, pack_row(told), strict=True):
                 record[field] = value
             record["step"], record["name_id"] = 640, 1
-            found = unpacked(record, ["(other)", "attention"])
+            found = unpack_row(record, ["(other)", "attention"])
             if huge:
                 assert (found.score, found.p50_ns, found.excess_ns) == (
                     655.35,

@@ -14,9 +14,9 @@ import torchlens_perf as perf
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import Rank, run_without_traces
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.fitting import fitted
+from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.ring import METADATA_BYTES, Reader
+from torchlens_perf.run.ring import METADATA_BYTES, RingReader
 
 LONG = "x" * 9000
 
@@ -27,7 +27,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with run_without_traces(tmp_path_factory.mktemp("run")) as run:
         rank = Rank(run, 0)
         rank.session.note("something is not measured")
-        reader = Reader(rank.ring_path)
+        reader = RingReader(rank.ring_path)
         metadata = reader.metadata()
         reader.close()
         rank.close()
@@ -81,7 +81,7 @@ def test_one_field_that_is_too_long_is_left_out_with_a_note(
     usual: dict[str, Any], path: str, value: Any, told: str
 ) -> None:
     """All other fields are unchanged."""
-    text = fitted(changed(usual, path, value), METADATA_BYTES)
+    text = fit_metadata(changed(usual, path, value), METADATA_BYTES)
     found = json.loads(text)
     field = path.partition(".")[0]
 
@@ -110,7 +110,7 @@ def test_identity_clock_and_settings_are_kept_if_all_fields_are_too_long(
     for path, value, _ in CASES:
         if path != "identity.host":
             metadata = changed(metadata, path, value)
-    found = json.loads(fitted(metadata, METADATA_BYTES))
+    found = json.loads(fit_metadata(metadata, METADATA_BYTES))
     who = Identity(**found["identity"])
 
     assert (who.rank, who.host, who.key) == (
@@ -128,10 +128,12 @@ def test_metadata_that_fit_are_unchanged(usual: dict[str, Any]) -> None:
     room = METADATA_BYTES - len(json.dumps({**usual, "stack_file": ""}, separators=(",", ":")))
     full = {**usual, "stack_file": "x" * room}
 
-    assert len(fitted(full, METADATA_BYTES)) == METADATA_BYTES
-    assert json.loads(fitted(full, METADATA_BYTES)) == full
+    assert len(fit_metadata(full, METADATA_BYTES)) == METADATA_BYTES
+    assert json.loads(fit_metadata(full, METADATA_BYTES)) == full
     assert (
-        json.loads(fitted({**full, "stack_file": "x" * (room + 1)}, METADATA_BYTES))["stack_file"]
+        json.loads(fit_metadata({**full, "stack_file": "x" * (room + 1)}, METADATA_BYTES))[
+            "stack_file"
+        ]
         == ""
     )
 
@@ -156,7 +158,7 @@ def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str,
     metadata = {"identity": identity, **metadata}
     if not isinstance(metadata.get("notes", []), list):
         del metadata["notes"]
-    text = fitted(metadata, METADATA_BYTES)
+    text = fit_metadata(metadata, METADATA_BYTES)
     found = json.loads(text)
 
     assert len(text) <= METADATA_BYTES
@@ -166,7 +168,7 @@ def test_any_metadata_fit_or_a_note_names_the_missing_fields(metadata: dict[str,
 
 
 def test_result_is_empty_if_even_the_identity_does_not_fit() -> None:
-    assert fitted({"identity": {str(i): i for i in range(5000)}}, METADATA_BYTES) == b"{}"
+    assert fit_metadata({"identity": {str(i): i for i in range(5000)}}, METADATA_BYTES) == b"{}"
 
 
 def test_watch_with_too_long_variables_records_and_reports_missing_fields(

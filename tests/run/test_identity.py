@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run import directory, identity
+from torchlens_perf.run import directory, identity, processes
 from torchlens_perf.run.directory import claim_run_id
 
 TORCHRUN = {
@@ -28,7 +28,7 @@ def detect(environ: dict[str, str], nth_watch: int = 0) -> identity.Identity:
     def claim(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
         return proposal or f"claimed-{digest}"
 
-    return identity.detect(environ, claim, nth_watch)
+    return identity.detect_identity(environ, claim, nth_watch)
 
 
 def test_torchrun_variables_give_rank_node_and_attempt() -> None:
@@ -84,7 +84,7 @@ def test_malformed_rank_and_size_variables_are_ignored(name: str, text: str) -> 
 
 @pytest.mark.parametrize("port", ["", "http", "²", "9" * 5000])
 def test_malformed_port_variable_gives_no_store_address(port: str) -> None:
-    assert identity.job_store({"MASTER_ADDR": "node-a", "MASTER_PORT": port}) is None
+    assert identity.job_store_address({"MASTER_ADDR": "node-a", "MASTER_PORT": port}) is None
 
 
 @pytest.mark.parametrize("told", ["...", ".", ""])
@@ -122,16 +122,16 @@ def test_run_id_over_several_nodes_is_shared_only_if_unique_to_the_job() -> None
 
 def test_start_time_is_missing_for_ended_and_zombie_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = identity.process_started(child.pid)
+    started = processes.process_start_ticks(child.pid)
 
     assert started is not None
-    assert started >= identity.process_started(os.getpid())
+    assert started >= processes.process_start_ticks(os.getpid())
     child.kill()
     # Wait for the end without reaping the process.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert identity.process_started(child.pid) is None
+    assert processes.process_start_ticks(child.pid) is None
     child.wait()
-    assert identity.process_started(child.pid) is None
+    assert processes.process_start_ticks(child.pid) is None
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_claims_of_dead_launchers_are_removed(local: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     claim_run_id("dead", child.pid)
     claim_run_id("alive", os.getppid())
-    folder = next(directory.local_folders(""))
+    folder = next(directory.create_local_folders(""))
     (folder / ".run-1-elsewhere.0").symlink_to(f"{child.pid}-5:x")
     child.kill()
     child.wait()
@@ -356,8 +356,8 @@ def test_run_id_is_kept_after_a_restart_in_a_smaller_world(local: Path) -> None:
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PET_RDZV_BACKEND": "c10d",
         "GROUP_WORLD_SIZE": "2",
     }  # fmt: skip
-    first = identity.detect(before, claim_run_id)
-    other = identity.detect({**before, "MASTER_PORT": "2"}, claim_run_id)
+    first = identity.detect_identity(before, claim_run_id)
+    other = identity.detect_identity({**before, "MASTER_PORT": "2"}, claim_run_id)
     alone = {
         **before,
         "RANK": "0",
@@ -367,4 +367,4 @@ def test_run_id_is_kept_after_a_restart_in_a_smaller_world(local: Path) -> None:
     }
 
     assert first.run_id.startswith("job-")
-    assert other.run_id == first.run_id == identity.detect(alone, claim_run_id).run_id
+    assert other.run_id == first.run_id == identity.detect_identity(alone, claim_run_id).run_id

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.processes import ROOT
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 
 REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'uvicorn>=0.30; extra == "serve"']
 
@@ -40,10 +40,10 @@ def test_command_for_an_installation_from_an_index_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed_from(monkeypatch, None)
-    assert install_command("top") == "pip install 'torchlens-perf[top]'"
-    assert install_command() == "pip install torchlens-perf"
+    assert build_install_command("top") == "pip install 'torchlens-perf[top]'"
+    assert build_install_command() == "pip install torchlens-perf"
     assert (
-        install_command(options="--force-reinstall")
+        build_install_command(options="--force-reinstall")
         == "pip install --force-reinstall torchlens-perf"
     )
 
@@ -58,7 +58,7 @@ def test_command_for_a_clone_works_in_any_folder(
     installed_from(
         monkeypatch, {"url": clone.as_uri(), "dir_info": {"editable": True} if editable else {}}
     )
-    assert shlex.split(install_command("top")) == [
+    assert shlex.split(build_install_command("top")) == [
         "pip",
         "install",
         *["-e"] * editable,
@@ -72,7 +72,7 @@ def test_command_for_an_installation_from_a_wheel_names_its_file(
     wheel = tmp_path / "torchlens_perf-1-py3-none-any.whl"
     wheel.touch()
     installed_from(monkeypatch, {"url": wheel.as_uri(), "archive_info": {}})
-    assert install_command("top") == f"pip install '{wheel}[top]'"
+    assert build_install_command("top") == f"pip install '{wheel}[top]'"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_command_for_an_installation_from_a_url_names_the_url(
     direct_url: Any, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed_from(monkeypatch, direct_url)
-    (requirement,) = map(Requirement, shlex.split(install_command("top"))[2:])
+    (requirement,) = map(Requirement, shlex.split(build_install_command("top"))[2:])
     assert (requirement.name, requirement.extras, requirement.url) == (
         "torchlens-perf",
         {"top"},
@@ -109,8 +109,8 @@ def test_command_for_a_deleted_clone_names_packages_of_the_extra(
 ) -> None:
     """An image may lack its build folder, but any index has the extra's packages."""
     installed_from(monkeypatch, {"url": "file:///deleted", "dir_info": {}})
-    assert install_command("top") == "pip install 'textual<9,>=1'"
-    assert install_command() == "pip install torchlens-perf"
+    assert build_install_command("top") == "pip install 'textual<9,>=1'"
+    assert build_install_command() == "pip install torchlens-perf"
 
 
 def test_command_for_a_clone_without_metadata_names_its_folder(
@@ -122,12 +122,12 @@ def test_command_for_a_clone_without_metadata_names_its_folder(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-    assert install_command("top") == f"pip install {shlex.quote(f'{ROOT}[top]')}"
+    assert build_install_command("top") == f"pip install {shlex.quote(f'{ROOT}[top]')}"
 
 
 def test_pip_accepts_the_install_command() -> None:
     """This environment is an editable installation."""
-    _, *command = shlex.split(install_command("top"))
+    _, *command = shlex.split(build_install_command("top"))
     done = subprocess.run(
         [sys.executable, "-m", "pip", *command, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],
         capture_output=True, text=True,

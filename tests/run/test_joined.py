@@ -63,8 +63,8 @@ def test_directory_names_from_node_0_outside_the_folder_are_refused(
 def test_node_name_contains_host_and_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another pid namespace on the same host is another node."""
     here = node.node_name()
-    assert node.host_of(here) == socket.gethostname()
-    monkeypatch.setattr(node, "pid_namespace", lambda: 1)
+    assert node.host_of_node(here) == socket.gethostname()
+    monkeypatch.setattr(node, "pid_namespace_inode", lambda: 1)
     assert node.node_name() != here
-    assert node.host_of(node.node_name()) == socket.gethostname()
-    assert node.host_of("node-a") == "node-a"
+    assert node.host_of_node(node.node_name()) == socket.gethostname()
+    assert node.host_of_node("node-a") == "node-a"

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.location import MAX_CHARACTERS, attributes, location
+from torchlens_perf.run.location import (
+    MAX_CHARACTERS,
+    describe_location,
+    detect_location_attributes,
+)
 
 ID = "ab12" * 16
 
@@ -46,7 +50,7 @@ def test_cloud_is_detected_from_firmware_fields(
     tmp_path: Path, dmi: dict[str, str], found: dict[str, str]
 ) -> None:
     """A machine outside of clouds gets no attributes."""
-    assert attributes({}, *machine(tmp_path, dmi)) == found
+    assert detect_location_attributes({}, *machine(tmp_path, dmi)) == found
 
 
 @pytest.mark.parametrize(
@@ -59,14 +63,16 @@ def test_cloud_is_detected_from_firmware_fields(
 )
 def test_container_id_is_read_from_the_control_group_or_mounts(tmp_path: Path, text: str) -> None:
     """Mounts are read if the name of the control group is hidden."""
-    assert attributes({}, *machine(tmp_path / "a", cgroup=text)) == {"container.id": ID}
+    assert detect_location_attributes({}, *machine(tmp_path / "a", cgroup=text)) == {
+        "container.id": ID
+    }
     layer = "cd34" * 16
     mounts = (
         f"699 5 0:50 / / rw - overlay overlay rw,upperdir=/var/lib/docker/overlay2/{layer}/diff\n"
         f"700 5 8:1 /var/lib/docker/containers/{ID}/hostname /etc/hostname rw - ext4 /dev/sda1 rw\n"
     )
     hidden = machine(tmp_path / "b", cgroup="0::/", mountinfo=mounts)
-    assert attributes({}, *hidden) == {"container.id": ID}
+    assert detect_location_attributes({}, *hidden) == {"container.id": ID}
 
 
 def test_users_location_attributes_override_slurms(tmp_path: Path) -> None:
@@ -77,15 +83,18 @@ def test_users_location_attributes_override_slurms(tmp_path: Path) -> None:
     }
     nothing = machine(tmp_path)
 
-    assert attributes(slurm, *nothing) == {"network.switch": "leaf3"}
+    assert detect_location_attributes(slurm, *nothing) == {"network.switch": "leaf3"}
     assert (
-        attributes(
+        detect_location_attributes(
             {"SLURM_TOPOLOGY_ADDR": "node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, *nothing
         )
         == {}
     )
     told = {"OTEL_RESOURCE_ATTRIBUTES": "team=a,host.rack=r%2012, network.switch=s7 ,host.id="}
-    assert attributes({**slurm, **told}, *nothing) == {"network.switch": "s7", "host.rack": "r 12"}
+    assert detect_location_attributes({**slurm, **told}, *nothing) == {
+        "network.switch": "s7",
+        "host.rack": "r 12",
+    }
 
 
 def test_location_text_begins_with_the_nearest_place() -> None:
@@ -97,6 +106,6 @@ def test_location_text_begins_with_the_nearest_place() -> None:
         "slurm.job.id": "7",
     }
 
-    assert location(known) == "switch leaf3, instance i-0abc, p5.48xlarge"
-    assert location({}) == ""
-    assert len(location({"host.rack": "r" * 200})) == MAX_CHARACTERS
+    assert describe_location(known) == "switch leaf3, instance i-0abc, p5.48xlarge"
+    assert describe_location({}) == ""
+    assert len(describe_location({"host.rack": "r" * 200})) == MAX_CHARACTERS

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, VIEW, Mailbox, deliver, question
+from torchlens_perf.run.mailbox import (
+    ALERTS,
+    ANSWER,
+    RESULTS,
+    VIEW,
+    Mailbox,
+    deliver_text,
+    read_question,
+)
 
 
 @pytest.fixture
@@ -24,10 +32,10 @@ def test_each_delivered_text_is_returned_once(ring: Path) -> None:
     box = Mailbox(ring, VIEW)
     assert box.news() is None
 
-    deliver(str(box.path), "first")
+    deliver_text(str(box.path), "first")
     os.utime(box.path, ns=(1, 1))
     assert (box.news(), box.news()) == ("first", None)
-    deliver(str(box.path), "first")
+    deliver_text(str(box.path), "first")
     assert (box.news(), box.news()) == ("first", None)
     box.close()
 
@@ -45,19 +53,19 @@ def test_partial_text_is_returned_once_it_is_complete(ring: Path) -> None:
 def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
     """The reader never receives the question as its own answer."""
     box = Mailbox(ring, ANSWER, RESULTS)
-    assert (question(box.path), box.news()) == (RESULTS, None)
+    assert (read_question(box.path), box.news()) == (RESULTS, None)
 
-    deliver(str(box.path), "")
-    assert (question(box.path), box.wait(0.0)) == (None, "")
+    deliver_text(str(box.path), "")
+    assert (read_question(box.path), box.wait(0.0)) == (None, "")
     box.close()
-    assert question(box.path) is None
+    assert read_question(box.path) is None
 
 
 def test_delivery_after_the_reader_left_creates_no_file(ring: Path) -> None:
     """The reader has removed its mailbox file."""
     box = Mailbox(ring, ALERTS)
     box.close()
-    deliver(str(box.path), "late")
+    deliver_text(str(box.path), "late")
 
     assert list(ring.parent.iterdir()) == []
 
@@ -93,6 +101,6 @@ def test_mailbox_that_is_a_link_is_not_followed(ring: Path) -> None:
     with pytest.raises(FileExistsError):
         Mailbox(ring, VIEW)
     with pytest.raises(OSError, match="symbolic"):
-        deliver(str(ring.with_suffix(VIEW)), "text")
-    assert question(ring.with_suffix(VIEW)) is None
+        deliver_text(str(ring.with_suffix(VIEW)), "text")
+    assert read_question(ring.with_suffix(VIEW)) is None
     assert other.read_text() == "kept"

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.device.fake_allocator import block, frames, segment, snapshot
 from torchlens_perf.hooks.on_device.out_of_memory import forward_methods
-from torchlens_perf.run.oom_table import LiveTable, Places, live_table
+from torchlens_perf.run.oom_table import AllocationSites, LiveMemoryTable, build_live_table
 
 TORCH = str(Path(torch.__file__).parent)
 KB = 1024
@@ -47,8 +47,8 @@ class Net(nn.Module):
         return stacks
 
 
-def table_of(held: dict[str, Any], **limits: int) -> LiveTable:
-    return live_table(held, 0, Places(forward_methods(), (TORCH,)), **limits)
+def table_of(held: dict[str, Any], **limits: int) -> LiveMemoryTable:
+    return build_live_table(held, 0, AllocationSites(forward_methods(), (TORCH,)), **limits)
 
 
 def test_blocks_are_grouped_by_module_and_stack() -> None:

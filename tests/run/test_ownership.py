@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.ownership import TooLargeError, others_can_change, read_bytes
+from torchlens_perf.run.ownership import TooLargeError, read_regular_file, why_others_can_change
 
 SOMEBODY = 54321
 
@@ -29,9 +29,9 @@ def file(tmp_path: Path) -> Path:
 
 def test_own_file_is_accepted(file: Path) -> None:
     """The system's files are accepted too."""
-    assert others_can_change(file) is None
-    assert others_can_change(file.parent) is None
-    assert others_can_change(Path("/bin/sh")) is None
+    assert why_others_can_change(file) is None
+    assert why_others_can_change(file.parent) is None
+    assert why_others_can_change(Path("/bin/sh")) is None
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -44,12 +44,12 @@ def test_path_that_others_can_write_to_is_refused(
     """The error names the writable part of the path."""
     part = [file, *file.parents][level]
     part.chmod(0o755 | bits)
-    refused = others_can_change(file)
+    refused = why_others_can_change(file)
 
     assert refused is not None
     assert refused.startswith(f"{part} can be written by {who}")
     part.chmod(0o755)
-    assert others_can_change(file) is None
+    assert why_others_can_change(file) is None
 
 
 @as_root
@@ -59,7 +59,7 @@ def test_path_of_another_user_is_refused(level: int, file: Path) -> None:
     part = [file, *file.parents][level]
     os.chown(part, SOMEBODY, -1)
 
-    assert others_can_change(file) == f"{part} belongs to user {SOMEBODY}"
+    assert why_others_can_change(file) == f"{part} belongs to user {SOMEBODY}"
 
 
 @as_root
@@ -75,7 +75,7 @@ def test_only_own_and_roots_files_are_accepted() -> None:
             os.chown(folder / name, owner, -1)
         os.seteuid(SOMEBODY)
         try:
-            refused = {name: others_can_change(folder / name) for name in owners}
+            refused = {name: why_others_can_change(folder / name) for name in owners}
         finally:
             os.seteuid(0)
 
@@ -88,10 +88,10 @@ def test_sticky_folder_is_accepted_only_as_a_parent(file: Path) -> None:
     """/tmp is such a parent. No parent may belong to another user."""
     above = file.parent.parent
     above.chmod(0o1777)
-    assert others_can_change(file) is None
-    assert others_can_change(above) == f"{above} can be written by everybody"
+    assert why_others_can_change(file) is None
+    assert why_others_can_change(above) == f"{above} can be written by everybody"
     os.chown(above, SOMEBODY, -1)
-    assert others_can_change(file) == f"{above} belongs to user {SOMEBODY}"
+    assert why_others_can_change(file) == f"{above} belongs to user {SOMEBODY}"
 
 
 def chain(folder: Path, length: int, end: Path) -> Path:
@@ -113,11 +113,11 @@ def test_writable_folder_behind_a_link_is_refused(
     target = make(file.parent) if make is os.path.abspath else make(file.parent, start)
     (start / "link").symlink_to(target)
 
-    assert others_can_change(start / "link" / file.name) is None
-    assert others_can_change(start / "link" / ".." / "ours" / file.name) is None
+    assert why_others_can_change(start / "link" / file.name) is None
+    assert why_others_can_change(start / "link" / ".." / "ours" / file.name) is None
     file.parent.parent.chmod(0o777)
     assert (
-        others_can_change(start / "link" / file.name)
+        why_others_can_change(start / "link" / file.name)
         == f"{file.parent.parent} can be written by everybody"
     )
 
@@ -129,7 +129,7 @@ def test_link_in_a_writable_folder_is_refused(file: Path, tmp_path: Path) -> Non
     (start / "link").symlink_to(file)
     start.chmod(0o777)
 
-    assert others_can_change(start / "link") == f"{start} can be written by everybody"
+    assert why_others_can_change(start / "link") == f"{start} can be written by everybody"
 
 
 @as_root
@@ -140,33 +140,33 @@ def test_link_of_another_user_is_refused(file: Path, tmp_path: Path) -> None:
     start.chmod(0o1777)
     link = start / "link"
     link.symlink_to(file)
-    assert others_can_change(link) is None
+    assert why_others_can_change(link) is None
     os.lchown(link, SOMEBODY, -1)
-    assert others_can_change(link) == f"{link} belongs to user {SOMEBODY}"
+    assert why_others_can_change(link) == f"{link} belongs to user {SOMEBODY}"
 
 
 def test_cycle_of_links_raises_an_error(file: Path, tmp_path: Path) -> None:
     """Up to forty links are followed, as in the kernel."""
-    assert others_can_change(chain(tmp_path, 40, file)) is None
+    assert why_others_can_change(chain(tmp_path, 40, file)) is None
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(OSError, match="symbolic links"):
-        others_can_change(tmp_path / "a")
+        why_others_can_change(tmp_path / "a")
 
 
 def test_missing_file_raises_file_not_found(file: Path) -> None:
     """A caller must be able to distinguish a missing file from a refused one."""
     with pytest.raises(FileNotFoundError):
-        others_can_change(file.parent / "missing.so")
+        why_others_can_change(file.parent / "missing.so")
     with pytest.raises(NotADirectoryError):
-        others_can_change(file / "below.so")
+        why_others_can_change(file / "below.so")
 
 
 @pytest.mark.parametrize("path", ["", "tap.so", "./tap.so", "../tap.so", "~/tap.so"])
 def test_relative_path_is_refused(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Such a path depends on the current folder, even if the file there is safe."""
     monkeypatch.chdir(file.parent)
-    refused = others_can_change(Path(path))
+    refused = why_others_can_change(Path(path))
 
     assert refused is not None
     assert "not an absolute path" in refused
@@ -174,9 +174,9 @@ def test_relative_path_is_refused(path: str, monkeypatch: pytest.MonkeyPatch, fi
 
 def test_file_larger_than_its_reported_size_is_read_completely() -> None:
     """The kernel reports size 0 for files in /proc. Other files may grow during a read."""
-    content = read_bytes("/proc/self/cmdline", 1 << 20)
+    content = read_regular_file("/proc/self/cmdline", 1 << 20)
 
     assert content == Path("/proc/self/cmdline").read_bytes()
     with pytest.raises(TooLargeError):
-        read_bytes("/proc/self/cmdline", len(content) - 1)
-    assert read_bytes("/proc/self/cmdline", len(content)) == content
+        read_regular_file("/proc/self/cmdline", len(content) - 1)
+    assert read_regular_file("/proc/self/cmdline", len(content)) == content

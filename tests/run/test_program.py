@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.identity import name_of
+from torchlens_perf.run.identity import derive_program_name
 
 KERNEL = "/env/lib/python3.11/site-packages/ipykernel_launcher.py"
 # Print the name in this process and in one that multiprocessing starts.
 SHOW = (
-    "import os; from torchlens_perf.run.identity import program_name;"
-    " print(program_name(os.environ), flush=True)"
+    "import os; from torchlens_perf.run.identity import detect_program_name;"
+    " print(detect_program_name(os.environ), flush=True)"
 )
 SCRIPT = f"""
 import multiprocessing, sys
@@ -127,19 +127,21 @@ def test_notebook_is_named_by_its_file(
     if vscode is not None:
         main.__vsc_ipynb_file__ = vscode  # type: ignore[attr-defined]
 
-    assert name_of([launcher, "-f", "connection.json"], main, environ) == name
+    assert derive_program_name([launcher, "-f", "connection.json"], main, environ) == name
 
 
 def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
     """The script inherits Jupyter's variable."""
     assert (
-        name_of(["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"})
+        derive_program_name(
+            ["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"}
+        )
         == "train.py"
     )
 
 
 def test_any_value_of_sys_argv_gives_a_program_name() -> None:
     """A script may put any value into sys.argv."""
-    assert name_of([Path("/x/train.py")], None, {}) == "train.py"  # type: ignore[list-item]
-    assert name_of([7], None, {}) == "7"  # type: ignore[list-item]
-    assert name_of(["/"], None, {}) == "python"
+    assert derive_program_name([Path("/x/train.py")], None, {}) == "train.py"  # type: ignore[list-item]
+    assert derive_program_name([7], None, {}) == "7"  # type: ignore[list-item]
+    assert derive_program_name(["/"], None, {}) == "python"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from torchlens_perf.run.rank_ranges import parse_ranges, ranges
     ],
 )
 def test_regularly_spaced_ranks_are_written_as_one_range(ranks: list[int], text: str) -> None:
-    assert ranges(ranks) == text
+    assert format_ranges(ranks) == text
 
 
 @given(st.sets(st.integers(0, 300)))
 def test_parsed_text_gives_the_same_ranks_for_any_set(ranks: set[int]) -> None:
-    assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)
+    assert sorted(parse_ranges(format_ranges(sorted(ranks)))) == sorted(ranks)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
-from torchlens_perf.run.clock import DeviceMark, device_mark
-from torchlens_perf.run.ring import Kind, Reader, RingFile, State
+from torchlens_perf.run.clock import DeviceMark, read_device_mark
+from torchlens_perf.run.ring import Kind, RingFile, RingReader, State
 
 native_only = pytest.mark.skipif(
     "native" not in IDS, reason="the package was installed without a C compiler"
@@ -61,11 +61,11 @@ def test_ring_offsets_equal_those_of_the_c_structures() -> None:
 
 def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     made = ring.RingFile(tmp_path / "ring", 64)
-    reader = ring.Reader(made.path)
-    assert device_mark(reader) is None
+    reader = ring.RingReader(made.path)
+    assert read_device_mark(reader) is None
     mark = DeviceMark(0, 300, int(ring.Kind.MODULE), made.intern("blocks.3"), True, 5, 1 << 60)
     made.set_device_mark(mark.words())
-    assert device_mark(reader) == (mark, "blocks.3")
+    assert read_device_mark(reader) == (mark, "blocks.3")
     reader.close()
     made.close()
 
@@ -106,7 +106,7 @@ def test_name_interned_twice_is_stored_once(tmp_path: Path) -> None:
     made = RingFile(tmp_path / "r", 1024)
     names = ["blocks.0", "emoji \N{SNOWMAN}", "</script>\x1b[31m", "lone \ud800", "x" * 1000, ""]
     ids = [made.intern(name) for name in names]
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
 
     assert [made.intern(name) for name in names] == ids == [1, 2, 3, 4, 5, 6]
     assert reader.names()[1:4] == names[:3]
@@ -119,7 +119,7 @@ def test_names_beyond_the_table_share_id_0_and_are_counted(tmp_path: Path) -> No
     """Earlier names stay."""
     made = RingFile(tmp_path / "r", 1024)
     ids = [made.intern(f"{i:0250d}") for i in range(2000)]
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
     kept = sum(name_id > 0 for name_id in ids)
 
     assert kept == (ring.NAMES_BYTES - 2 - len(ring.OTHER_NAMES)) // 252
@@ -132,7 +132,7 @@ def test_names_beyond_the_table_share_id_0_and_are_counted(tmp_path: Path) -> No
 def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
     """The reader sees no metadata during the replacement."""
     made = RingFile(tmp_path / "r", 1024)
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
 
     assert reader.metadata() == {}
     made.set_metadata({"rank": 3})
@@ -174,13 +174,13 @@ def test_damaged_file_raises_an_error_with_the_reason(
     (tmp_path / "damaged").write_bytes(damage(data))
 
     with pytest.raises(RingError, match=message):
-        Reader(tmp_path / "damaged")
+        RingReader(tmp_path / "damaged")
 
 
 def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
     """A killed writer leaves the state OPEN."""
     made = RingFile(tmp_path / "r", 1024)
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
 
     assert reader.counter(ring.STATE) == State.OPEN
     made.close()
@@ -240,7 +240,7 @@ class TestReading:
         assert (late.sequences.tolist(), late.lost) == ([3, 4], 0)
 
         rig.ring.buffer[slot : slot + 4] = b"\0\0\0\0"
-        again = Reader(rig.ring.path)
+        again = RingReader(rig.ring.path)
         final = again.read(final=True)
 
         assert (final.sequences.tolist(), final.lost) == ([0, 1, 2, 4], 1)
@@ -295,7 +295,7 @@ def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: P
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"
-    reader, seen, lost, batches = Reader(path), 0, 0, 0
+    reader, seen, lost, batches = RingReader(path), 0, 0, 0
     while True:
         ended = writer.poll() is not None
         batch = reader.read(final=ended)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.interruptions import Interruption, interrupted_at_each_line
 from torchlens_perf.run import ring
-from torchlens_perf.run.ring import Reader, RingFile
+from torchlens_perf.run.ring import RingFile, RingReader
 
 SETTING = {RingFile.set_metadata.__code__, RingFile._store_metadata.__code__}
 NAMING = {RingFile.intern.__code__, RingFile._intern_new.__code__}
@@ -54,7 +54,7 @@ def test_names_interned_by_several_threads_keep_their_ids(
                 given[number][name] = made.intern(name)
 
     in_threads(8, meet)
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
     names = reader.names()
     reader.close()
 
@@ -73,7 +73,7 @@ def test_group_added_by_several_threads_has_one_row(made: RingFile, often_switch
             rows[number][f"group {i}"] = made.add_group(f"group {i}")
 
     in_threads(8, use)
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
     groups = [group.name for group in reader.groups()]
     reader.close()
 
@@ -90,7 +90,7 @@ def test_metadata_published_by_several_threads_are_complete(
 ) -> None:
     """The last metadata stay. A reader sees only complete metadata."""
     seen: list[int] = []
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
 
     def publish(number: int) -> None:
         for i in range(300):
@@ -111,7 +111,7 @@ def test_metadata_published_by_several_threads_are_complete(
 def test_metadata_stay_complete_if_a_signal_handler_raises(longer: bool, made: RingFile) -> None:
     """The handler raises before each line in turn. The reader sees the old or the new metadata."""
     old, new = {"rank": 1, "notes": ["short"]}, {"rank": 2, "notes": ["x" * (300 if longer else 0)]}
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
 
     def interrupt() -> None:
         raise Interruption
@@ -129,7 +129,7 @@ def test_metadata_stay_complete_if_a_signal_handler_raises(longer: bool, made: R
 
 def test_metadata_published_by_a_signal_handler_are_kept(made: RingFile) -> None:
     """The handler's metadata are newer than the interrupted ones."""
-    reader = Reader(made.path)
+    reader = RingReader(made.path)
     cases = 0
 
     def work() -> None:
@@ -148,7 +148,7 @@ def test_metadata_published_by_a_signal_handler_are_kept(made: RingFile) -> None
 
 def test_interned_names_stay_valid_if_a_signal_handler_raises(made: RingFile) -> None:
     """The handler raises before each line in turn. Each returned id keeps its name."""
-    reader, given = Reader(made.path), {}
+    reader, given = RingReader(made.path), {}
     numbers = iter(range(10**6))
 
     def interrupt() -> None:
@@ -174,7 +174,7 @@ def test_interned_names_stay_valid_if_a_signal_handler_raises(made: RingFile) ->
 
 def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
     """A timer's handler raises some thousand times."""
-    reader, raised, given = Reader(made.path), 0, {}
+    reader, raised, given = RingReader(made.path), 0, {}
 
     def interrupt(number: int, frame: object) -> None:
         raise Interruption

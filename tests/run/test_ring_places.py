@@ -88,7 +88,7 @@ for value in range(2, 8):
     write_back()
 if sys.argv[2] != "anywhere":
     made.set_metadata({"whose": "a rank's"})
-    reader = ring.Reader(path)
+    reader = ring.RingReader(path)
     assert reader.metadata() == {"whose": "a rank's"}
 print("survived", flush=True)
 """
@@ -167,11 +167,11 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
     path = str(tmp_path / "rank00000-attempt0-1-2.ring")
     mapped, descriptor = memory.reserve_anonymous(path, MIB)
     mapped[5] = 7
-    assert not memory.wait_until_held(path, descriptor, 0)
+    assert not memory.wait_until_opened_elsewhere(path, descriptor, 0)
     reader = memory.open_to_read(path)
-    memory.hold(path, reader)
+    memory.announce_open_ring(path, reader)
 
-    assert memory.wait_until_held(path, descriptor, 0)
+    assert memory.wait_until_opened_elsewhere(path, descriptor, 0)
     with pytest.raises(OSError, match="not permitted"):
         # A store into a truncated file would end the process.
         os.truncate(path, 0)
@@ -183,7 +183,7 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
         os.close(each)
     with pytest.raises(FileNotFoundError, match="in the memory of a process that has ended"):
         memory.open_to_read(path)
-    memory.forget(path)
+    memory.remove_ring_paths(path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from torchlens_perf.run.sketch import (
     LOWEST_BUCKET,
     PER_OCTAVE,
     Sketch,
-    add_to_each,
+    add_to_sketches,
     bucket_bounds,
 )
 
@@ -87,7 +87,7 @@ def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: b
     for sketch, group in zip(one_by_one, groups, strict=True):
         for value in group:
             sketch.add(np.array([value], np.int64))
-    add_to_each(at_once, values, starts)
+    add_to_sketches(at_once, values, starts)
 
     assert [sketch.numbers() for sketch in at_once] == [sketch.numbers() for sketch in one_by_one]
 

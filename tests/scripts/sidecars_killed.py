@@ -24,7 +24,7 @@ import pandas as pd
 
 from tests.sidecar.test_node import WORK, finish, report, sidecar
 from tests.support.ranks import Rank, run_without_traces
-from torchlens_perf.run.directory import RunDirectory, sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -41,7 +41,7 @@ START_S = 10.0
 
 def one(run_directory: RunDirectory) -> None:
     made, _ = sidecar(run_directory)
-    lock = SidecarLock(sidecar_lock(made.run.run_id))
+    lock = SidecarLock(sidecar_lock_path(made.run.run_id))
     while not lock.acquire():
         time.sleep(0.001)
     run_sidecar(made, lock, None)

@@ -23,7 +23,7 @@ from tests.support.page_server import PageServer
 from tests.support.processes import ROOT
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.tap_requirements import Failure
+from torchlens_perf.run.tap_requirements import FailureRecord
 from torchlens_perf.serve.readers import _called
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.store import segments
@@ -169,7 +169,7 @@ def test_sizes_of_other_files_are_limited(run: RunDirectory, tmp_path: Path) -> 
     box = Outbox(tmp_path / "outbox", state.stem, "traces")
     assert (box.oldest(), box.dropped) == (None, 7)
     sparse(tmp_path / "tap.failed")
-    assert Failure(tmp_path, "tap.so").remembered([sys.executable]) is None
+    assert FailureRecord(tmp_path, "tap.so").remembered([sys.executable]) is None
 
 
 # -- the live page

@@ -22,8 +22,8 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import captures, directory, make_folders, ownership
 from torchlens_perf.run.captures import MAX_RANKS, Request
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import detect
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.identity import detect_identity
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.store import segments
 from torchlens_perf.verdicts import node_state
@@ -110,10 +110,10 @@ def test_second_local_folder_is_used_if_another_user_has_the_first(
         squatted.mkdir(mode=0o777)
         os.chown(squatted, SOMEBODY, SOMEBODY)
         if number == 0:
-            assert directory.sidecar_lock("run").parents[2] == places[1]
-    assert list(directory.local_folders("run")) == []
+            assert directory.sidecar_lock_path("run").parents[2] == places[1]
+    assert list(directory.create_local_folders("run")) == []
     with pytest.raises(RunStoreError, match="can be written"):
-        directory.sidecar_lock("run")
+        directory.sidecar_lock_path("run")
 
 
 def test_written_files_replace_a_link_without_following_it(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_written_files_replace_a_link_without_following_it(tmp_path: Path) -> No
     link.symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
         ownership.open_to_append(link)
-    ownership.write(link, "text")
+    ownership.write_private_file(link, "text")
 
     assert victim.read_text() == "mine"
     assert link.read_text() == "text"
@@ -146,7 +146,9 @@ def test_log_of_another_user_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["../x", "/tmp/x", "..", "a/../../x", "\x1b[2J", "x\ny"])
 def test_run_id_becomes_the_name_of_a_single_folder(where: str) -> None:
     """The run id may come from any launcher."""
-    found = detect({"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed").run_id
+    found = detect_identity(
+        {"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed"
+    ).run_id
 
     assert found == "claimed" or directory._RUN_ID.fullmatch(found)
     assert Path("/runs", found).parent == Path("/runs")
@@ -154,7 +156,7 @@ def test_run_id_becomes_the_name_of_a_single_folder(where: str) -> None:
 
 def test_claim_that_leads_out_of_the_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim is a file in shared memory."""
-    monkeypatch.setattr(directory, "_claimed", lambda *_: "../../home/me")
+    monkeypatch.setattr(directory, "_claim_or_join", lambda *_: "../../home/me")
     with pytest.raises(RunStoreError, match="is no run id"):
         directory.claim_run_id("digest", 1)
 
@@ -195,9 +197,9 @@ def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
         (why,) = captures.read_requests(run.captures)[1]
         assert "is not a regular file" in why
         with pytest.raises(Exception, match="too short"):
-            Reader(run.path / "some.ring")
+            RingReader(run.path / "some.ring")
         node_state.load_or_new(run, HOST).save(run)
-        ownership.write(run.report.with_suffix(".partial"), "text")
+        ownership.write_private_file(run.report.with_suffix(".partial"), "text")
         notes.append("done")
 
     _within(30, look)
@@ -230,7 +232,7 @@ def test_sidecar_refuses_a_run_of_another_user(run: RunDirectory) -> None:
 
 def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = False) -> Request:
     request = Request("one", captures.BY_USER, time.time(), 0, ranks, 12, 3, forced=forced)
-    captures.ask(run.captures, request)
+    captures.submit_request(run.captures, request)
     return request
 
 
@@ -241,7 +243,7 @@ def test_capture_request_of_another_user_is_ignored_with_a_note(run: RunDirector
     relay = CaptureRelay(run)
     relay.update({0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S)
 
-    assert not captures.ask_path(run.path / "rank0.ring").exists()
+    assert not captures.ring_request_path(run.path / "rank0.ring").exists()
     assert relay.notes == [
         "a capture request is invalid: one.request.json: another user has put it there"
     ]
@@ -260,18 +262,18 @@ def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
     relay.update(live, LOOK_S)
     request = _ask(run, many)
     relay.update(live, 2 * LOOK_S)
-    refused = captures.outcome(run.captures, request, 0)
+    refused = captures.read_outcome(run.captures, request, 0)
 
     assert refused is not None
     assert refused.ended.startswith(f"{MAX_RANKS + 1} ranks are more than {MAX_RANKS}")
-    assert captures.refusal(run.captures, _ask(run, many, forced=True)) == ""
+    assert captures.why_refused(run.captures, _ask(run, many, forced=True)) == ""
     few = _ask(run, many[:MAX_RANKS])
-    assert captures.refusal(run.captures, few) == ""
+    assert captures.why_refused(run.captures, few) == ""
     folder = captures.rank_folder(run.captures, "earlier", 0)
     folder.mkdir(parents=True)
     (folder / captures.TRACE).write_bytes(bytes(2 << 20))
     monkeypatch.setattr(captures, "MAX_KEPT_BYTES", 1 << 20)
-    assert "MiB of captures" in captures.refusal(run.captures, few)
+    assert "MiB of captures" in captures.why_refused(run.captures, few)
 
 
 def test_file_in_place_of_a_folder_raises_and_stays(tmp_path: Path) -> None:
@@ -279,5 +281,5 @@ def test_file_in_place_of_a_folder_raises_and_stays(tmp_path: Path) -> None:
     file = tmp_path / "run"
     file.write_text(json.dumps({}))
     with pytest.raises(OSError, match="Not a directory"):
-        make_folders.make([str(file / "nodes")])
+        make_folders.make_folders([str(file / "nodes")])
     assert file.is_file()

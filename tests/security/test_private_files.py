@@ -39,13 +39,13 @@ with perf.watch(model, optimizer, dir=sys.argv[1], share=sys.argv[2]) as watch:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     found = {}
-    for folder in directory.local_folders(watch.run_dir.name):
+    for folder in directory.create_local_folders(watch.run_dir.name):
         for path in (folder.parent, folder, *folder.iterdir()):
             if not path.is_symlink():
                 found[path.name] = path.lstat().st_mode
     oom = watch.run_dir / "oom"
     assert not problem_with(oom, shared=sys.argv[2] == "group")
-    ownership.write(oom / "rank00000-1.partial", "{}")
+    ownership.write_private_file(oom / "rank00000-1.partial", "{}")
     umask = os.umask(0o777)
 print("local", json.dumps(found), umask)
 """
@@ -106,11 +106,11 @@ def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     before = os.umask(0)
     try:
-        with ownership.as_private_as(made.nodes):
-            captures.ask(made.captures, _request())
+        with ownership.restrict_new_files_like(made.nodes):
+            captures.submit_request(made.captures, _request())
             folder = captures.rank_folder(made.captures, "one", 0)
             folder.mkdir(parents=True)
-        ownership.write(folder / captures.SNAPSHOT, b"")
+        ownership.write_private_file(folder / captures.SNAPSHOT, b"")
         assert os.umask(0) == 0
     finally:
         os.umask(before)

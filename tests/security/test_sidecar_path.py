@@ -51,7 +51,7 @@ def test_sidecar_gets_absolute_folders_without_the_scripts_folder(
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
-    found = children.search_path()
+    found = children.build_search_path()
 
     assert found[0] == "/x"
     assert not {"/script", "", "src"} & set(found)
@@ -66,4 +66,4 @@ def test_python_path_of_children_has_absolute_folders_in_order(
     monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "src:/x")
 
-    assert children.environment()["PYTHONPATH"] == "/started/in/src:/x"
+    assert children.build_environment()["PYTHONPATH"] == "/started/in/src:/x"

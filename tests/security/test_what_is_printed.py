@@ -165,11 +165,13 @@ def test_texts_of_a_captured_rank_are_escaped(
 
     run = make_run(tmp_path_factory.mktemp("capture"))
     request = Request("one", captures.BY_USER, time.time(), 0, (0,), 12, 3)
-    captures.ask(run.captures, request)
+    captures.submit_request(run.captures, request)
     folder = captures.rank_folder(run.captures, "one", 0)
     folder.mkdir(parents=True)
     outcome = Outcome("one", 0, ended=text, left_out={text: text, captures.TRACE: text})
-    captures.write(captures.outcome_path(folder), dataclasses.replace(outcome, first_step=3))
+    captures.write_capture_file(
+        captures.outcome_path(folder), dataclasses.replace(outcome, first_step=3)
+    )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         capture._wait(run, request, timeout_s=10, quiet=False)

@@ -131,7 +131,7 @@ def captured(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = RunDirectory(folder / "run")
     shutil.copytree(runs / "done", run.path)
     request = Request(ID, BY_USER, 1.0, 0, (1, 2), 10, 2)
-    capture_files.ask(run.captures, request)
+    capture_files.submit_request(run.captures, request)
     at = capture_files.rank_folder(run.captures, ID, 2)
     at.mkdir(parents=True)
     (at / TRACE).write_bytes(os.urandom(5 << 19))
@@ -145,7 +145,7 @@ def captured(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         left_out={"memory.pickle": "<i>no GPU</i>"},
         paused_s=0.25,
     )
-    capture_files.write(capture_files.outcome_path(at), outcome)
+    capture_files.write_capture_file(capture_files.outcome_path(at), outcome)
     secret = folder / "secret"
     secret.mkdir()
     for name in (TRACE, "stacks.txt", "capture.json"):

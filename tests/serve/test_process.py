@@ -22,7 +22,7 @@ from tests.support.leftovers import eventually
 from tests.support.long import long
 from tests.support.page_server import ENDS_WITHIN_S, IS_READ, PageServer, Stranger
 from tests.support.processes import ROOT, clean_environ
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 
 pytestmark = pytest.mark.distributed
 
@@ -144,7 +144,7 @@ def test_invalid_arguments_fail_with_one_line(runs: Path, tmp_path: Path) -> Non
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = serve(str(runs), PYTHONPATH=path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert install_command("serve") in done.stderr
+    assert build_install_command("serve") in done.stderr
 
 
 def test_invalid_http_is_refused_without_output(runs: Path) -> None:

@@ -58,7 +58,7 @@ class Node:
             "steps": 3, **changed,
         }  # fmt: skip
         request = Request(**values)
-        capture_files.ask(self.run.captures, request)
+        capture_files.submit_request(self.run.captures, request)
         return request
 
     def run_round(self, after_s: float = LOOK_S) -> None:
@@ -69,14 +69,16 @@ class Node:
     def asked(self) -> list[int]:
         """Return the ranks that have received a capture request."""
         return [
-            rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()
+            rank
+            for rank, live in self.ranks.items()
+            if capture_files.ring_request_path(live.ring).exists()
         ]
 
     def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
         """Answer a capture request as a rank does."""
         ring = self.ranks[rank].ring
-        request = capture_files.read(capture_files.ask_path(ring), Request)
-        capture_files.ask_path(ring).unlink()
+        request = capture_files.read_capture_file(capture_files.ring_request_path(ring), Request)
+        capture_files.ring_request_path(ring).unlink()
         (Path(request.folder) / RAW_TRACE).write_bytes(trace)
         outcome = Outcome(
             request.id,
@@ -86,14 +88,14 @@ class Node:
             files={TRACE: len(trace)},
             paused_s=0.25,
         )
-        capture_files.write(capture_files.answer_path(ring), outcome)
+        capture_files.write_capture_file(capture_files.ring_outcome_path(ring), outcome)
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
         return {
             (request.id, rank): outcome
             for request in capture_files.read_requests(self.run.captures)[0]
             for rank in request.ranks
-            if (outcome := capture_files.outcome(self.run.captures, request, rank)) is not None
+            if (outcome := capture_files.read_outcome(self.run.captures, request, rank)) is not None
         }
 
     def files(self, rank: int, request: str = "one") -> list[str]:
@@ -229,7 +231,7 @@ def test_request_without_an_answer_ends_after_a_timeout(node: Node) -> None:
     """A late answer does not count for the next request."""
     node.ask()
     node.run_round()
-    capture_files.ask_path(node.ranks[1].ring).unlink()
+    capture_files.ring_request_path(node.ranks[1].ring).unlink()
     node.run_round(3 * LONGEST_S - 1)
     assert node.outcomes() == {}
     node.run_round(2)
@@ -238,7 +240,7 @@ def test_request_without_an_answer_ends_after_a_timeout(node: Node) -> None:
     late = Outcome("one", 1, 12, 3)
     node.ask(id="two")
     node.run_round()
-    capture_files.write(capture_files.answer_path(node.ranks[1].ring), late)
+    capture_files.write_capture_file(capture_files.ring_outcome_path(node.ranks[1].ring), late)
     node.run_round(0.1)
     assert ("two", 1) not in node.outcomes()
     node.answer(1)
@@ -253,7 +255,7 @@ def test_request_without_an_answer_ends_after_a_timeout(node: Node) -> None:
 def test_request_ends_with_an_error_if_the_answer_is_unreadable(node: Node, answer: str) -> None:
     node.ask()
     node.run_round()
-    capture_files.answer_path(node.ranks[1].ring).write_text(answer)
+    capture_files.ring_outcome_path(node.ranks[1].ring).write_text(answer)
     node.run_round(0.1)
     node.run_round(0.1)
 
@@ -324,7 +326,7 @@ def test_capture_command_exits_0_only_if_there_is_a_trace(
         outcome = Outcome(asked[0].id, 0, 50, 3, files=files, left_out=left_out)
         folder = capture_files.rank_folder(node.run.captures, asked[0].id, 0)
         folder.mkdir(parents=True)
-        capture_files.write(capture_files.outcome_path(folder), outcome)
+        capture_files.write_capture_file(capture_files.outcome_path(folder), outcome)
 
     answering = threading.Thread(target=answers, daemon=True)
     answering.start()

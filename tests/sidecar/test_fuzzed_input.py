@@ -30,7 +30,7 @@ from tests.support.simulations import table_of
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.nodes import messages
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, ProcessGeneration
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -97,7 +97,7 @@ def ring_parts(draw: random.Random) -> Iterator[tuple[int, bytes]]:
 def read_all(path: Path) -> str:
     """Read a ring as a sidecar does. Return the name of a documented error, or ""."""
     try:
-        reader = Reader(path)
+        reader = RingReader(path)
     except RingError:
         return "refused"
     try:
@@ -107,7 +107,7 @@ def read_all(path: Path) -> str:
             assert (np.diff(batch.sequences) > 0).all()
             assert batch.lost >= 0
             for record in batch.records["name_id"].tolist():
-                ring.name_of(reader.names(), record)
+                ring.lookup_name(reader.names(), record)
         assert isinstance(reader.metadata(), dict)
         reader.open_spans()
         reader.groups()

@@ -13,7 +13,7 @@ from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.page.notebook import results_of
-from torchlens_perf.run.directory import RunDirectory, local_folders
+from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox
 from torchlens_perf.sidecar import live_results
 from torchlens_perf.sidecar.live_results import LiveResults
@@ -223,7 +223,7 @@ def test_mailbox_of_a_dead_process_is_removed_with_its_ring(run: RunDirectory) -
     rank.close()
     finish(run)
 
-    left = [path for folder in local_folders(run.run_id) for path in folder.iterdir()]
+    left = [path for folder in create_local_folders(run.run_id) for path in folder.iterdir()]
     assert left == []
     assert not any(box.path.exists() for box in boxes)
 

@@ -22,7 +22,7 @@ from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.sampling.decision import EVERYTHING
 from torchlens_perf.report.build import build
-from torchlens_perf.run.directory import RunDirectory, local_folders, sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, create_local_folders, sidecar_lock_path
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -40,7 +40,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
         tmp_path, f"{request.node.name[:40]}-{os.getpid()}".replace("[", "-").replace("]", "")
     )
     yield made
-    for folder in local_folders(made.run_id):
+    for folder in create_local_folders(made.run_id):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -59,7 +59,7 @@ def finish(
 ) -> list[dict[str, Any]]:
     """Run a sidecar to its end."""
     made, asked = sidecar(run, exporter, host)
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, exporter)
     return asked
@@ -72,9 +72,9 @@ def report(run: RunDirectory) -> dict[str, Any]:
 def dead_process() -> dict[str, int]:
     """Return pid and start time of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    from torchlens_perf.run.processes import process_started
+    from torchlens_perf.run.processes import process_start_ticks
 
-    started = process_started(child.pid)
+    started = process_start_ticks(child.pid)
     child.kill()
     child.wait()
     return {"pid": child.pid, "process_started": started or 0}
@@ -105,7 +105,7 @@ def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> Non
     assert set(steps["duration_ns"]) == {14_000_000, 19_000_000}
     assert asked[0]["columns"] == 77
     assert not any(rank.ring_path.exists() for rank in ranks)
-    assert not sidecar_lock(run.run_id).exists()
+    assert not sidecar_lock_path(run.run_id).exists()
 
 
 def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
@@ -276,7 +276,7 @@ def test_replay_rebuilds_a_lost_state_from_the_segments(run: RunDirectory) -> No
 
 def test_lock_admits_one_sidecar_per_node(run: RunDirectory) -> None:
     """The lock of a killed sidecar is free at once."""
-    path = sidecar_lock(run.run_id)
+    path = sidecar_lock_path(run.run_id)
     first, second = SidecarLock(path), SidecarLock(path)
 
     assert first.acquire()
@@ -289,7 +289,7 @@ def test_lock_admits_one_sidecar_per_node(run: RunDirectory) -> None:
 
 def test_lock_on_a_removed_file_is_ignored(run: RunDirectory) -> None:
     """A process that opened the removed file locks the new file instead."""
-    path = sidecar_lock(run.run_id)
+    path = sidecar_lock_path(run.run_id)
     holder, late, other = SidecarLock(path), SidecarLock(path), SidecarLock(path)
     assert holder.acquire()
     late._descriptor = os.open(path, os.O_RDWR)
@@ -315,7 +315,7 @@ def test_ring_registered_during_the_release_of_the_lock_is_read(run: RunDirector
             late.close()
 
     made, _ = sidecar(run)
-    lock = Interrupted(sidecar_lock(run.run_id))
+    lock = Interrupted(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     assert run_sidecar(made, lock, None)
     SidecarLock.close(lock)
@@ -586,7 +586,7 @@ def test_records_are_saved_although_judging_fails(
 
     owner, _, name = broken.rpartition(".")
     monkeypatch.setattr(type(attrgetter(owner)(made.monitor)), name, fails)
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, exporter)
     value = report(run)

@@ -14,8 +14,13 @@ import pytest
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
 from torchlens_perf.recorder.recorder import End
-from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders, sidecar_lock
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.directory import (
+    RunDirectory,
+    create_local_folders,
+    create_ring,
+    sidecar_lock_path,
+)
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import record_account
@@ -32,7 +37,7 @@ from torchlens_perf.verdicts import node_state
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
     made = make_run(tmp_path)
     yield made
-    for folder in local_folders(made.run_id):
+    for folder in create_local_folders(made.run_id):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -155,12 +160,12 @@ def test_watch_registers_its_ring_together_with_metadata(
 ) -> None:
     """Imports take seconds after the registration. The process may be killed during the imports."""
     import torchlens_perf as perf
-    from torchlens_perf.run.ring import Reader
+    from torchlens_perf.run.ring import RingReader
 
     seen = []
 
     def register(self: RunDirectory, host: str, ring: Path) -> None:
-        reader = Reader(ring)
+        reader = RingReader(ring)
         seen.append(reader.metadata()["identity"]["pid"])
         reader.close()
 
@@ -190,7 +195,7 @@ def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirector
         report(run)  # raises RunStoreError
 
     made = Sidecar(run, HOST, None, build_report)
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, None)
     run.node_state("node-b").unlink()
@@ -313,7 +318,7 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
         "allreduce": 17
     }
 
-    living = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
+    living = {"pid": os.getpid(), "process_started": process_start_ticks(os.getpid())}
     after = trained(run, ["broadcast", "allreduce"], "broadcast", **living)
     round_of(made)
     made.keep()
@@ -509,7 +514,7 @@ def test_state_size_does_not_grow_with_restarts(
 
 def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirectory) -> None:
     """A process that began after the rank cannot be the launcher that started the rank."""
-    dead = {**dead_process(), "process_started": (process_started(os.getpid()) or 0) - 1}
+    dead = {**dead_process(), "process_started": (process_start_ticks(os.getpid()) or 0) - 1}
     rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
     rank.steps(10, **WORK)
     made, _ = sidecar(run)

@@ -20,8 +20,8 @@ from tests.support.leftovers import eventually
 from tests.support.processes import SCRIPTS, clean_environ, report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from tests.support.warm_python import WarmPython
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock
-from torchlens_perf.run.ring import STEP, Reader
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock_path
+from torchlens_perf.run.ring import STEP, RingReader
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
 
@@ -56,7 +56,7 @@ class Job:
         (nodes,) = folder.glob("runs/*/nodes")
         self.run = RunDirectory(nodes.parent)
         assert eventually(lambda: len(self.run.local_rings()) == 1 and self.sidecar_pid() > 0)
-        self.reader = Reader(self.run.local_rings()[0])
+        self.reader = RingReader(self.run.local_rings()[0])
         self.sidecar = self.sidecar_pid()
         assert eventually(lambda: self.steps() > 50)
 
@@ -196,7 +196,7 @@ def test_rings_stay_open_across_an_exec_of_the_sidecar(run: RunDirectory) -> Non
 
     The new program continues with the open descriptors.
     """
-    rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock(run.run_id))
+    rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock_path(run.run_id))
     rank.steps(20, **WORK)
     assert lock.acquire()
     ring = os.open(rank.ring_path, os.O_RDONLY)

@@ -22,7 +22,7 @@ from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.ring import Kind, Reader
+from torchlens_perf.run.ring import Kind, RingReader
 from torchlens_perf.sidecar.host import process as host_signals
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
@@ -62,7 +62,7 @@ def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
         assert path.is_relative_to(run.path)
         simulated.record(timeline)
         simulated.close()
-        reader = Reader(path)
+        reader = RingReader(path)
         table, expected = (
             assemble_steps(reader.read(final=True).records),
             table_of(steps, rank, 10**12),
@@ -97,7 +97,7 @@ def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None
         path = run.registered_rings("node-0000")[-1]
         simulated.record(Timeline.of(steps))
         simulated.close()
-        reader = Reader(path)
+        reader = RingReader(path)
         records, names = reader.read(final=True).records, list(reader.names())
         reader.close()
         for name_id in np.unique(records["name_id"][records["kind"] == Kind.COLLECTIVE]):
@@ -124,7 +124,7 @@ def test_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> No
     simulated = SimulatedRank(run, "node-0000", Topology(2), 1, Anchor(1, 2, 3), "note")
     metadata = []
     for path in (real.ring_path, run.registered_rings("node-0000")[-1]):
-        reader = Reader(path)
+        reader = RingReader(path)
         metadata.append(reader.metadata())
         reader.close()
     real.close()

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchlens_perf.run import make_folders
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 
 # Names of this process's runs contain one of these texts. The second one is used if the start time
 # cannot be read.
 _DIGESTS = [
     hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
-    for started in (process_started(os.getpid()), None)
+    for started in (process_start_ticks(os.getpid()), None)
 ]
 
 

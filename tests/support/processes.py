@@ -14,7 +14,7 @@ from tests.support import warm_python
 from tests.support.reports import checked
 from torchlens_perf.errors import RAISE
 from torchlens_perf.report.build import build
-from torchlens_perf.run.directory import RunDirectory, sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, sidecar_lock_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.verdicts import node_state
 
@@ -93,7 +93,7 @@ def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None
     """Wait until no sidecar of this run is left on this node."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        lock = SidecarLock(sidecar_lock(run_directory.run_id))
+        lock = SidecarLock(sidecar_lock_path(run_directory.run_id))
         if lock.acquire():
             lock.remove()
             return

@@ -17,9 +17,9 @@ from tests.support.recorders import FakeClock
 from tests.support.tables import MS
 from torchlens_perf.config import Config
 from torchlens_perf.recorder.session import Session
-from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders
+from torchlens_perf.run.directory import RunDirectory, create_local_folders, create_ring
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
 
@@ -35,7 +35,7 @@ def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: An
     values: dict[str, Any] = {
         "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
         "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
-        "process_started": process_started(os.getpid()), "launcher_pid": os.getppid(), "elastic": False,
+        "process_started": process_start_ticks(os.getpid()), "launcher_pid": os.getppid(), "elastic": False,
         "program": "train.py", "traceparent": "", "attributes": {}, "node": changed.get("host", HOST),
     }  # fmt: skip
     return Identity(**{**values, **changed})
@@ -99,7 +99,7 @@ def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
     """Yield an empty run directory. Remove the folders of its rings at the end."""
     made = make_run(folder)
     yield made
-    for local in local_folders(made.run_id):
+    for local in create_local_folders(made.run_id):
         for path in local.iterdir():
             path.unlink()
         local.rmdir()

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from torchlens_perf.recorder import python
-from torchlens_perf.run.ring import Kind, Reader, RingFile
+from torchlens_perf.run.ring import Kind, RingFile, RingReader
 
 try:
     from torchlens_perf import _native
@@ -41,7 +41,7 @@ class Rig:
         self.clock = FakeClock() if clock == "fake" else clock
         self.ring = RingFile(folder / f"{len(list(folder.iterdir()))}.ring", capacity)
         self.recorder = implementation.Recorder(self.ring.buffer, self.ring.intern, self.clock)
-        self.reader = Reader(self.ring.path)
+        self.reader = RingReader(self.ring.path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records since the last call, with names and kinds as text."""

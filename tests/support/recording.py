@@ -16,7 +16,7 @@ from torchlens_perf.run.ring import (
     Flag,
     GroupProgress,
     Kind,
-    Reader,
+    RingReader,
     record_dtype,
 )
 
@@ -59,7 +59,7 @@ class Recording:
 
     def load(self, ring: Path) -> None:
         """Read a ring file from its beginning. No record may have been overwritten."""
-        reader = Reader(ring)
+        reader = RingReader(ring)
         names = reader.names()
         batch = reader.read(final=True)
         assert batch.lost == 0, (

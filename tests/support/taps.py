@@ -20,7 +20,7 @@ import pytest
 from torchlens_perf.hooks import python_tap
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.run import tap_requirements
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 
 _ROOT = Path(__file__).parents[2]
 _TINY = """
@@ -175,7 +175,7 @@ def has_ended(pid: int, within_s: float = 60) -> bool:
     """Return True if the process ends within the time limit."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
-        if process_started(pid) is None:
+        if process_start_ticks(pid) is None:
             return True
         time.sleep(0.02)
     return False

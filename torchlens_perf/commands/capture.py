@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS, TRACE
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.run.captures import Request
@@ -73,7 +73,7 @@ def capture(options: argparse.Namespace) -> int:
     request = _ask(run, options)
     if not options.quiet:
         print(
-            f"asked: ranks {ranges(request.ranks)}, {request.steps} steps from step"
+            f"asked: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
             f" {request.from_step} on"
         )
         print(
@@ -107,13 +107,13 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool)
     deadline_s = time.monotonic() + timeout_s
     while len(received) < len(request.ranks):
         with Progress(
-            f"waiting for ranks {ranges(_left(request, received))}", quiet=quiet
+            f"waiting for ranks {format_ranges(_left(request, received))}", quiet=quiet
         ) as progress:
             progress(len(received), len(request.ranks))
             new = _next(run, request, received, deadline_s)
         if not new:
             path = printable(str(run.path))
-            print(f"no answer from ranks {ranges(_left(request, received))} within {timeout_s:g} s. Next: "
+            print(f"no answer from ranks {format_ranges(_left(request, received))} within {timeout_s:g} s. Next: "
                   f"torchlens-perf report {path}, or nodes/*.log there")  # fmt: skip
             return 1
         for row in new:

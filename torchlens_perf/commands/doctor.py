@@ -20,7 +20,7 @@ from pathlib import Path
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.rings import memory
 from torchlens_perf.version import VERSION
 
@@ -120,7 +120,7 @@ def _native() -> Iterator[Check]:
         yield Check(LIMITED, "recorder", finding, "use a Python build with the GIL")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
-    remedy = f"reinstall: {install_command(options='--force-reinstall --no-deps')}"
+    remedy = f"reinstall: {build_install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
     finding = LOADING_PROBLEM or "the Python recorder: marks cost about ten times more"
@@ -143,7 +143,7 @@ def _tap() -> Iterator[Check]:
     finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
     finding += f" ({problems})" if problems else ""
     remedy = (
-        tap_requirements.obstacle(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.file_name())
         if NATIVE
         else tap_requirements.NO_RECORDER
     )
@@ -272,7 +272,7 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
             "use perf.section()",
         )
     elif not kernels.has_cupy():
-        remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
+        remedy = f"{build_install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
         driver.Driver()  # If this raises, examine() yields a BROKEN check.
@@ -322,7 +322,9 @@ def _autoload() -> Iterator[Check]:
             entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group)
         )
         finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-        yield Check(OK if found else LIMITED, f"entry point {group}", finding, install_command())
+        yield Check(
+            OK if found else LIMITED, f"entry point {group}", finding, build_install_command()
+        )
 
 
 def _settings() -> Iterator[Check]:
@@ -344,8 +346,8 @@ def _settings() -> Iterator[Check]:
 
 def _ring_place() -> Iterator[Check]:
     name = f"doctor-{os.getpid()}"
-    folders = list(directory.local_folders(name))
-    kinds = [memory.lies_on(folder, memory.IN_MEMORY) for folder in folders]
+    folders = list(directory.create_local_folders(name))
+    kinds = [memory.is_on_file_system(folder, memory.IN_MEMORY) for folder in folders]
     for folder in folders:
         folder.rmdir()
     if not folders:
@@ -417,12 +419,12 @@ def _stacks() -> Iterator[Check]:
     from torchlens_perf.run import tracer
     from torchlens_perf.sidecar.host.stacks import python_stack
 
-    needed = tracer.is_needed()
+    needed = tracer.must_name_tracer()
     if needed:
-        tracer.name_tracer(os.getpid())
+        tracer.allow_tracer(os.getpid())
     stack = python_stack(os.getpid())
     if needed:
-        tracer.name_tracer(0)
+        tracer.allow_tracer(0)
     if stack.lines:
         finding = "py-spy can read stacks"
         yield Check(OK, "stacks of a hanging rank", finding, records="stacks of a hanging rank")

@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     typed = typed_options(sys.orig_argv)
     environment = environment_at_start()
     _switch_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
-    program = children.interpreter()
+    program = children.find_interpreter()
     try:
         os.execve(program, [sys.orig_argv[0], *typed, *arguments], environment)
     except OSError as error:

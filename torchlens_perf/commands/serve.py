@@ -11,7 +11,7 @@ from typing import Any
 
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
@@ -51,7 +51,7 @@ def serve(options: argparse.Namespace) -> int:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}"
+            f"serve needs {' and '.join(missing)}, not installed here: {build_install_command('serve')}"
         )
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server

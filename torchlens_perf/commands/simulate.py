@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.commands.progress import Advanced, Progress, nothing
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
-from torchlens_perf.run.open_files import allow_many_open_files
+from torchlens_perf.run.open_files import raise_open_file_limit
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -195,7 +195,7 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
         device = SimulatedDevice(options.late_steps, options.missing, options.launch_bound)
     with (
         Progress("simulating", quiet=options.quiet) as progress,
-        ownership.as_private_as(run.nodes),
+        ownership.restrict_new_files_like(run.nodes),
     ):
         record(simulation, options.steps, run, note, device, progress)
     report, states = report_and_states(run)
@@ -213,7 +213,7 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
 
 
 def _allow_open_files(count: int) -> None:
-    limit = allow_many_open_files()
+    limit = raise_open_file_limit()
     if 0 <= limit < count:
         raise ConfigError(
             f"{count} files must be open at a time, and the limit is {limit}: raise it, or use"

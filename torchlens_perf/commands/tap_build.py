@@ -24,9 +24,9 @@ from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.tap_requirements import (
     BuildError,
-    Failure,
-    compiler_command,
-    place_to_build,
+    FailureRecord,
+    choose_build_folder,
+    find_compiler,
 )
 
 _TIMEOUT_S = 600
@@ -55,7 +55,7 @@ def build() -> Path:
     found = native_tap.loaded_from()
     if found is not None:
         return found
-    compiler, place = _what_builds(tap_requirements.places())
+    compiler, place = _what_builds(tap_requirements.tap_folders())
     with _lock(place):
         return _built(compiler, place, timeout_s=_TIMEOUT_S)
 
@@ -68,8 +68,8 @@ def build_in_background(name: str) -> Path:
     takes seconds. There is no timeout, because at the lowest priority the build may wait long for a
     CPU. Raises BuildError.
     """
-    compiler, place = _what_builds(tap_requirements.places()[::-1])
-    failure = Failure(place, name)
+    compiler, place = _what_builds(tap_requirements.tap_folders()[::-1])
+    failure = FailureRecord(place, name)
     with _lock(place):
         said = failure.remembered(compiler)
         if said is not None:
@@ -95,7 +95,7 @@ def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
     """Return the compiler's command and the folder, created if needed. Raises BuildError."""
     if not recorder.NATIVE:  # The tap needs the native recorder.
         raise BuildError(tap_requirements.NO_RECORDER)
-    return compiler_command(), place_to_build(places, make=True)
+    return find_compiler(), choose_build_folder(places, make=True)
 
 
 @contextlib.contextmanager

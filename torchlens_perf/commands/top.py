@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -57,7 +57,7 @@ def top(options: argparse.Namespace) -> int:
         return _plain(options.run, Terminal(not unicode, color), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(
-            f"top needs Textual, which is not installed: {install_command('top')}. `top --once`"
+            f"top needs Textual, which is not installed: {build_install_command('top')}. `top --once`"
             " works without it"
         )
     _give_way()

@@ -37,7 +37,7 @@ from torchlens_perf.cuda.stamps import Leftover
 from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, PendingSteps, StepReduction
 from torchlens_perf.errors import guard
 from torchlens_perf.run.device.merged_rows import MAX_RANKS, SECTION, STANDS_OUT, MergedRow
-from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
+from torchlens_perf.run.device.step_parts import ROW_NAMES, StepPart
 from torchlens_perf.run.sketch import bucket_bounds
 
 if TYPE_CHECKING:
@@ -96,19 +96,21 @@ class DeviceAggregate:
 
         self._device, self._driver, self._ring, self._group = device, driver, ring, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._slots = slots = ring.slots + len(Row)  # Sections first, then the parts of steps.
+        self._slots = slots = ring.slots + len(StepPart)  # Sections first, then the parts of steps.
         with device.aside():
             self._sums = device.zeros(slots * SUM_ROW + self.ranks * slots)
             self._largest = device.zeros(slots * _LARGEST_ROW)
             # The part of the result that is copied to the host, without the histograms.
-            self._small = device.zeros(slots * sum(_SMALL_WIDTHS) + (1 + len(Row)) * self.ranks)
+            self._small = device.zeros(
+                slots * sum(_SMALL_WIDTHS) + (1 + len(StepPart)) * self.ranks
+            )
             self._parts = device.zeros(1)
             self._parts.fill_(int(_PARTS.view(np.int64)[0]))
             self._digests = device.zeros(2 * slots).view(slots, 2)
             self._digests.fill_(_NO_NAME)
             for row, name in enumerate(ROW_NAMES):
                 self._name_slot(ring.slots + row, f"step part {name}")
-            memory = device.zeros(BLOCK_WORDS), device.zeros(len(Row) * sum(ROW_WIDTHS))
+            memory = device.zeros(BLOCK_WORDS), device.zeros(len(StepPart) * sum(ROW_WIDTHS))
         self._digested_count = 0  # Number of sections whose digests have been written.
         self._launches = self._small_launches(functions)
         self._host_memory = self._take_host_memory(8 * len(self._small))
@@ -231,7 +233,7 @@ class DeviceAggregate:
         )
         grid = -(-slots * 32 // _QUANTILE_THREADS)
         launches = [(functions["merged_quantiles"], grid, _QUANTILE_THREADS, 0, quantiles)]
-        each_row = ((sections + row, 1, 1 + row) for row in range(len(Row)))
+        each_row = ((sections + row, 1, 1 + row) for row in range(len(StepPart)))
         for slot, count, table in [(0, sections, 0), *each_row]:
             times, middle_at = (
                 np.uint64(sums + 8 * (slots * SUM_ROW + slot)),
@@ -289,7 +291,7 @@ class _Result:
         """tables: the views returned by _small_parts()."""
         self._table, self._largest, buckets, middle, worst = tables
         self._buckets, self._middle = buckets.view(np.int32), middle.view(np.float32)
-        packed = worst.view(np.uint64).reshape(1 + len(Row), ranks)
+        packed = worst.view(np.uint64).reshape(1 + len(StepPart), ranks)
         self._slot = (packed[0] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         self._scores = (packed >> np.uint64(32)).astype(np.uint32).view(np.float32)
         self._bounds = bucket_bounds()
@@ -316,7 +318,7 @@ class _Result:
         The work also has a row for the second slowest rank, which limits how much earlier the step
         would end without the slowest one. first: the slot of the first part.
         """
-        in_work = self._scores[1 + Row.WORK]
+        in_work = self._scores[1 + StepPart.WORK]
         order = np.argsort(-in_work, kind="stable")[:MAX_RANKS].tolist()
         stand_out = [rank for rank in order if in_work[rank] >= STANDS_OUT]
         found = []
@@ -324,7 +326,7 @@ class _Result:
             slot, scores = first + row, self._scores[1 + row]
             if not self.times(slot) or not self._agreed(slot, f"step part {name}"):
                 continue
-            of = [int(np.argmax(scores)), *(order[:2] if row == Row.WORK else []), *stand_out]
+            of = [int(np.argmax(scores)), *(order[:2] if row == StepPart.WORK else []), *stand_out]
             ranks = [rank for rank in dict.fromkeys(of) if scores[rank] > 0]
             count = int((scores >= STANDS_OUT).sum())
             rows = [self._row(slot, name, rank, scores) for rank in ranks or [-1]]

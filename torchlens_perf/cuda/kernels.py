@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.errors import DeviceError
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
@@ -67,7 +67,7 @@ def _import_cupy() -> Any:
     if _import_error:
         raise DeviceError(_import_error)
     if not has_cupy():
-        raise DeviceError(f"CuPy is missing: {install_command('cuda13')} (CUDA 12: [cuda12])")
+        raise DeviceError(f"CuPy is missing: {build_install_command('cuda13')} (CUDA 12: [cuda12])")
     try:
         with _device_errors("CuPy cannot be imported"):
             import cupy

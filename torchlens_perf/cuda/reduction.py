@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.run.sketch import LOWEST_OCTAVE, PER_OCTAVE, octave_bounds, pack
+from torchlens_perf.run.sketch import LOWEST_OCTAVE, PER_OCTAVE, compute_octave_bounds, pack_words
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -88,7 +88,8 @@ def mantissa_bounds() -> npt.NDArray[np.uint64]:
     which does not change any comparison.
     """
     return np.array(
-        sorted(bound if bound < 1 << 64 else bound >> 1 for bound in octave_bounds()), np.uint64
+        sorted(bound if bound < 1 << 64 else bound >> 1 for bound in compute_octave_bounds()),
+        np.uint64,
     )
 
 
@@ -105,4 +106,6 @@ def to_records(
     squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
     most, minus_least = largest.tolist()
     median, mad = exact[: Exact.MAD + 1].tolist()
-    return pack([count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(Sum) :])
+    return pack_words(
+        [count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(Sum) :]
+    )

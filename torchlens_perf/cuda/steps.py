@@ -26,9 +26,9 @@ import numpy as np
 from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, tables_in
 from torchlens_perf.cuda.stamps import REDUCE_THREADS, Leftover
-from torchlens_perf.run.device.step_parts import Row
+from torchlens_perf.run.device.step_parts import StepPart
 
-ROWS = len(Row)
+ROWS = len(StepPart)
 PLACES = 128  # One of them is never read, see reduce_window in kernels.cu.
 # Words of the array with the number of steps in each row, 32 bits each. An equal array follows with
 # the number of steps read before, which is always 0.
@@ -49,7 +49,7 @@ class PendingSteps:
         """Number of steps that have been removed for a merge."""
 
     def add(self, rows: list[int]) -> None:
-        """Add a step. rows: the result of step_parts.rows_of()."""
+        """Add a step. rows: the result of step_parts.compute_rows()."""
         if len(self.steps) == PLACES - 1:
             self.steps.popleft()
         self.steps.append(rows)

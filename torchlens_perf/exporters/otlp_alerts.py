@@ -11,7 +11,7 @@ from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.delivery.otlp_requests import in_span
 from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.otlp_spans import span_context, trace_id
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -50,7 +50,7 @@ def _attributes(run_id: str, alert: Alert) -> dict[str, Any]:
         semantics.RUN_ID: run_id,
         semantics.RESTART_COUNT: alert.attempt,
         semantics.RANK: alert.rank,
-        semantics.RANKS: ranges(alert.ranks) or None,
+        semantics.RANKS: format_ranges(alert.ranks) or None,
         semantics.SUSPECT_HOST: alert.host or None,
         semantics.PHASE: alert.phase,
         semantics.SINCE_STEP: alert.since_step,

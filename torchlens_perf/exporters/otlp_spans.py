@@ -19,7 +19,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_caller import link
 from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Flag, kind_name
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str
     left_out = world_size - len(chosen.ranks) if chosen.roles else 0
     return {
         semantics.SAMPLED_BECAUSE: chosen.because,
-        semantics.RANKS_SENT: ranges(chosen.ranks if chosen.roles else range(world_size)),
+        semantics.RANKS_SENT: format_ranges(chosen.ranks if chosen.roles else range(world_size)),
         semantics.RANKS_LEFT_OUT: left_out,
         semantics.STEPS_LEFT_OUT: chosen.left_out,
     }

@@ -61,7 +61,7 @@ class _Captures:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._request_path = str(capture_files.ask_path(session.ring_path))
+        self._request_path = str(capture_files.ring_request_path(session.ring_path))
         self._capture: _Capture | None = None
 
     @_OURS
@@ -71,7 +71,7 @@ class _Captures:
             return
         request, refused = None, ""
         try:
-            request = capture_files.read(Path(self._request_path), Request)
+            request = capture_files.read_capture_file(Path(self._request_path), Request)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -83,7 +83,9 @@ class _Captures:
             return
         if request is None:
             outcome = Outcome(capture_files.UNREADABLE, self._session.identity.rank, ended=refused)
-            capture_files.write(capture_files.answer_path(self._session.ring_path), outcome)
+            capture_files.write_capture_file(
+                capture_files.ring_outcome_path(self._session.ring_path), outcome
+            )
             return
         self._capture = _Capture(self._session, request)
         self._session.step_callbacks.add(CaptureHook.name, self._step_ends)
@@ -280,7 +282,10 @@ class _Capture:
             self._left_out[name] = dump
         else:
             self._write_if_small(
-                name, name, lambda path: ownership.write(path, dump), MAX_SNAPSHOT_BYTES
+                name,
+                name,
+                lambda path: ownership.write_private_file(path, dump),
+                MAX_SNAPSHOT_BYTES,
             )
 
     def _answer(self, ended: str) -> None:
@@ -298,7 +303,9 @@ class _Capture:
             paused_s=self._paused_s,
             torch=torch.__version__,
         )
-        capture_files.write(capture_files.answer_path(session.ring_path), outcome)
+        capture_files.write_capture_file(
+            capture_files.ring_outcome_path(session.ring_path), outcome
+        )
 
 
 def _cuda_is_used(torch: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.run import ownership, tracer
 from torchlens_perf.run.directory import find_sidecar_lock
-from torchlens_perf.run.processes import is_in
+from torchlens_perf.run.processes import is_signal_in_set
 from torchlens_perf.run.ring import STACK_SIGNAL as SIGNAL
 from torchlens_perf.run.sidecar_status import read_status
 
@@ -37,7 +37,7 @@ class ReaderHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        if not tracer.is_needed():
+        if not tracer.must_name_tracer():
             yield
             return
         run_id, named = session.identity.run_id, False
@@ -48,7 +48,7 @@ class ReaderHook:
                 pid, _, _ = read_status(str(find_sidecar_lock(run_id)))
                 named = pid > 0
                 if named:
-                    tracer.name_tracer(pid)
+                    tracer.allow_tracer(pid)
 
         name_sidecar()
         with session.throttled(self.name, name_sidecar):
@@ -56,7 +56,7 @@ class ReaderHook:
                 yield
             finally:
                 if named and not session.recorder.closed:
-                    tracer.name_tracer(0)
+                    tracer.allow_tracer(0)
 
 
 class StackHook:
@@ -72,7 +72,7 @@ class StackHook:
     def attach(self, session: Session) -> Iterator[None]:
         # Ask the kernel: signal.getsignal() does not know handlers installed by C code, such as
         # those of faulthandler.
-        if is_in("SigCgt", SIGNAL) or is_in("SigIgn", SIGNAL):
+        if is_signal_in_set("SigCgt", SIGNAL) or is_signal_in_set("SigIgn", SIGNAL):
             yield  # The sidecar still gets stacks from py-spy.
             return
         path = session.ring_path.with_suffix(".stack")
@@ -82,7 +82,7 @@ class StackHook:
                 path.unlink(missing_ok=True)
 
         with (
-            open(ownership.create(path), "wb") as file,
+            open(ownership.create_private_file(path), "wb") as file,
             session.throttled("faulthandler", remove_if_replaced),
         ):
             faulthandler.register(SIGNAL, file=file, all_threads=False)

@@ -19,7 +19,7 @@ from opentelemetry.sdk.resources import Resource, ResourceDetector
 from torchlens_perf.errors import guard
 from torchlens_perf.run import identity
 from torchlens_perf.run.place import launcher
-from torchlens_perf.run.processes import command_line
+from torchlens_perf.run.processes import read_command_line
 
 
 class TorchlensPerfResourceDetector(ResourceDetector):
@@ -49,13 +49,13 @@ def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
     out, because this may be the launcher itself. The run's id is included if it is known without
     the node's other ranks: from TORCHLENS_PERF_RUN_ID, Slurm or Open MPI.
     """
-    place = launcher.place(environ, None, command_line(os.getppid()))
+    place = launcher.detect_place(environ, None, read_command_line(os.getppid()))
     found: dict[str, str | int] = {
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
-        **identity.job_attributes(environ),
+        **identity.collect_job_attributes(environ),
     }
-    run_id = identity.known_run_id(environ, place)
+    run_id = identity.run_id_from_environment(environ, place)
     if run_id:
         found[identity.RUN_ID] = run_id
     if place.launcher:

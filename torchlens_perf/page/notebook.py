@@ -18,7 +18,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import named_ranks
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.run.verdicts import Summary, Verdict, overhead_words, sentence_and_action
+from torchlens_perf.run.verdicts import Summary, Verdict, format_overhead, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.view.headline import headlines, overall
@@ -126,7 +126,7 @@ def _numbers(report: Report) -> Element:
     numbers = {
         unit: str(steps["count"]),
         **{name: duration_or_dash(value) for name, value in quantiles.items()},
-        "overhead": overhead_words(quality["overhead_share"]),
+        "overhead": format_overhead(quality["overhead_share"]),
         "CPU time of sidecars": duration(quality["sidecar_cpu_s"]),
         "lost records": str(quality["lost"]),
     }
@@ -165,7 +165,7 @@ def _summary(report: Report, run_dir: str) -> Summary:
 
 
 def _of_row(row: VerdictRow) -> Verdict:
-    text, action = map(printable, sentence_and_action(row["text"]))
+    text, action = map(printable, split_sentence_and_action(row["text"]))
     return Verdict(
         row["kind"], text, action, row["rank"], row["phase"], row["cost_s_per_step"], row["cost_share"],
         row["since_step"],

@@ -39,10 +39,10 @@ class FolderRequest:
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
         access = make_folders.SHARED if shared else make_folders.PRIVATE
-        command = children.script(make_folders.__file__, access, *map(str, folders))
+        command = children.build_script_command(make_folders.__file__, access, *map(str, folders))
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process = children.start(
+            self._process = children.start_child(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
         except OSError as error:

@@ -32,11 +32,13 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
     descriptor = memory.open_to_read(str(ring.path))
     try:
-        command = children.script(
+        command = children.build_script_command(
             copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings(host)),
             *map(str, run.ring_files(ring.path)),
         )  # fmt: skip
-        process = children.start(command, stdout=subprocess.PIPE, bufsize=0, pass_fds=[descriptor])
+        process = children.start_child(
+            command, stdout=subprocess.PIPE, bufsize=0, pass_fds=[descriptor]
+        )
     finally:
         os.close(descriptor)
     assert process.stdout is not None

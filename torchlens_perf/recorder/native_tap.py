@@ -63,10 +63,12 @@ def find(name: str) -> Iterator[tuple[Path, str | None]]:
     """Return files of that name in order of preference, each with the reason not to load it, or
     None.
     """
-    for place in tap_requirements.places():
+    for place in tap_requirements.tap_folders():
         path = place / name
         try:
-            refused = ownership.others_can_change(place) or ownership.others_can_change(path)
+            refused = ownership.why_others_can_change(place) or ownership.why_others_can_change(
+                path
+            )
             if path.is_file():
                 yield path, refused
         except OSError:

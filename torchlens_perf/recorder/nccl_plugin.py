@@ -133,7 +133,7 @@ def problem() -> str:
     """Return why NCCL cannot load the plugin, or ""."""
     found = _file()
     try:
-        refused = ownership.others_can_change(found)
+        refused = ownership.why_others_can_change(found)
     except OSError:
         return "the plugin was not built"
     if refused is not None:

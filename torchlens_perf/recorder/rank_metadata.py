@@ -17,9 +17,9 @@ from torchlens_perf.errors import guard
 from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.recorder import NATIVE
-from torchlens_perf.run.identity import job_store, model_digest
-from torchlens_perf.run.processes import age_s, cpu_wait_ns
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.identity import digest_module_names, job_store_address
+from torchlens_perf.run.processes import main_thread_cpu_wait_ns, process_age_s
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_GROUPS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.recorder import Recorder
     from torchlens_perf.run.clock import Anchor, HostClock
-    from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
+    from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, ProcessGroup
     from torchlens_perf.run.ring import RingFile
 
 # Notes share 8 KB with all other metadata.
@@ -43,7 +43,7 @@ class Facts(TypedDict, total=False):
 
     memory_source: str
     """Source of the memory readings, such as a device."""
-    device: DeviceClock
+    device: DeviceClockQuality
     gpus: list[Gpu]
     """GPUs that this process computes on."""
     stack_file: str
@@ -117,7 +117,7 @@ class RankMetadata:
             self.publish()
 
     def add_group(self, name: str, members: Sequence[int], description: str) -> None:
-        self.groups[name] = {"ranks": ranges(members), "description": description}
+        self.groups[name] = {"ranks": format_ranges(members), "description": description}
         self.publish()
 
     def add_device_group(self, name: str, device: str) -> None:
@@ -160,16 +160,16 @@ class RankMetadata:
             return
         # Only the first step contains compilation.
         if recorder.step <= 1 and self._facts["process_began_ns"]:
-            self._facts["start_cpu_wait_ns"] = cpu_wait_ns(os.getpid())
+            self._facts["start_cpu_wait_ns"] = main_thread_cpu_wait_ns(os.getpid())
         self._ring.set_metadata(
             {
                 **self._facts,
                 "anchor": (self._simulated_from or self._host_clock.anchor())._asdict(),
                 "run_dir": self._ring.run_dir,
-                "model": model_digest(self._module_names),
+                "model": digest_module_names(self._module_names),
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "threads": _threads(has_computed=recorder.step > 0),
-                "job_store": job_store(os.environ) if self._may_have_store else None,
+                "job_store": job_store_address(os.environ) if self._may_have_store else None,
                 "compile_s": _compile_s(),
                 "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
             }
@@ -189,7 +189,7 @@ def _process_began_ns(identity: Identity) -> int:
     if not identity.process_started or _start_reported_by == os.getpid():
         return 0
     _start_reported_by = os.getpid()
-    return max(1, time.monotonic_ns() - int(age_s(identity.process_started) * 1e9))
+    return max(1, time.monotonic_ns() - int(process_age_s(identity.process_started) * 1e9))
 
 
 def _threads(*, has_computed: bool) -> int:

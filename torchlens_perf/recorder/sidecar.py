@@ -13,13 +13,13 @@ from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
 from torchlens_perf.run.directory import (
     RunDirectory,
+    describe_kept_records,
     find_sidecar_lock,
-    sidecar_lock,
-    sidecar_log,
-    where_kept,
+    sidecar_lock_path,
+    sidecar_log_path,
 )
-from torchlens_perf.run.processes import process_cpu_time_s, process_stat, threads
-from torchlens_perf.run.sidecar_lock import SidecarLock, is_held
+from torchlens_perf.run.processes import process_cpu_time_s, process_state_and_start, thread_ids
+from torchlens_perf.run.sidecar_lock import SidecarLock, is_lock_held
 from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 
 if TYPE_CHECKING:
@@ -48,20 +48,22 @@ def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
 
 
 def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     if not lock.acquire():
         return False
     try:
-        command = children.command("sidecar", str(run.path), "--host", identity.node)
+        command = children.build_command("sidecar", str(run.path), "--host", identity.node)
         command += ["--lock-descriptor", str(lock.descriptor)]
         if not identity.on_one_node:
             command.append(SEVERAL_NODES)
         if run.shared:
             command.append(SHARED)
         environment = (
-            {**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment()
+            {**children.build_environment(), EXCHANGE_TOKEN: token}
+            if token
+            else children.build_environment()
         )
-        with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
+        with open(sidecar_log_path(lock.path), "ab", opener=ownership.open_to_append) as log:
             children.start_detached(
                 command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor]
             )
@@ -92,10 +94,12 @@ class LateReport:
         with contextlib.suppress(OSError):
             lock = find_sidecar_lock(self._run.run_id)
             pid, _, doing = sidecar_status.read_status(str(lock))
-            if lock is not None and not pid and is_held(lock):
+            if lock is not None and not pid and is_lock_held(lock):
                 # The interpreter is starting.
                 return time.monotonic()
-            if pid and any(process_stat(pid, thread)[0] == "R" for thread in threads(pid)):
+            if pid and any(
+                process_state_and_start(pid, thread)[0] == "R" for thread in thread_ids(pid)
+            ):
                 return time.monotonic()
             return doing, process_cpu_time_s(pid) if pid else 0.0
         return None
@@ -109,14 +113,18 @@ class LateReport:
         lock = find_sidecar_lock(self._run.run_id)
         gone = self._why_no_report_comes(lock)
         if gone:
-            log = self._log if lock is None or not sidecar_log(lock).exists() else sidecar_log(lock)
+            log = (
+                self._log
+                if lock is None or not sidecar_log_path(lock).exists()
+                else sidecar_log_path(lock)
+            )
             return (
                 f"there is no report: {gone} (see {log}). Next: torchlens-perf sidecar"
                 f" {self._run.path}"
             )
         _, _, status = sidecar_status.read_status(str(lock))
         if status == sidecar_status.CANNOT_WRITE:
-            return f"there is no report: the sidecar {status}{where_kept(self._run)}"
+            return f"there is no report: the sidecar {status}{describe_kept_records(self._run)}"
         return (
             f"the report is not ready after {waited_s:.1f} s (the sidecar"
             f" {self._doing(lock, waited_s)}); it will be in {self._run.report}; show it with:"
@@ -129,8 +137,8 @@ class LateReport:
             return "the sidecar has ended without one"
         pid, started, _ = sidecar_status.read_status(str(lock))
         if not pid:
-            return "" if is_held(lock) else "the sidecar could not be started"
-        state, began = process_stat(pid)
+            return "" if is_lock_held(lock) else "the sidecar could not be started"
+        state, began = process_state_and_start(pid)
         return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
 
     def _doing(self, lock: Path | None, waited_s: float) -> str:
@@ -138,7 +146,7 @@ class LateReport:
         pid, _, doing = sidecar_status.read_status(str(lock))
         if not pid:
             return "has not started yet"
-        states = {process_stat(pid, thread)[0] for thread in threads(pid)}
+        states = {process_state_and_start(pid, thread)[0] for thread in thread_ids(pid)}
         if states & {"T", "t"}:
             return f"is stopped: kill -CONT {pid}"
         if "R" in states:

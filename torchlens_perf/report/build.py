@@ -33,9 +33,9 @@ from torchlens_perf.report.step_classes import (
     typical_step,
 )
 from torchlens_perf.report.step_history import step_history
-from torchlens_perf.run.place.node import host_of
+from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
-from torchlens_perf.run.sketch import merged
+from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.held import VerdictTimes
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
@@ -272,7 +272,7 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
     Several nodes can have one host name, for example pods on the host's network. They are listed by
     their names in the run directory.
     """
-    hosts = [host_of(node.host) for node in nodes]
+    hosts = [host_of_node(node.host) for node in nodes]
     return sorted(
         node.host if hosts.count(host) > 1 else host
         for node, host in zip(nodes, hosts, strict=True)
@@ -314,7 +314,7 @@ def _steps(
     device, host step times mislead: most steps last as long as issuing their kernels, and a step
     that synchronizes, for example to print a loss, includes the device time of all steps before it.
     """
-    warm_up = merged(process.statistics.warm_up for process in processes.values())
+    warm_up = merge_sketches(process.statistics.warm_up for process in processes.values())
     by_device = bool(processes) and all(
         process.judged_by == DEVICE for process in processes.values()
     )
@@ -327,7 +327,7 @@ def _steps(
             (process.statistics.counted_steps for process in processes.values()), default=0
         ),
         "by": DEVICE if by_device else HOST,
-        **distribution(merged(of_each)),
+        **distribution(merge_sketches(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
         "warm_up_parts": _warm_up_parts(processes),
         "made": max(map(_made_steps, processes.values()), default=0),
@@ -497,8 +497,8 @@ def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
     """
     statistics = [process.statistics for process in processes.values()]
     steps, warm_up = (
-        merged(each.step for each in statistics),
-        merged(each.warm_up for each in statistics),
+        merge_sketches(each.step for each in statistics),
+        merge_sketches(each.warm_up for each in statistics),
     )
     taken = steps if steps.count else warm_up
     if not taken.sum_ns:

@@ -27,7 +27,7 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
         unusable += [f"a capture request is invalid: {why}" for why in unreadable]
     for request in requests:
         for rank in request.ranks:
-            outcome = capture_files.outcome(run.captures, request, rank)
+            outcome = capture_files.read_outcome(run.captures, request, rank)
             if outcome is None:
                 continue
             first, folder = (

@@ -16,7 +16,7 @@ from torchlens_perf.analysis.collectives.statistics import (
     merged_operations,
 )
 from torchlens_perf.report.distribution import distribution
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
@@ -124,8 +124,8 @@ def _row(
         "dtype": key.dtype or None,
         "description": key.group.description,
         "pair": None if key.pair is None else list(key.pair),
-        "ranks": ranges(sorted(key.members)) if key.members else None,
-        "ranks_seen": ranges(seen),
+        "ranks": format_ranges(sorted(key.members)) if key.members else None,
+        "ranks_seen": format_ranges(seen),
         "count": statistics.records,
         "ended": statistics.ended,
         "asynchronous": statistics.asynchronous,

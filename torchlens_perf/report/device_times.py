@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_mix import classify
 from torchlens_perf.report.distribution import distribution
-from torchlens_perf.run.sketch import merged
+from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     ):
         stamped = {rank: process.statistics.device.stamped for rank, process in processes.items()}
         calls = {rank: sketches[name] for rank, sketches in stamped.items() if name in sketches}
-        whole = merged(calls.values())
+        whole = merge_sketches(calls.values())
         over_all = next(
             (
                 p.statistics.device.merged[name]

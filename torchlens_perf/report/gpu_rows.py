@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
-from torchlens_perf.run.place.node import host_of
+from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "uuid": uuid,
                 "name": known and known.name,
                 "pci_bus_id": known and known.pci_bus_id,
-                "host": host_of(node.host),
+                "host": host_of_node(node.host),
                 "ranks": ranks,
                 "samples": totals.samples,
                 "measured_s": totals.measured_ns / 1e9,
@@ -73,7 +73,7 @@ def link_rows(nodes: list[NodeState]) -> list[Link]:
             rows.append(
                 {
                     "port": name,
-                    "host": host_of(node.host),
+                    "host": host_of_node(node.host),
                     "layer": totals.layer,
                     "rate_bits": totals.rate_bits,
                     "samples": totals.samples,

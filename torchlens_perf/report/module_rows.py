@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.report.device_times import own_device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.step_classes import typical_step
-from torchlens_perf.run.sketch import Sketch, merged
+from torchlens_perf.run.sketch import Sketch, merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     for name in _all_names(processes, "modules"):
         calls = _by_rank(processes, "modules", name)
         backwards = _by_rank(processes, "module_backwards", name)
-        whole, backward = merged(calls.values()), merged(backwards.values())
-        device = merged(
+        whole, backward = merge_sketches(calls.values()), merge_sketches(backwards.values())
+        device = merge_sketches(
             process.statistics.device.modules.get(name, Sketch()) for process in processes.values()
         )
         by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
@@ -80,9 +80,9 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):
         calls = _by_rank(processes, "sections", name)
-        whole = merged(calls.values())
+        whole = merge_sketches(calls.values())
         whole_ns[name] = whole.sum_ns
-        device = merged(
+        device = merge_sketches(
             process.statistics.device.sections.get(name, Sketch()) for process in processes.values()
         )
         by_rank = {

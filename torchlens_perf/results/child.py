@@ -20,13 +20,13 @@ def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
     Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with
     its message.
     """
-    command = children.command(*arguments)
+    command = children.build_command(*arguments)
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            env=children.environment(),
+            env=children.build_environment(),
             cwd="/",
             timeout=timeout_s,
             check=False,

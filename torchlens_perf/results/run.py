@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.results.ask import RunHandle
 from torchlens_perf.results.methods import Backend, HasResults
-from torchlens_perf.run.directory import RunDirectory, writer_lives
-from torchlens_perf.run.ring import STATE, Reader, State
+from torchlens_perf.run.directory import RunDirectory, is_writer_running
+from torchlens_perf.run.ring import STATE, RingReader, State
 
 if TYPE_CHECKING:
     from torchlens_perf.results.summary import Verdict
@@ -68,8 +68,8 @@ class Run(HasResults):
 def _is_live(ring: Path) -> bool:
     """Return True if a process still records into a ring file."""
     try:
-        reader = Reader(ring)
+        reader = RingReader(ring)
     except (OSError, RingError):
         return False
     with contextlib.closing(reader):
-        return writer_lives(ring) and reader.counter(STATE) != State.CLOSED
+        return is_writer_running(ring) and reader.counter(STATE) != State.CLOSED

@@ -117,12 +117,12 @@ class Outcome:
     torch: str = ""
 
 
-def ask_path(ring: Path) -> Path:
+def ring_request_path(ring: Path) -> Path:
     """Return the path of the file in which a rank receives a request."""
     return ring.with_suffix(".capture")
 
 
-def answer_path(ring: Path) -> Path:
+def ring_outcome_path(ring: Path) -> Path:
     """Return the path of the file in which a rank returns its outcome."""
     return ring.with_suffix(".captured")
 
@@ -139,23 +139,23 @@ def outcome_path(folder: Path) -> Path:
     return folder / "capture.json"
 
 
-def write(path: Path, value: Request | Outcome) -> None:
+def write_capture_file(path: Path, value: Request | Outcome) -> None:
     """Write a request or an outcome atomically. Raise OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        ownership.write(partial, json.dumps(dataclasses.asdict(value), indent=1))
+        ownership.write_private_file(partial, json.dumps(dataclasses.asdict(value), indent=1))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def read(path: Path, kind: type[_T]) -> _T:
+def read_capture_file(path: Path, kind: type[_T]) -> _T:
     """Read a request or an outcome. Raise OSError, or ValueError if the content is invalid.
 
     Other users may have written the file, so its content is checked.
     """
     try:
-        value = json.loads(ownership.read_bytes(path, _MAX_BYTES))
+        value = json.loads(ownership.read_regular_file(path, _MAX_BYTES))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
@@ -166,17 +166,17 @@ def read(path: Path, kind: type[_T]) -> _T:
         made = kind(**value)
     except TypeError as error:
         raise ValueError(str(error)) from None
-    _check(made)
+    _check_fields(made)
     return made
 
 
-def is_id(text: str) -> bool:
+def is_request_id(text: str) -> bool:
     """Return True if the text has the form of a request's id."""
     return _FORM_OF_IDS.fullmatch(text) is not None
 
 
-def _check(value: Request | Outcome) -> None:
-    if not isinstance(value.id, str) or not is_id(value.id):
+def _check_fields(value: Request | Outcome) -> None:
+    if not isinstance(value.id, str) or not is_request_id(value.id):
         raise ValueError(f"invalid id {value.id!r}")
     wrong = [field for field, right in _field_validity(value).items() if not right]
     if wrong:
@@ -188,11 +188,11 @@ def _field_validity(value: Request | Outcome) -> dict[str, bool]:
     if isinstance(value, Request):
         return {
             "asked_by": isinstance(value.asked_by, str),
-            "asked_unix_s": _is_number(value.asked_unix_s),
-            "attempt": _is_count(value.attempt, least=-1),
-            "ranks": isinstance(value.ranks, tuple) and all(map(_is_count, value.ranks)),
-            "from_step": _is_count(value.from_step),
-            "steps": _is_count(value.steps, least=1, most=MAX_STEPS),
+            "asked_unix_s": _is_finite_number(value.asked_unix_s),
+            "attempt": _is_int_in_range(value.attempt, least=-1),
+            "ranks": isinstance(value.ranks, tuple) and all(map(_is_int_in_range, value.ranks)),
+            "from_step": _is_int_in_range(value.from_step),
+            "steps": _is_int_in_range(value.steps, least=1, most=MAX_STEPS),
             "python": isinstance(value.python, bool),
             "forced": isinstance(value.forced, bool),
             "folder": isinstance(value.folder, str),
@@ -202,36 +202,36 @@ def _field_validity(value: Request | Outcome) -> dict[str, bool]:
     )
     names = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS}
     return {
-        "rank": _is_count(value.rank),
-        "first_step": value.first_step is None or _is_count(value.first_step),
-        "steps": _is_count(value.steps),
+        "rank": _is_int_in_range(value.rank),
+        "first_step": value.first_step is None or _is_int_in_range(value.first_step),
+        "steps": _is_int_in_range(value.steps),
         "ended": isinstance(value.ended, str),
         "files": (
             isinstance(value.files, dict)
             and names >= set(value.files)
-            and all(map(_is_count, value.files.values()))
+            and all(map(_is_int_in_range, value.files.values()))
         ),
         "left_out": texts,
-        "paused_s": _is_number(value.paused_s),
+        "paused_s": _is_finite_number(value.paused_s),
         "torch": isinstance(value.torch, str),
     }
 
 
-def _is_number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_count(value: object, least: int = 0, most: int = 1 << 62) -> bool:
+def _is_int_in_range(value: object, least: int = 0, most: int = 1 << 62) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def ask(captures: Path, request: Request) -> None:
+def submit_request(captures: Path, request: Request) -> None:
     """Write a request to the folder that the sidecars watch. Raise OSError."""
     captures.mkdir(exist_ok=True)
-    write(request_path(captures, request.id), request)
+    write_capture_file(request_path(captures, request.id), request)
 
 
-def new_id() -> str:
+def create_request_id() -> str:
     """Return a new id such as 20261121-013205-3fa9.
 
     Ids sort by time, and two requests of one second differ.
@@ -239,7 +239,7 @@ def new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def first_step(step: int, step_s: float) -> int:
+def choose_first_step(step: int, step_s: float) -> int:
     """Return the first step that leaves all ranks time to receive the request.
 
     step: the current step. step_s: duration of a step.
@@ -256,9 +256,9 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
     unreadable: list[str] = []
     for path in sorted(captures.glob(f"*{_REQUEST}")):
         try:
-            if not ownership.may_ask(path, captures.parent):
+            if not ownership.is_trusted_request(path, captures.parent):
                 raise ValueError("another user has put it there")
-            request = read(path, Request)
+            request = read_capture_file(path, Request)
             if path.name != request_path(captures, request.id).name:
                 raise ValueError(f"its id {request.id!r} differs from the file's name")
             found.append(request)
@@ -271,15 +271,15 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
     return sorted(found, key=lambda each: each.asked_unix_s), unreadable
 
 
-def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
+def read_outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
     """Return the outcome on a rank; None while it is missing."""
     try:
-        return read(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
+        return read_capture_file(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
     except (OSError, ValueError):
         return None
 
 
-def refusal(captures: Path, request: Request) -> str:
+def why_refused(captures: Path, request: Request) -> str:
     """Return why sidecars refuse the request; "" if they accept it. Raise OSError."""
     if request.forced:
         return ""
@@ -302,7 +302,7 @@ def refusal(captures: Path, request: Request) -> str:
     return ""
 
 
-def is_open(captures: Path, request: Request, unix_s: float) -> bool:
+def is_awaiting_outcomes(captures: Path, request: Request, unix_s: float) -> bool:
     """Return True if a rank may still return an outcome."""
     young = abs(unix_s - request.asked_unix_s) < REQUEST_LASTS_S + LONGEST_S
-    return young and any(outcome(captures, request, rank) is None for rank in request.ranks)
+    return young and any(read_outcome(captures, request, rank) is None for rank in request.ranks)

@@ -63,25 +63,25 @@ _SHELL_TIMEOUT_S = 1.0
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-def interpreter() -> str:
+def find_interpreter() -> str:
     """Return the path of this Python's interpreter.
 
     Raise RunStoreError if `sys.executable` is not shown to be one.
     """
-    reason = _why_no_interpreter(sys.executable)
+    reason = _why_not_interpreter(sys.executable)
     if reason:
         raise RunStoreError(f"no other process can be started: {reason}")
     return sys.executable
 
 
-def check() -> None:
+def check_sidecar_can_start() -> None:
     """Raise RunStoreError, with the reason, if a sidecar could not run."""
-    interpreter()
+    find_interpreter()
     if not os.path.isfile(os.path.join(_PACKAGE, "__main__.py")):
         raise RunStoreError(
             f"no other process can be started: torchlens_perf is not in a folder, but in {_ROOT}"
         )
-    missing = [name for name in _SIDECAR_LIBRARIES if not _is_found(name, search_path())]
+    missing = [name for name in _SIDECAR_LIBRARIES if not _is_importable(name, build_search_path())]
     if missing:
         raise RunStoreError(
             f"the sidecar cannot start: {', '.join(missing)} not found. "
@@ -89,23 +89,23 @@ def check() -> None:
         )
 
 
-def command(*arguments: str) -> list[str]:
+def build_command(*arguments: str) -> list[str]:
     """Return the command line for `torchlens-perf ARGUMENTS`.
 
-    Raise RunStoreError as interpreter() does.
+    Raise RunStoreError as find_interpreter() does.
     """
-    return [interpreter(), *_options(), _PACKAGE, *arguments]
+    return [find_interpreter(), *_interpreter_options(), _PACKAGE, *arguments]
 
 
-def script(path: str, *arguments: str) -> list[str]:
+def build_script_command(path: str, *arguments: str) -> list[str]:
     """Return the command line for a file that imports only the standard library.
 
-    Raise as interpreter() does.
+    Raise as find_interpreter() does.
     """
-    return [interpreter(), "-I", "-S", path, *arguments]
+    return [find_interpreter(), "-I", "-S", path, *arguments]
 
 
-def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a child's environment: marked, no rank, no GPU. base: os.environ by default."""
     dropped = (*_NOT_A_RANK, *_OF_THE_PROGRAM)
     found = {
@@ -114,24 +114,29 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         if name not in dropped
     }
     if "PYTHONPATH" in found:
-        found["PYTHONPATH"] = _python_path(found["PYTHONPATH"])
+        found["PYTHONPATH"] = _make_pythonpath_absolute(found["PYTHONPATH"])
     found.update(dict.fromkeys(_THREADS, "1"))
-    return {**found, CHILD: "1", "CUDA_VISIBLE_DEVICES": "", SEARCH_PATH: "\n".join(search_path())}
+    return {
+        **found,
+        CHILD: "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        SEARCH_PATH: "\n".join(build_search_path()),
+    }
 
 
-def start(
+def start_child(
     command: list[str], env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own, in /, without standard streams.
 
     `options` of Popen may override that.
 
-    env: environment() by default. Raise OSError if no process can be started.
+    env: build_environment() by default. Raise OSError if no process can be started.
     """
     import subprocess
 
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    env = environment() if env is None else env
+    env = build_environment() if env is None else env
     return subprocess.Popen(
         command, env=env, start_new_session=True, cwd="/", **{**streams, **options}
     )
@@ -148,15 +153,15 @@ def start_detached(command: list[str], **options: Any) -> None:
     import subprocess
 
     if not os.access(_SHELL, os.X_OK):
-        start(command, **options)
+        start_child(command, **options)
         return
-    shell = start([_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command], **options)
+    shell = start_child([_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command], **options)
     with contextlib.suppress(subprocess.TimeoutExpired):
         if shell.wait(_SHELL_TIMEOUT_S):
             raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")
 
 
-def search_path() -> list[str]:
+def build_search_path() -> list[str]:
     """Return the folders in which a child looks for modules.
 
     They are those of this process, without the script's own.
@@ -172,13 +177,13 @@ def search_path() -> list[str]:
     entries = [
         entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
     ]
-    rest = [entry for entry in entries if entry != _scripts_folder()]
-    if not all(_is_found(name, rest) for name in _SIDECAR_LIBRARIES):
+    rest = [entry for entry in entries if entry != _script_folder()]
+    if not all(_is_importable(name, rest) for name in _SIDECAR_LIBRARIES):
         rest = entries
     return rest if _ROOT in rest else [*rest, _ROOT]
 
 
-def _python_path(text: str) -> str:
+def _make_pythonpath_absolute(text: str) -> str:
     """Return PYTHONPATH for a process with another working directory.
 
     Python made its entries absolute at startup. The working directory may have changed since then.
@@ -201,7 +206,7 @@ def _python_path(text: str) -> str:
     return os.pathsep.join(entries)
 
 
-def _why_no_interpreter(path: object) -> str:
+def _why_not_interpreter(path: object) -> str:
     if getattr(sys, "frozen", False):
         return f"this program is frozen (sys.frozen is set), and {path} is the program itself"
     if not path or not isinstance(path, str):
@@ -240,7 +245,7 @@ def _interpreter_folders() -> set[str]:
     return {os.path.realpath(folder) for folder in folders if folder}
 
 
-def _options() -> list[str]:
+def _interpreter_options() -> list[str]:
     """Return this interpreter's options that affect the origin of modules and text encoding.
 
     -W and -O do not.
@@ -260,7 +265,7 @@ def _options() -> list[str]:
     return options
 
 
-def _is_found(name: str, folders: Iterable[str]) -> bool:
+def _is_importable(name: str, folders: Iterable[str]) -> bool:
     """Return True if a child that searches these folders finds a library.
 
     Finders that installers add are used, too.
@@ -274,7 +279,7 @@ def _is_found(name: str, folders: Iterable[str]) -> bool:
     )
 
 
-def _scripts_folder() -> str:
+def _script_folder() -> str:
     """Return the folder that Python put first into sys.path for the script; "" without one."""
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False) or not sys.path:
         return ""

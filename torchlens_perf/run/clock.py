@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.run.ring import DEVICE_MARK, name_of
+from torchlens_perf.run.ring import DEVICE_MARK, lookup_name
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.ring import Reader
+    from torchlens_perf.run.ring import RingReader
 
 _IS_END = 1 << 8
 _HALF = 32
@@ -79,7 +79,7 @@ class DeviceMark(NamedTuple):
         return self.since_ns, (self.step + 1) | self.place << _HALF, mark, self.looked_ns
 
 
-def device_mark(reader: Reader) -> tuple[DeviceMark, str] | None:
+def read_device_mark(reader: RingReader) -> tuple[DeviceMark, str] | None:
     """Return the device's mark and the name of its span; None before the first poll.
 
     The writer may change the header during the call.
@@ -96,4 +96,4 @@ def device_mark(reader: Reader) -> tuple[DeviceMark, str] | None:
         since_ns=since_ns,
         looked_ns=looked_ns,
     )
-    return found, name_of(reader.names(), found.name_id)
+    return found, lookup_name(reader.names(), found.name_id)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import children
-from torchlens_perf.run.directory import runs_on_this_node, writer_lives
+from torchlens_perf.run.directory import find_local_run_folders, is_writer_running
 from torchlens_perf.run.place.node import namespace_digest
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.run.rings import memory
-from torchlens_perf.run.sidecar_lock import is_held
+from torchlens_perf.run.sidecar_lock import is_lock_held
 
 OLD_S = 600.0
 """Age at which rings of another PID namespace count as dead. Processes of other namespaces are not
@@ -43,27 +43,27 @@ class DeadRun(NamedTuple):
         return self.rings[0].parent.name.rpartition(".")[0]
 
 
-def find(old_s: float = OLD_S) -> Iterator[DeadRun]:
+def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
     """Yield this user's dead runs. Runs with a live sidecar are skipped.
 
     A ring that a process of any container has mapped counts as live, see is_mapped().
     """
-    for folder, changed_s in runs_on_this_node():
+    for folder, changed_s in find_local_run_folders():
         rings = [path for path in folder.glob("*.ring") if path.is_file() and not path.is_symlink()]
         is_old = folder.name.endswith(f".{namespace_digest()}") or time.time() - changed_s >= old_s
-        if not rings or not is_old or _is_locked(folder / "sidecar.lock"):
+        if not rings or not is_old or _has_live_sidecar(folder / "sidecar.lock"):
             continue
-        if not any(memory.is_mapped(str(path)) or writer_lives(path) for path in rings):
-            known = next(filter(None, map(_place, rings)), None)
+        if not any(memory.is_mapped(str(path)) or is_writer_running(path) for path in rings):
+            known = next(filter(None, map(_read_run_and_node, rings)), None)
             run_id, _, digest = folder.name.rpartition(".")
             path, node = known if known is not None and known[0].name == run_id else (None, "")
             yield DeadRun(path, node, digest, rings)
 
 
-def _place(ring: Path) -> tuple[Path, str] | None:
+def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
     """Return the run directory and the node of a ring; None if its metadata lack them."""
     try:
-        reader = Reader(ring)
+        reader = RingReader(ring)
     except (OSError, RingError):
         return None
     try:
@@ -75,14 +75,14 @@ def _place(ring: Path) -> tuple[Path, str] | None:
     return (Path(run_dir), node) if run_dir and node else None
 
 
-def _is_locked(path: Path) -> bool:
+def _has_live_sidecar(path: Path) -> bool:
     try:
-        return is_held(path)
+        return is_lock_held(path)
     except OSError:
         return False
 
 
-def begin(but: str = "") -> bool:
+def start_draining(but: str = "") -> bool:
     """Start the drain program if there are dead runs.
 
     Return True if there are. Raise OSError or RunStoreError.
@@ -90,10 +90,12 @@ def begin(but: str = "") -> bool:
     The program exports nothing, because the environment belongs to another job. but: the run that
     is starting. Its own sidecar reads what an earlier process of the run has left.
     """
-    if all(run.run_id == but for run in find()):
+    if all(run.run_id == but for run in find_dead_runs()):
         return False
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("OTEL_")
     }
-    children.start_detached(children.command("drain", but), env=children.environment(environment))
+    children.start_detached(
+        children.build_command("drain", but), env=children.build_environment(environment)
+    )
     return True

@@ -49,8 +49,8 @@ from typing import TypeVar
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import mailbox, make_folders, ownership
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.place.node import namespace_digest, pid_namespace
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.place.node import namespace_digest, pid_namespace_inode
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 from torchlens_perf.run.rings import memory
 
@@ -139,7 +139,7 @@ class RunDirectory:
         """
         try:
             access = make_folders.SHARED if self.shared else make_folders.PRIVATE
-            return make_folders.make([str(folder) for folder in self.folders], access)
+            return make_folders.make_folders([str(folder) for folder in self.folders], access)
         except OSError as error:
             raise RunStoreError(f"cannot write to {self.path}: {error.strerror or error}") from None
 
@@ -148,7 +148,7 @@ class RunDirectory:
         if not ring.is_relative_to(self.path):
             # The names start with the time, because sidecars process them in alphabetical order.
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
-            _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
+            _call_in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
         with open(
             self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append
@@ -168,7 +168,7 @@ class RunDirectory:
     def kept_rings(self, node: str) -> list[Path]:
         """Return the node's ring files in the run directory."""
         try:
-            text = ownership.read_bytes(self.node_rings(node), _MAX_RINGS_BYTES).decode(
+            text = ownership.read_regular_file(self.node_rings(node), _MAX_RINGS_BYTES).decode(
                 errors="surrogateescape"
             )
         except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
@@ -184,7 +184,10 @@ class RunDirectory:
         """Return the time of the last change of each folder of local_rings(); 0 if it is
         missing.
         """
-        return [_changed_ns(_local_folder(parent, self.run_id)) for parent in _local_parents()]
+        return [
+            _modified_ns(_local_folder_path(parent, self.run_id))
+            for parent in _local_parent_folders()
+        ]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
         """Return this node's mailbox files of a kind, see mailbox.py.
@@ -196,7 +199,7 @@ class RunDirectory:
     def remove_ring(self, ring: Path) -> None:
         """Remove a ring file and its registrations, and its folder if that is empty then."""
         for path in self.ring_files(ring):
-            memory.forget(str(path))
+            memory.remove_ring_paths(str(path))
         # Other rings or the sidecar's lock may still be there.
         _remove_if_empty(ring.parent)
 
@@ -206,8 +209,8 @@ class RunDirectory:
 
     def leave_local(self) -> None:
         """Remove the run's empty folders of this node, for ranks that do not record."""
-        for parent in _local_parents():
-            _remove_if_empty(_local_folder(parent, self.run_id))
+        for parent in _local_parent_folders():
+            _remove_if_empty(_local_folder_path(parent, self.run_id))
 
     def clear_local(self) -> None:
         """Remove leftover files of this node except the lock, when the sidecar ends."""
@@ -221,9 +224,9 @@ class RunDirectory:
 
     def _local_files(self, pattern: str) -> Iterator[Path]:
         """Yield the matching files in the run's folders of this node. Make no folder."""
-        for parent in _local_parents():
-            folder = _local_folder(parent, self.run_id)
-            if _is_private(parent) and _is_private(folder):
+        for parent in _local_parent_folders():
+            folder = _local_folder_path(parent, self.run_id)
+            if _is_private_folder(parent) and _is_private_folder(folder):
                 yield from list(folder.glob(pattern))
 
 
@@ -243,26 +246,30 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
     """
     proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
     run_id = (
-        proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal, member)
+        proposal
+        if origin == os.getpid()
+        else _claim_or_join("run", digest, origin, proposal, member)
     )
     if not _RUN_ID.fullmatch(run_id):
         raise RunStoreError(f"{run_id!a}, which another rank is said to have chosen, is no run id")
     return run_id
 
 
-def is_first(digest: str, origin: int) -> bool:
+def is_first_caller(digest: str, origin: int) -> bool:
     """Return True on the first rank of the launcher that calls this on this node.
 
     Raise as claim_run_id().
     """
-    return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(
+    return origin == os.getpid() or _claim_or_join("off", digest, origin, str(os.getpid())) == str(
         os.getpid()
     )
 
 
-def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | None = None) -> str:
+def _claim_or_join(
+    kind: str, digest: str, origin: int, proposal: str, member: int | None = None
+) -> str:
     """Return the proposal of the first rank."""
-    stem = f".{kind}-{pid_namespace()}-{digest}."
+    stem = f".{kind}-{pid_namespace_inode()}-{digest}."
 
     def claim(folder: Path) -> str:
         _remove_stale_claims(folder)
@@ -270,16 +277,16 @@ def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | N
             link = folder / f"{stem}{nth}"
             with contextlib.suppress(FileExistsError):
                 # The link has no target. Its text is the content, which appears atomically.
-                os.symlink(f"{_process_name(origin)}:{proposal}", link)
+                os.symlink(f"{_process_key(origin)}:{proposal}", link)
             holder, _, claimed = os.readlink(link).partition(":")
-            if _joins_claim(link, holder, member):
+            if _join_claim(link, holder, member):
                 return claimed
         raise AssertionError
 
-    return _in_local_folder("", claim)
+    return _call_in_local_folder("", claim)
 
 
-def _joins_claim(link: Path, holder: str, member: int | None) -> bool:
+def _join_claim(link: Path, holder: str, member: int | None) -> bool:
     """Return True if this process shares a claim. If so, register it as a member."""
     if member is None:
         return _is_running(holder)
@@ -288,20 +295,20 @@ def _joins_claim(link: Path, holder: str, member: int | None) -> bool:
     if others and not any(map(_is_running, others)):
         return False
     try:
-        os.symlink(_process_name(os.getpid()), mark)
+        os.symlink(_process_key(os.getpid()), mark)
     except FileExistsError:
-        return os.readlink(mark) == _process_name(os.getpid())
+        return os.readlink(mark) == _process_key(os.getpid())
     return True
 
 
-def _process_name(pid: int) -> str:
-    return f"{pid}-{process_started(pid) or 0}"
+def _process_key(pid: int) -> str:
+    return f"{pid}-{process_start_ticks(pid) or 0}"
 
 
 def _is_running(process: str) -> bool:
-    """Return True if the process of this namespace that _process_name() named is running."""
+    """Return True if the process of this namespace that _process_key() named is running."""
     pid, _, started = process.partition("-")
-    return pid.isdigit() and str(process_started(int(pid)) or 0) == started
+    return pid.isdigit() and str(process_start_ticks(int(pid)) or 0) == started
 
 
 def _remove_stale_claims(folder: Path) -> None:
@@ -310,7 +317,7 @@ def _remove_stale_claims(folder: Path) -> None:
     for link in folder.glob(".*"):
         found = _CLAIM_NAME.match(link.name)
         # Process ids of other namespaces have no meaning here.
-        if found and int(found[2]) == pid_namespace():
+        if found and int(found[2]) == pid_namespace_inode():
             # Another process may have removed the claim.
             with contextlib.suppress(OSError):
                 holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
@@ -320,16 +327,18 @@ def _remove_stale_claims(folder: Path) -> None:
                 link.unlink(missing_ok=True)
 
 
-def local_folders(run_id: str) -> Iterator[Path]:
+def create_local_folders(run_id: str) -> Iterator[Path]:
     """Yield this user's folders for the run's ring files and lock, best first.
 
     They are local to this node.
     """
-    for parent in _local_parents():
+    for parent in _local_parent_folders():
         for _ in range(_MAX_TRIES):
             try:
-                _private_folder(parent)
-                folder = _private_folder(_local_folder(parent, run_id) if run_id else parent)
+                _make_private_folder(parent)
+                folder = _make_private_folder(
+                    _local_folder_path(parent, run_id) if run_id else parent
+                )
             except FileNotFoundError:
                 # The last process of another run may have removed it just now.
                 continue
@@ -339,8 +348,8 @@ def local_folders(run_id: str) -> Iterator[Path]:
             break
 
 
-def _local_parents() -> Iterator[Path]:
-    """Yield the parents of local_folders(), without making them.
+def _local_parent_folders() -> Iterator[Path]:
+    """Yield the parents of create_local_folders(), without making them.
 
     The temporary directory comes last and is looked up late, because looking it up writes to disks.
     """
@@ -349,7 +358,7 @@ def _local_parents() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / name
 
 
-def _local_folder(parent: Path, run_id: str) -> Path:
+def _local_folder_path(parent: Path, run_id: str) -> Path:
     """Return the run's folder for this PID namespace.
 
     Containers that share memory have separate sidecars and process ids.
@@ -357,14 +366,14 @@ def _local_folder(parent: Path, run_id: str) -> Path:
     return parent / f"{run_id}.{namespace_digest()}"
 
 
-def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
+def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
     """Call `work` with the best folder of this node.
 
     Raise RunStoreError if no folder exists or is writable.
     """
     problem: OSError | None = None
     for _ in range(_MAX_TRIES):
-        for folder in local_folders(run_id):
+        for folder in create_local_folders(run_id):
             try:
                 return work(folder)
             except FileNotFoundError as error:
@@ -380,28 +389,28 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 
 def find_sidecar_lock(run_id: str) -> Path | None:
-    """Return sidecar_lock() if it exists. Make nothing."""
-    paths = (_local_folder(parent, run_id) / _LOCK for parent in _local_parents())
+    """Return sidecar_lock_path() if it exists. Make nothing."""
+    paths = (_local_folder_path(parent, run_id) / _LOCK for parent in _local_parent_folders())
     return next((path for path in paths if path.exists()), None)
 
 
-def sidecar_lock(run_id: str) -> Path:
+def sidecar_lock_path(run_id: str) -> Path:
     """Return the path of the node's sidecar lock file.
 
     Raise RunStoreError if no folder is writable.
     """
-    return _in_local_folder(run_id, lambda folder: folder / _LOCK)
+    return _call_in_local_folder(run_id, lambda folder: folder / _LOCK)
 
 
-def sidecar_log(lock: Path) -> Path:
+def sidecar_log_path(lock: Path) -> Path:
     """Return the sidecar's log file for the time before the run directory exists.
 
-    lock: its sidecar_lock().
+    lock: its sidecar_lock_path().
     """
     return lock.with_name(_LOG)
 
 
-def _changed_ns(folder: Path) -> int:
+def _modified_ns(folder: Path) -> int:
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -412,35 +421,35 @@ def _remove_if_empty(folder: Path) -> None:
     """Remove a run's folder, and the parent of all runs of this user, if they are empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
-    if folder.parent in _local_parents():
+    if folder.parent in _local_parent_folders():
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
 
 
-def leave_node() -> None:
+def remove_empty_user_folders() -> None:
     """Remove the folders that this user's runs share on this node, unless another run is in
     them.
     """
-    for parent in _local_parents():
-        if _is_private(parent):
+    for parent in _local_parent_folders():
+        if _is_private_folder(parent):
             with contextlib.suppress(OSError):
                 _remove_stale_claims(parent)
                 parent.rmdir()
 
 
-def _private_folder(path: Path) -> Path:
+def _make_private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter. Refuse an existing one of another user."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        if not _is_private(path):
+        if not _is_private_folder(path):
             # This raises FileNotFoundError if the folder has just been removed.
             path.lstat()
             raise PermissionError(f"{path} is not this user's own folder") from None
     return path
 
 
-def _is_private(path: Path) -> bool:
+def _is_private_folder(path: Path) -> bool:
     try:
         found = path.lstat()
     except OSError:
@@ -467,7 +476,7 @@ def create_ring(
     problems: list[str] = []
     for _ in range(_MAX_TRIES):
         problems.clear()
-        for place, anonymous in _ring_places(run, size, problems, keep=keep):
+        for place, anonymous in _find_ring_places(run, size, problems, keep=keep):
             try:
                 made = RingFile(
                     place / f"{identity.key}.ring", capacity, first_step, anonymous=anonymous
@@ -486,7 +495,7 @@ def create_ring(
     raise RunStoreError(f"no place for a ring file of {size} bytes: {where}")
 
 
-def _ring_places(
+def _find_ring_places(
     run: RunDirectory, size: int, problems: list[str], *, keep: bool
 ) -> Iterator[tuple[Path, bool]]:
     """Yield folders for a ring, best first.
@@ -495,10 +504,10 @@ def _ring_places(
     """
     if keep:
         run.rings.mkdir(mode=0o700, exist_ok=True)
-        if memory.lies_on(run.rings, memory.WITHOUT_SIGBUS):
+        if memory.is_on_file_system(run.rings, memory.WITHOUT_SIGBUS):
             yield run.rings, False
-    for folder in local_folders(run.run_id):
-        if not memory.lies_on(folder, memory.IN_MEMORY):
+    for folder in create_local_folders(run.run_id):
+        if not memory.is_on_file_system(folder, memory.IN_MEMORY):
             problems.append(f"{folder}: not in memory")
         elif shutil.disk_usage(folder).free < _SHARE_OF_FREE * size:
             problems.append(f"{folder}: too small")
@@ -507,7 +516,7 @@ def _ring_places(
         yield folder, True
 
 
-def where_kept(run: RunDirectory) -> str:
+def describe_kept_records(run: RunDirectory) -> str:
     """Return the end of a sentence: where unwritten records are stored, and how to
     show them later.
     """
@@ -520,23 +529,23 @@ def where_kept(run: RunDirectory) -> str:
     )
 
 
-def runs_on_this_node() -> Iterator[tuple[Path, float]]:
+def find_local_run_folders() -> Iterator[tuple[Path, float]]:
     """Return this user's local folders of runs on this node, each with the time of
     its last change.
     """
-    for parent in _local_parents():
+    for parent in _local_parent_folders():
         found: list[Path] = []
         with contextlib.suppress(OSError):
-            found = sorted(parent.iterdir()) if _is_private(parent) else []
+            found = sorted(parent.iterdir()) if _is_private_folder(parent) else []
         for folder in found:
-            if _is_private(folder):
-                yield folder, _changed_ns(folder) / 1e9
+            if _is_private_folder(folder):
+                yield folder, _modified_ns(folder) / 1e9
 
 
-def writer_lives(path: Path) -> bool:
+def is_writer_running(path: Path) -> bool:
     """Return True if the process that made a ring file is running.
 
     The file's name identifies it (Identity.key).
     """
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
-    return len(process) == 2 and process_started(process[0]) == process[1]
+    return len(process) == 2 and process_start_ticks(process[0]) == process[1]

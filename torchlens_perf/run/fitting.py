@@ -19,7 +19,7 @@ _LONG_TEXT = 256
 _NOTE_BYTES = 400
 
 
-class _Part(NamedTuple):
+class _RemovablePart(NamedTuple):
     # Name of the part in the note.
     name: str
     container: Any
@@ -28,25 +28,25 @@ class _Part(NamedTuple):
     by_itself: bool
 
 
-def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
+def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
     """Return the metadata as JSON of at most `limit_bytes` (1024 or more).
 
     A note lists what was left out.
     """
-    text = _encoded(metadata)
+    text = _encode_json(metadata)
     if len(text) <= limit_bytes:
         return text
     value = json.loads(text)
     left_out: Counter[str] = Counter()
-    while (surplus := len(_encoded(value)) - (limit_bytes - _NOTE_BYTES)) > 0:
-        chosen: list[_Part] = []
-        for part in sorted(_parts(value), key=_size, reverse=True):
+    while (surplus := len(_encode_json(value)) - (limit_bytes - _NOTE_BYTES)) > 0:
+        chosen: list[_RemovablePart] = []
+        for part in sorted(_removable_parts(value), key=_encoded_size, reverse=True):
             if surplus > 0:
                 chosen.append(part)
-                surplus -= _size(part)
+                surplus -= _encoded_size(part)
         if not chosen:
             # Not even the identity of the rank fits.
-            return _encoded({})
+            return _encode_json({})
         # Lists are shortened from the end, so that the remaining indexes stay valid.
         for part in sorted(
             chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True
@@ -61,10 +61,10 @@ def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
     )
     note = f"too long for the ring file, and left out: {summary}"[: _NOTE_BYTES - 20]
     value["notes"] = [*value.get("notes", ()), note]
-    return _encoded(value)
+    return _encode_json(value)
 
 
-def _parts(value: dict[str, Any]) -> Iterator[_Part]:
+def _removable_parts(value: dict[str, Any]) -> Iterator[_RemovablePart]:
     """Yield the parts that may be left out.
 
     They are single notes, groups, devices and attributes, long texts, and whole fields.
@@ -72,24 +72,27 @@ def _parts(value: dict[str, Any]) -> Iterator[_Part]:
     for name, field in value.items():
         if name in _BY_MEMBER and isinstance(field, (dict, list)):
             for place in field if isinstance(field, dict) else range(len(field)):
-                yield _Part(name, field, place, True)
+                yield _RemovablePart(name, field, place, True)
         elif name not in _KEPT:
             if field and isinstance(field, (dict, list, str)):
-                yield _Part(name, value, name, False)
+                yield _RemovablePart(name, value, name, False)
         elif isinstance(field, dict):
             for key, inner in field.items():
                 if isinstance(inner, str) and len(inner) > _LONG_TEXT:
-                    yield _Part(f"{name}.{key}", field, key, False)
+                    yield _RemovablePart(f"{name}.{key}", field, key, False)
                 elif key == "attributes" and isinstance(inner, dict):
                     yield from (
-                        _Part(f"{name}.{key}", inner, attribute, True) for attribute in inner
+                        _RemovablePart(f"{name}.{key}", inner, attribute, True)
+                        for attribute in inner
                     )
 
 
-def _size(part: _Part) -> int:
+def _encoded_size(part: _RemovablePart) -> int:
     named = part.by_itself and isinstance(part.place, str)
-    return len(_encoded(part.container[part.place])) + (len(_encoded(part.place)) if named else 0)
+    return len(_encode_json(part.container[part.place])) + (
+        len(_encode_json(part.place)) if named else 0
+    )
 
 
-def _encoded(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()

@@ -17,10 +17,10 @@ from typing import TypedDict
 
 from torchlens_perf.run import location
 from torchlens_perf.run.place import launcher
-from torchlens_perf.run.place.caller import calling_span
-from torchlens_perf.run.place.launcher import Place, is_number
+from torchlens_perf.run.place.caller import read_calling_span
+from torchlens_perf.run.place.launcher import JobPlace, is_number
 from torchlens_perf.run.place.node import node_name
-from torchlens_perf.run.processes import command_line, process_started, text_of
+from torchlens_perf.run.processes import process_start_ticks, read_command_line, read_kernel_text
 
 # Resource attributes of a rank that have no OpenTelemetry name.
 RUN_ID = "torch.run.id"
@@ -53,7 +53,7 @@ _NO_FILE = ("", "-", "-c", "-m")
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
-def model_digest(module_names: Iterable[str]) -> str:
+def digest_module_names(module_names: Iterable[str]) -> str:
     """Return a digest of the names of watched modules. Ranks with equal digests are comparable."""
     return hashlib.sha256("\0".join(sorted(module_names)).encode()).hexdigest()[:12]
 
@@ -126,7 +126,7 @@ class Gpu(TypedDict):
     """torch's device index in the process."""
 
 
-class DeviceClock(TypedDict, total=False):
+class DeviceClockQuality(TypedDict, total=False):
     """Accuracy of the device's times, and the number of missing times by reason.
 
     Empty without a device.
@@ -142,7 +142,9 @@ class DeviceClock(TypedDict, total=False):
     unread: int
 
 
-def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0) -> Identity:
+def detect_identity(
+    environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0
+) -> Identity:
     """Return the identity of this process now.
 
     An initialized torch.distributed overrides the environment.
@@ -150,12 +152,14 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
     claim: directory.claim_run_id(). nth_watch: number of earlier watches in this process. Each run
     needs its own folder.
     """
-    place = launcher.place(environ, _distributed(), command_line(os.getppid()))
+    place = launcher.detect_place(
+        environ, _torch_rank_and_world_size(), read_command_line(os.getppid())
+    )
     pid, host = os.getpid(), socket.gethostname()
-    traceparent, tracestate = calling_span(environ)
+    traceparent, tracestate = read_calling_span(environ)
     suffix = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
-        run_id=_run_id(environ, place, claim, suffix),
+        run_id=_determine_run_id(environ, place, claim, suffix),
         rank=place.rank,
         local_rank=place.local_rank,
         world_size=place.world_size,
@@ -163,12 +167,12 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
         attempt=place.attempt,
         host=host,
         pid=pid,
-        process_started=process_started(pid) or 0,
+        process_started=process_start_ticks(pid) or 0,
         launcher_pid=os.getppid(),
         elastic=place.elastic,
-        program=program_name(environ),
+        program=detect_program_name(environ),
         traceparent=traceparent,
-        attributes=job_attributes(environ),
+        attributes=collect_job_attributes(environ),
         node=node_name(host),
         launcher=place.launcher,
         watch=nth_watch,
@@ -177,7 +181,7 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
     )
 
 
-def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def job_store_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the address of the job's TCPStore; None if it is not set.
 
     The environment is read as torch.distributed's env:// does.
@@ -186,66 +190,66 @@ def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return (host, int(port)) if host and is_number(port) else None
 
 
-def _distributed() -> tuple[int, int] | None:
+def _torch_rank_and_world_size() -> tuple[int, int] | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
+def collect_job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     """Return attributes of scheduler, launcher, container and cloud, under their exported names."""
     found = {
         name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)
     }
-    found.update(location.attributes(environ))
+    found.update(location.detect_location_attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
-        namespace = text_of(_KUBERNETES_NAMESPACE)
+        namespace = read_kernel_text(_KUBERNETES_NAMESPACE)
         # Without a namespace, the pod runs without a service account.
         if namespace:
             found.setdefault("k8s.namespace.name", namespace)
-    return {name: _as_text(value) for name, value in found.items()}
+    return {name: _replace_invalid_utf8(value) for name, value in found.items()}
 
 
-def _as_text(value: str) -> str:
+def _replace_invalid_utf8(value: str) -> str:
     """Return an environment value as text that can be exported. Its bytes may be invalid UTF-8."""
     return value.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def known_run_id(environ: Mapping[str, str], place: Place) -> str:
+def run_id_from_environment(environ: Mapping[str, str], place: JobPlace) -> str:
     """Return the run id of a process's first watch if the environment defines it; else ""."""
     job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
-    return _as_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _as_folder_name(job)
+    return _to_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _to_folder_name(job)
 
 
-def _run_id(
-    environ: Mapping[str, str], place: Place, claim: Callable[..., str], suffix: str
+def _determine_run_id(
+    environ: Mapping[str, str], place: JobPlace, claim: Callable[..., str], suffix: str
 ) -> str:
     """Return the run id: the user's, the job's, or one that the ranks of a node agree on.
 
     If the environment has no name that is unique to this job, each node claims an id of its own.
     Node 0's sidecar then sends the run id to the others (sidecar/nodes/membership.py).
     """
-    configured = _as_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", ""))
+    configured = _to_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", ""))
     if configured:
         return configured + suffix
     if place.world_size == 1 and not place.elastic:
         return claim(_launcher_digest(os.getpid()) + suffix, os.getpid())
     origin = os.getppid()
-    job = "" if place.nodes == 1 else _as_folder_name(place.job)
+    job = "" if place.nodes == 1 else _to_folder_name(place.job)
     if place.elastic and (job or place.nodes == 1):
         # A restart has another port and may have another world size, but the same agent.
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
     if job:
         return job + suffix
-    digest = _digest(place.facts) if place.facts else _launcher_digest(origin)
+    digest = _hash_text(place.facts) if place.facts else _launcher_digest(origin)
     # A launcher that does not restart its ranks may still start others: a loop in a shell, or a
     # script that spawns twice.
     return claim(digest + suffix, origin, member=None if place.elastic else place.rank)
 
 
-def _as_folder_name(text: str) -> str:
+def _to_folder_name(text: str) -> str:
     """Return the text as a valid folder name; "" if no character is left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip(".")[:80]
 
@@ -255,22 +259,24 @@ def _launcher_digest(origin: int) -> str:
 
     It is equal on all ranks of a node and over elastic restarts.
     """
-    return _digest(f"{socket.gethostname()}/{origin}/{process_started(origin)}")
+    return _hash_text(f"{socket.gethostname()}/{origin}/{process_start_ticks(origin)}")
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
-def program_name(environ: Mapping[str, str]) -> str:
+def detect_program_name(environ: Mapping[str, str]) -> str:
     """Return the program of this process, without folder and arguments.
 
     Examples: `train.py`, `package.module`, `train.ipynb`, `python`.
     """
-    return name_of(getattr(sys, "argv", []), sys.modules.get("__main__"), environ)
+    return derive_program_name(getattr(sys, "argv", []), sys.modules.get("__main__"), environ)
 
 
-def name_of(arguments: Sequence[str], main: ModuleType | None, environ: Mapping[str, str]) -> str:
+def derive_program_name(
+    arguments: Sequence[str], main: ModuleType | None, environ: Mapping[str, str]
+) -> str:
     """Return the program's name, from sys.argv, the module `__main__` and the environment.
 
     - A script, folder or zip file: its name.
@@ -285,14 +291,14 @@ def name_of(arguments: Sequence[str], main: ModuleType | None, environ: Mapping[
     # Tools that run a script inside their own __main__, as cProfile does, have the spec of another
     # file.
     module = getattr(spec, "name", None) if getattr(spec, "origin", None) == started else None
-    name = module.removesuffix(".__main__") if module else _file_name(started)
+    name = module.removesuffix(".__main__") if module else _last_path_part(started)
     # ipykernel_launcher.py, the launchers of Colab and Databricks, and `python -m ipykernel`.
     if name.removesuffix(".py").endswith("kernel_launcher") or name == "ipykernel":
-        return _notebook(main, environ)
+        return _notebook_name(main, environ)
     return name
 
 
-def _file_name(path: str) -> str:
+def _last_path_part(path: str) -> str:
     """Return the last meaningful part of a path, as text that can be exported.
 
     Its bytes may be invalid UTF-8.
@@ -308,10 +314,10 @@ def _file_name(path: str) -> str:
     return os.fsencode(name).decode(errors="replace") or "python"
 
 
-def _notebook(main: ModuleType | None, environ: Mapping[str, str]) -> str:
+def _notebook_name(main: ModuleType | None, environ: Mapping[str, str]) -> str:
     # VS Code sets the first in the notebook's namespace. Jupyter Server sets the second for the
     # kernels that it starts.
     for path in (getattr(main, "__vsc_ipynb_file__", None), environ.get("JPY_SESSION_NAME")):
         if isinstance(path, str) and path.endswith(".ipynb"):
-            return _file_name(path)
+            return _last_path_part(path)
     return "notebook"

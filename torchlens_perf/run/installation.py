@@ -12,15 +12,15 @@ from urllib.parse import unquote, urlsplit
 NAME = "torchlens-perf"
 
 
-def install_command(extra: str = "", *, options: str = "") -> str:
+def build_install_command(extra: str = "", *, options: str = "") -> str:
     """Return a pip command for the package's origin, by direct_url.json (PEP 610).
 
     The origin is a clone, a repository, an archive or an index.
     """
-    return " ".join(["pip install", *filter(None, [options]), *_requirements(extra)])
+    return " ".join(["pip install", *filter(None, [options]), *_install_arguments(extra)])
 
 
-def _requirements(extra: str) -> list[str]:
+def _install_arguments(extra: str) -> list[str]:
     # This import is slow.
     import importlib.metadata
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
-from torchlens_perf.run.processes import text_of
+from torchlens_perf.run.processes import read_kernel_text
 
 MAX_CHARACTERS = 64
 # Attributes that people look for, from the nearest to the farthest, with their titles in sentences.
@@ -33,11 +33,15 @@ _CONTAINER = {
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
-def attributes(
+def detect_location_attributes(
     environ: Mapping[str, str], sys: Path = Path("/sys"), proc: Path = Path("/proc")
 ) -> dict[str, str]:
     """Return the attributes found in the environment, the firmware and the kernel."""
-    found = {**_cloud(sys / "class/dmi/id"), **_container(proc), **_switch(environ)}
+    found = {
+        **_detect_cloud(sys / "class/dmi/id"),
+        **_detect_container(proc),
+        **_read_network_switch(environ),
+    }
     for pair in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
         name, _, value = pair.partition("=")
         if name.strip() in _OURS and value.strip():
@@ -46,7 +50,7 @@ def attributes(
     return found
 
 
-def location(known: Mapping[str, str]) -> str:
+def describe_location(known: Mapping[str, str]) -> str:
     """Return the location as text, such as "switch leaf3, instance i-0abc"; "" if it is not known.
 
     known: attributes of an identity.
@@ -55,7 +59,7 @@ def location(known: Mapping[str, str]) -> str:
     return ", ".join(words)[:MAX_CHARACTERS]
 
 
-def _switch(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_network_switch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the node's switch from Slurm's path, such as "core.leaf3.node12".
 
     A second variable has the kind of each part.
@@ -72,28 +76,28 @@ def _switch(environ: Mapping[str, str]) -> dict[str, str]:
     return {"network.switch": switches[-1]} if switches else {}
 
 
-def _cloud(dmi: Path) -> dict[str, str]:
-    vendor, product = text_of(dmi / "sys_vendor"), text_of(dmi / "product_name")
+def _detect_cloud(dmi: Path) -> dict[str, str]:
+    vendor, product = read_kernel_text(dmi / "sys_vendor"), read_kernel_text(dmi / "product_name")
     if vendor == "Amazon EC2":
         found = {"cloud.provider": "aws", "host.type": product}
-        instance = text_of(dmi / "board_asset_tag")
+        instance = read_kernel_text(dmi / "board_asset_tag")
         return {**found, "host.id": instance} if instance.startswith("i-") else found
     if product == "Google Compute Engine":
         return {"cloud.provider": "gcp"}
-    if text_of(dmi / "chassis_asset_tag") == _AZURE_TAG:
+    if read_kernel_text(dmi / "chassis_asset_tag") == _AZURE_TAG:
         return {"cloud.provider": "azure"}
-    if text_of(dmi / "chassis_asset_tag") == "OracleCloud.com":
+    if read_kernel_text(dmi / "chassis_asset_tag") == "OracleCloud.com":
         return {"cloud.provider": "oracle_cloud"}
     return {}
 
 
-def _container(proc: Path) -> dict[str, str]:
+def _detect_container(proc: Path) -> dict[str, str]:
     """Return the container's id.
 
     Docker, containerd and CRI-O put its 64 digits into the names of control groups or mounts.
     """
     for name, pattern in _CONTAINER.items():
-        found = pattern.search(text_of(proc / "self" / name))
+        found = pattern.search(read_kernel_text(proc / "self" / name))
         if found:
             return {"container.id": found[1]}
     return {}

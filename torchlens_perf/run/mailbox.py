@@ -93,7 +93,7 @@ class Mailbox:
             self.path.unlink(missing_ok=True)
 
 
-def question(mailbox: Path) -> str | None:
+def read_question(mailbox: Path) -> str | None:
     """Return the question in an ANSWER, on the sidecar; None if it is no longer open."""
     try:
         descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -105,7 +105,7 @@ def question(mailbox: Path) -> str | None:
     return asked if asked in (RESULTS, STEPS) else None
 
 
-def deliver(mailbox: str, text: str) -> None:
+def deliver_text(mailbox: str, text: str) -> None:
     """Write a text to a mailbox, on the sidecar. Do nothing if its reader has gone. Raise OSError.
 
     mailbox: path of the file, or "".

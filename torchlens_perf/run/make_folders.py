@@ -24,7 +24,7 @@ _MAX_TRIES = 5
 _MAX_REMOVALS, _REST_S = 20, 0.1
 
 
-def make(folders: list[str], access: str = PRIVATE) -> list[str]:
+def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
     """Make missing folders, and create and remove a file in the last one.
 
     Return the folders that were missing.
@@ -38,7 +38,7 @@ def make(folders: list[str], access: str = PRIVATE) -> list[str]:
             _check_links(folder)
             for tries_left in reversed(range(_MAX_TRIES)):
                 try:
-                    _make_one(folder, _MODES[access], made)
+                    _make_folder(folder, _MODES[access], made)
                     break
                 except FileNotFoundError:
                     # Another rank has removed its own new folder, which contained this one.
@@ -58,7 +58,7 @@ def make(folders: list[str], access: str = PRIVATE) -> list[str]:
         for folder in folders:
             _check_owners(folder, trusted)
     except BaseException:
-        remove(made)
+        remove_empty_folders(made)
         raise
     return made
 
@@ -97,12 +97,12 @@ def _others_may_write(folder: str) -> bool:
     return bool(os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def _make_one(folder: str, mode: int, made: list[str]) -> None:
+def _make_folder(folder: str, mode: int, made: list[str]) -> None:
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
     if not os.path.lexists(parent):
-        _make_one(parent, mode, made)
+        _make_folder(parent, mode, made)
     try:
         os.mkdir(folder, mode)
     except FileExistsError:
@@ -116,7 +116,7 @@ def _make_one(folder: str, mode: int, made: list[str]) -> None:
             os.chmod(folder, found | mode)
 
 
-def remove(made: list[str]) -> bool:
+def remove_empty_folders(made: list[str]) -> bool:
     """Remove those folders that exist and are empty. Return True if none of them is left."""
     left = False
     for folder in reversed(made):
@@ -131,7 +131,7 @@ def remove(made: list[str]) -> bool:
 
 def _main() -> None:
     try:
-        made = make(sys.argv[2:], sys.argv[1])
+        made = make_folders(sys.argv[2:], sys.argv[1])
     except OSError as error:
         os.write(1, (error.strerror or str(error)).encode(errors="backslashreplace") + b"\n")
         return
@@ -143,7 +143,7 @@ def _main() -> None:
     if kept:
         return
     for _ in range(_MAX_REMOVALS):
-        if remove(made):
+        if remove_empty_folders(made):
             return
         # Other ranks may have made folders in these and may remove them at this moment, too.
         time.sleep(_REST_S)

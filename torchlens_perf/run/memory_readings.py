@@ -25,7 +25,7 @@ LIMIT = "limit"
 _OF_BACKEND = {"native": (*_BYTES, *_COUNTS), "cudaMallocAsync": ("allocated", "reserved")}
 
 
-def can_be_read(backend: str) -> bool:
+def has_statistics(backend: str) -> bool:
     """Return True if the allocator has statistics. A user's own allocator has none.
 
     backend: value of torch.cuda.get_allocator_backend().
@@ -33,7 +33,7 @@ def can_be_read(backend: str) -> bool:
     return backend in _OF_BACKEND
 
 
-def quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
+def read_quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
     """Yield name, value0 and value1 for each number in `stats`. Missing numbers are left out.
 
     stats: value of torch.cuda.memory_stats_as_nested_dict().

@@ -23,7 +23,7 @@ Forwards = Mapping[str, Sequence[tuple[int, str]]]
 """For each file, the first line and class of each forward() method, sorted by line."""
 
 
-class LiveRow(TypedDict):
+class LiveMemoryRow(TypedDict):
     """Live blocks that were allocated at one place."""
 
     module: str
@@ -41,10 +41,10 @@ class LiveRow(TypedDict):
     """Number of these blocks that were allocated within the history; None without a history."""
 
 
-class LiveTable(TypedDict):
+class LiveMemoryTable(TypedDict):
     """The live blocks of one device, most bytes first, and the use of its segments."""
 
-    rows: list[LiveRow]
+    rows: list[LiveMemoryRow]
     other_bytes: int
     """Bytes of live blocks that are in no row: those of smaller rows, and blocks below MAX_BLOCKS.
     """
@@ -66,7 +66,7 @@ class LiveTable(TypedDict):
     """Length of the history in seconds."""
 
 
-class OutOfMemoryAtFirst(TypedDict):
+class InitialOutOfMemory(TypedDict):
     """The data that a process records at once when its device is out of memory."""
 
     schema: int
@@ -88,11 +88,11 @@ class OutOfMemoryAtFirst(TypedDict):
     """Open spans of the process, outermost first."""
     untold: int
     """Number of earlier errors without a table."""
-    table: LiveTable | None
+    table: LiveMemoryTable | None
     took_s: float
 
 
-class OutOfMemory(OutOfMemoryAtFirst, total=False):
+class OutOfMemory(InitialOutOfMemory, total=False):
     """Content of an out-of-memory file.
 
     The node's state and the report have a copy with the largest rows.
@@ -109,29 +109,29 @@ class OutOfMemory(OutOfMemoryAtFirst, total=False):
     """Path within the run directory. The sidecar sets it."""
 
 
-def live_table(
+def build_live_table(
     snapshot: Mapping[str, Any],
     device: int,
-    places: Places,
+    places: AllocationSites,
     *,
     max_blocks: int = MAX_BLOCKS,
     max_rows: int = MAX_ROWS,
-) -> LiveTable:
+) -> LiveMemoryTable:
     """Return the table of one device. max_*: limits, which tests change."""
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     live = [block for block in blocks if block["state"] != "inactive"]
     inactive = [block["size"] for block in blocks if block["state"] == "inactive"]
-    new, events, history_s = _history(snapshot, device)
+    new, events, history_s = _read_history(snapshot, device)
     looked_at = (
         live
         if len(live) <= max_blocks
         else heapq.nlargest(max_blocks, live, key=lambda block: block["size"])
     )
-    rows = _rows(looked_at, places, new if events else None)
+    rows = _group_blocks(looked_at, places, new if events else None)
     shown = rows[:max_rows]
     live_bytes = sum(block["size"] for block in live)
-    return LiveTable(
+    return LiveMemoryTable(
         rows=shown,
         other_bytes=live_bytes - sum(row["bytes"] for row in shown),
         other_blocks=len(live) - sum(row["blocks"] for row in shown),
@@ -150,9 +150,9 @@ def live_table(
     )
 
 
-def _rows(
-    blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | None
-) -> list[LiveRow]:
+def _group_blocks(
+    blocks: Sequence[Mapping[str, Any]], places: AllocationSites, new: set[int] | None
+) -> list[LiveMemoryRow]:
     # Stacks share frame objects. Comparing frames by identity takes a tenth of the time of
     # comparing their contents.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
@@ -165,7 +165,7 @@ def _rows(
         key = places.of(frames) if frames else ("", (), group[0]["size"])
         merged.setdefault(key, []).extend(group)
     rows = [
-        LiveRow(
+        LiveMemoryRow(
             module=key[0],
             stack=list(key[1]),
             bytes=sum(block["size"] for block in group),
@@ -178,7 +178,7 @@ def _rows(
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
+def _read_history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
     """Return the history's allocated addresses, number of events, and length in seconds."""
     traces = snapshot.get("device_traces", ())
     trace = (
@@ -195,7 +195,7 @@ def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, f
 _EVENTS = ("alloc", "free_completed")
 
 
-class Places:
+class AllocationSites:
     """Convert stacks to the places of allocations.
 
     Each frame is processed once, because stacks share frames.

@@ -6,7 +6,7 @@ import contextlib
 import resource
 
 
-def allow_many_open_files() -> int:
+def raise_open_file_limit() -> int:
     """Raise the process's limit of open files as far as it may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):

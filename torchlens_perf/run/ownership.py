@@ -25,7 +25,7 @@ _modes: dict[str, tuple[float, int]] = {}
 """For each folder: time of the last check, and the mode of new files in it. Used on any thread."""
 
 
-def others_can_change(path: Path) -> str | None:
+def why_others_can_change(path: Path) -> str | None:
     """Return why another user could change the file at `path`; None if none could.
 
     Root and this user do not count.
@@ -86,7 +86,7 @@ class TooLargeError(OSError):
     """A file that is larger than any that this package writes in its place."""
 
 
-def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
+def read_regular_file(path: str | os.PathLike[str], at_most: int) -> bytes:
     """Return a regular file's content.
 
     Raises as open_to_read(), and TooLargeError for more than `at_most` bytes.
@@ -109,7 +109,7 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
-    """Open this user's file for appending, or create it with the mode that create() uses.
+    """Open this user's file for appending, or create it with the mode that create_private_file() uses.
 
     Follow no link.
 
@@ -118,7 +118,7 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
     """
     folder = os.path.dirname(path)
     # These calls come first, so that an error leaves no new file.
-    owners, mode = _file_owners(folder), _file_mode(folder)
+    owners, mode = _owners_of_new_files(folder), _mode_of_new_files(folder)
     flags |= (
         os.O_WRONLY
         | os.O_APPEND
@@ -143,7 +143,7 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
     return descriptor
 
 
-def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
+def create_private_file(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
     """Open a new file for writing, with mode 0600, or 0640 in a folder that is shared with a group.
 
     Ignore the umask.
@@ -151,7 +151,7 @@ def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> i
     An existing file is removed, not overwritten. like: a folder whose mode decides, by default the
     file's. Raise OSError. Any thread.
     """
-    mode = _file_mode(like or os.path.dirname(path))
+    mode = _mode_of_new_files(like or os.path.dirname(path))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -165,11 +165,11 @@ def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> i
     return descriptor
 
 
-def write(
+def write_private_file(
     path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = ""
 ) -> None:
-    """Write a new file with create(). Raise OSError."""
-    with open(create(path, like), "wb") as file:
+    """Write a new file with create_private_file(). Raise OSError."""
+    with open(create_private_file(path, like), "wb") as file:
         file.write(
             content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
         )
@@ -190,13 +190,13 @@ def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
         rest = rest[taken:]
 
 
-def is_shared(folder: str | os.PathLike[str]) -> bool:
+def is_group_readable(folder: str | os.PathLike[str]) -> bool:
     """Return True if the folder's group may read it. Raise OSError."""
     return bool(os.stat(folder).st_mode & stat.S_IRGRP)
 
 
 @contextlib.contextmanager
-def as_private_as(folder: Path) -> Iterator[None]:
+def restrict_new_files_like(folder: Path) -> Iterator[None]:
     """Make new files readable for this user, and for the folder's group if it can read the folder.
 
     Only this user can read them if the folder does not exist. This sets the umask of the whole
@@ -205,20 +205,20 @@ def as_private_as(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as leaving:
         leaving.callback(os.umask, os.umask(_PRIVATE_UMASK))
         with contextlib.suppress(OSError):
-            if is_shared(folder):
+            if is_group_readable(folder):
                 os.umask(_GROUP_UMASK)
         yield
 
 
-def may_ask(path: Path, run: Path) -> bool:
+def is_trusted_request(path: Path, run: Path) -> bool:
     """Return True if the file at `path` belongs to this user, to root or to the run's owner.
 
     Raise OSError.
     """
-    return path.lstat().st_uid in {_ROOT_UID, *_file_owners(run)}
+    return path.lstat().st_uid in {_ROOT_UID, *_owners_of_new_files(run)}
 
 
-def _file_owners(folder: str | os.PathLike[str]) -> set[int]:
+def _owners_of_new_files(folder: str | os.PathLike[str]) -> set[int]:
     """Return the owners of files that this process creates in a folder.
 
     Some network disks map them to another user.
@@ -226,7 +226,7 @@ def _file_owners(folder: str | os.PathLike[str]) -> set[int]:
     return {os.geteuid(), os.stat(folder or ".").st_uid}
 
 
-def _file_mode(folder: str | os.PathLike[str]) -> int:
+def _mode_of_new_files(folder: str | os.PathLike[str]) -> int:
     """Return the mode of new files.
 
     It is cached for _MODE_LIFETIME_S, because each check is a request to a shared disk.
@@ -236,6 +236,6 @@ def _file_mode(folder: str | os.PathLike[str]) -> int:
     if now_s - looked_s >= _MODE_LIFETIME_S:
         if len(_modes) >= _MAX_MODES:
             _modes.clear()
-        mode = 0o640 if is_shared(name) else 0o600
+        mode = 0o640 if is_group_readable(name) else 0o600
         _modes[name] = now_s, mode
     return mode

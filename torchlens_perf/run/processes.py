@@ -12,34 +12,34 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 """The unit of CPU times in /proc/PID/stat."""
 
 
-def process_started(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks after boot; None if it does not exist.
 
     Source: proc_pid_stat(5), field 22.
     """
-    state, started = process_stat(pid)
+    state, started = process_state_and_start(pid)
     return None if state in ("", "Z", "X") else started
 
 
-def age_s(started: int) -> float:
+def process_age_s(started: int) -> float:
     """Return the age of a process of this boot in seconds. started: in clock ticks after boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / TICKS_PER_S
 
 
-def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
+def process_state_and_start(pid: int, thread: int | None = None) -> tuple[str, int]:
     """Return a process's state letter, as in ps, and its start in clock ticks after boot.
 
     The state is "" if the process does not exist.
 
     thread: native id of one of its threads, whose state is returned instead.
     """
-    fields = stat_fields(
+    fields = read_stat_fields(
         f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     )
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
-def threads(pid: int) -> list[int]:
+def thread_ids(pid: int) -> list[int]:
     """Return the native ids of a process's threads; empty if it does not exist."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
@@ -49,37 +49,37 @@ def threads(pid: int) -> list[int]:
 
 def process_cpu_time_s(pid: int) -> float:
     """Return the CPU time of a process, with ended threads; 0 if it does not exist."""
-    fields = stat_fields(f"/proc/{pid}/stat")
+    fields = read_stat_fields(f"/proc/{pid}/stat")
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
 
-def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
+def thread_cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
     """Return a thread's CPU time in ns; None if the kernel does not provide it.
 
     Source: Documentation/scheduler/sched-stats.rst.
 
     thread: native id; by default the main thread.
     """
-    return _scheduled(f"/proc/{pid}/task/{thread or pid}/schedstat", 0)
+    return _read_schedstat(f"/proc/{pid}/task/{thread or pid}/schedstat", 0)
 
 
-def cpu_wait_ns(pid: int) -> int | None:
+def main_thread_cpu_wait_ns(pid: int) -> int | None:
     """Return the time in ns that a process's main thread was runnable without a CPU.
 
     Return None if the kernel has no such count.
     """
-    return _scheduled(f"/proc/{pid}/task/{pid}/schedstat", 1)
+    return _read_schedstat(f"/proc/{pid}/task/{pid}/schedstat", 1)
 
 
-def unstarved_ns() -> int:
+def clock_without_cpu_wait_ns() -> int:
     """Return a clock in ns that stops while this thread is runnable without a CPU.
 
     It never stops if the kernel does not count that time.
     """
-    return time.monotonic_ns() - (_scheduled("/proc/thread-self/schedstat", 1) or 0)
+    return time.monotonic_ns() - (_read_schedstat("/proc/thread-self/schedstat", 1) or 0)
 
 
-def _scheduled(path: str, field: int) -> int | None:
+def _read_schedstat(path: str, field: int) -> int | None:
     try:
         with open(path, "rb", buffering=0) as file:
             return int((file.read() or b"").split()[field])
@@ -87,7 +87,7 @@ def _scheduled(path: str, field: int) -> int | None:
         return None
 
 
-def is_in(field: str, number: int, pid: int | str = "self") -> bool:
+def is_signal_in_set(field: str, number: int, pid: int | str = "self") -> bool:
     """Return True if a signal is in a set of a process (proc(5)).
 
     Sets are "SigCgt" for caught and "SigIgn" for ignored signals.
@@ -99,15 +99,18 @@ def is_in(field: str, number: int, pid: int | str = "self") -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def children_of(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
+def child_pids(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
     """Return the children of the main thread, such as data loader workers.
 
     The list is empty if the kernel was built without CONFIG_PROC_CHILDREN.
     """
-    return [int(child) for child in text_of(f"{os.fspath(proc)}/{pid}/task/{pid}/children").split()]
+    return [
+        int(child)
+        for child in read_kernel_text(f"{os.fspath(proc)}/{pid}/task/{pid}/children").split()
+    ]
 
 
-def command_line(pid: int) -> list[str]:
+def read_command_line(pid: int) -> list[str]:
     """Return a process's arguments; empty if it does not exist or belongs to another user."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
@@ -118,7 +121,7 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def text_of(path: str | os.PathLike[str]) -> str:
+def read_kernel_text(path: str | os.PathLike[str]) -> str:
     """Return the stripped text of a small kernel file; "" if it cannot be read."""
     try:
         with open(path, errors="replace") as file:
@@ -127,7 +130,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
         return ""
 
 
-def stat_fields(path: str) -> list[bytes]:
+def read_stat_fields(path: str) -> list[bytes]:
     """Return the fields after the program's name, which may contain any character.
 
     Field n is at n - 3. [] if it is gone.

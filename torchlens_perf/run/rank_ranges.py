@@ -13,7 +13,7 @@ otherwise use all memory.
 """
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def format_ranges(ranks: Sequence[int]) -> str:
     """Return ascending ranks as ranges `first-last/stride`, joined by commas."""
     parts, left = [], sorted(ranks)
     while left:
@@ -32,13 +32,13 @@ def ranges(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-def rank_list(ranks: Sequence[int]) -> str:
+def format_rank_list(ranks: Sequence[int]) -> str:
     """Return ascending ranks for a sentence: "rank 3", "ranks 1,4-7"."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the ranks in a text of ranges(), at most MAX_RANKS.
+    """Return the ranks in a text of format_ranges(), at most MAX_RANKS.
 
     Raise ValueError for other text.
     """

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
-from torchlens_perf.run.fitting import fitted
+from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
@@ -191,7 +191,7 @@ class RingFile:
         """
         names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
-        return [name_of(names, name_id) for name_id in ids]
+        return [lookup_name(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
         """Return the row of a process group in the table of progress.
@@ -216,7 +216,7 @@ class RingFile:
 
         Parts that do not fit into METADATA_BYTES are left out, with a note (fitting.py).
         """
-        text = fitted(metadata, METADATA_BYTES)
+        text = fit_metadata(metadata, METADATA_BYTES)
         with self._lock:
             self._metadata = text
             try:
@@ -269,7 +269,7 @@ class RingFile:
         if descriptor is None:
             return True
         try:
-            return memory.wait_until_held(str(self.path), descriptor, timeout_s)
+            return memory.wait_until_opened_elsewhere(str(self.path), descriptor, timeout_s)
         finally:
             os.close(descriptor)
 
@@ -296,11 +296,11 @@ class GroupProgress(NamedTuple):
     began: int = 0
 
 
-def name_of(names: list[str], name_id: int) -> str:
+def lookup_name(names: list[str], name_id: int) -> str:
     return names[name_id] if name_id < len(names) else "(unknown)"
 
 
-class Batch(NamedTuple):
+class RingBatch(NamedTuple):
     """Records of one read, their sequence numbers, and the number of lost ones before them."""
 
     records: npt.NDArray[np.void]
@@ -323,7 +323,7 @@ def record_dtype() -> np.dtype[np.void]:
     return np.dtype(list(fields))
 
 
-class Reader:
+class RingReader:
     """Reader of a ring file that another process is writing or has left behind. One thread.
 
     It uses pread(2), not a map. If another process truncates the file, records are lost. With a
@@ -367,7 +367,7 @@ class Reader:
 
     def hold(self) -> None:
         """Announce that this process keeps the ring until close(), also after its writer ends."""
-        memory.hold(str(self.path), self._descriptor)
+        memory.announce_open_ring(str(self.path), self._descriptor)
 
     def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
         """Return current words of the header, or the last valid ones of a damaged file."""
@@ -447,7 +447,7 @@ class Reader:
                 )
         return found
 
-    def read(self, *, final: bool = False) -> Batch:
+    def read(self, *, final: bool = False) -> RingBatch:
         """Return the records since the last read. Overwritten ones are counted as lost and skipped.
 
         A record that is still being written ends the batch and is read next time. With `final`, for
@@ -480,7 +480,7 @@ class Reader:
                 stop = first + cut
             records, sequences = records[whole], sequences[whole]
         self.cursor = max(asked, stop)
-        return Batch(records, sequences, self.cursor - asked - len(records))
+        return RingBatch(records, sequences, self.cursor - asked - len(records))
 
     def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
         """Return `count` records from number `first` on; zeros after the end of the file."""

@@ -124,7 +124,7 @@ class SidecarLock:
             return False
 
 
-def is_held(path: Path) -> bool:
+def is_lock_held(path: Path) -> bool:
     """Return True if a process in any container holds a sidecar's lock. Raise OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 
 SEVERAL_NODES = "--several-nodes"
 """Argument: the job has other nodes, and the sidecar must connect to theirs."""
@@ -30,7 +30,7 @@ def write_status(descriptor: int, doing: str) -> None:
     descriptor: of the lock file. doing: one line that continues "the sidecar ...".
     """
     pid = os.getpid()
-    line = f"{pid} {process_started(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
+    line = f"{pid} {process_start_ticks(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
     # Shared memory may be full.
     with contextlib.suppress(OSError):
         os.pwrite(descriptor, line.ljust(BYTES - 1) + b"\n", 0)

@@ -28,7 +28,7 @@ BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 _MAX_NS = (1 << 63) - 1
 
 
-def octave_bounds() -> list[int]:
+def compute_octave_bounds() -> list[int]:
     """Return floor(10**9 * 2**(34 + i / 32)) for i < 32.
 
     All bounds are these numbers shifted to the right.
@@ -52,7 +52,7 @@ def bucket_bounds() -> npt.NDArray[np.int64]:
     Bound i is the largest integer not above 10**9 * 2**((LOWEST_BUCKET + i + 1) / 32). The last
     bounds are the largest integer of 64 bits.
     """
-    octave, bounds = octave_bounds(), []
+    octave, bounds = compute_octave_bounds(), []
     for index in range(LOWEST_BUCKET + 1, LOWEST_BUCKET + 1 + BUCKETS):
         above, part = divmod(index, PER_OCTAVE)
         bounds.append(min(octave[part] >> (HIGHEST_OCTAVE - above), _MAX_NS))
@@ -99,9 +99,9 @@ class Sketch:
     def add(
         self, values_ns: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64] | None = None
     ) -> None:
-        """Add durations; negative ones count as zero. bounds: see add_to_each()."""
+        """Add durations; negative ones count as zero. bounds: see add_to_sketches()."""
         if len(values_ns):
-            add_to_each([self], values_ns, [0], bounds)
+            add_to_sketches([self], values_ns, [0], bounds)
 
     def _add_summed(
         self,
@@ -193,7 +193,7 @@ class Sketch:
         return sketch
 
 
-def merged(sketches: Iterable[Sketch]) -> Sketch:
+def merge_sketches(sketches: Iterable[Sketch]) -> Sketch:
     """Return the sum of the sketches."""
     whole = Sketch()
     for each in sketches:
@@ -201,7 +201,7 @@ def merged(sketches: Iterable[Sketch]) -> Sketch:
     return whole
 
 
-def add_to_each(
+def add_to_sketches(
     sketches: Sequence[Sketch],
     values_ns: npt.NDArray[np.int64],
     starts: Sequence[int],
@@ -267,10 +267,10 @@ def to_records(window: WindowSketch) -> list[list[int]]:
     """Return the words of the window's records, six each, as signed 64-bit integers."""
     sketch = window.sketch
     head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
-    return pack([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
+    return pack_words([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
 
 
-def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
+def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
     """Return record words as to_records() does, from the numbers in `head` and the histogram.
 
     head: count, sum, sum of squares, smallest, largest, lost, median, MAD.
@@ -315,12 +315,14 @@ def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowS
         if not whole:
             at, stray = at + 1, stray + 1
             continue
-        windows.append((int(run["name_id"][0]), _window(table[at : at + length].ravel().tolist())))
+        windows.append(
+            (int(run["name_id"][0]), _decode_window(table[at : at + length].ravel().tolist()))
+        )
         at += length
     return windows, stray
 
 
-def _window(words: list[int]) -> WindowSketch:
+def _decode_window(words: list[int]) -> WindowSketch:
     counts = np.zeros(BUCKETS, np.int64)
     for word in words[_HEAD : words[0] - _MARK]:
         counts[word >> _COUNT_BITS] = word & ((1 << _COUNT_BITS) - 1)

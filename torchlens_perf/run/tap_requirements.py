@@ -30,13 +30,13 @@ class BuildError(TorchlensPerfError):
     """The native tap could not be built; the message says what to do."""
 
 
-def places() -> list[Path]:
+def tap_folders() -> list[Path]:
     """Return the folders of a tap: the package's native folder, then the user's cache."""
-    cache = user_cache()
+    cache = user_cache_folder()
     return [SOURCES] if cache is None else [SOURCES, cache]
 
 
-def user_cache() -> Path | None:
+def user_cache_folder() -> Path | None:
     """Return the cache in $XDG_CACHE_HOME or $HOME/.cache; None without either.
 
     Ignore relative paths, as XDG requires.
@@ -53,7 +53,7 @@ def user_cache() -> Path | None:
     return None
 
 
-def obstacle(name: str) -> str | None:
+def why_not_buildable(name: str) -> str | None:
     """Return why a tap of that name cannot be built, and what to do.
 
     Return None if no reason is known.
@@ -61,14 +61,14 @@ def obstacle(name: str) -> str | None:
     The call is cheap: it imports, starts and makes nothing.
     """
     try:
-        compiler, place = compiler_command(), place_to_build(places()[::-1], make=False)
+        compiler, place = find_compiler(), choose_build_folder(tap_folders()[::-1], make=False)
     except BuildError as error:
         return str(error)
-    failure = Failure(place, name).remembered(compiler)
+    failure = FailureRecord(place, name).remembered(compiler)
     return None if failure is None else f"{failure}; {AGAIN}"
 
 
-def compiler_command() -> list[str]:
+def find_compiler() -> list[str]:
     """Return the compiler's command with an absolute path.
 
     Raise BuildError if the compiler or another requirement is missing.
@@ -94,7 +94,7 @@ def compiler_command() -> list[str]:
     return [os.path.abspath(program), *command[1:]]
 
 
-def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
+def choose_build_folder(places: Sequence[Path], *, make: bool) -> Path:
     """Return the first folder that this user can write to and other users cannot.
 
     Raise BuildError with all reasons.
@@ -109,7 +109,7 @@ def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
         if problem is None:
             return place
         problems.append(problem)
-    if user_cache() is None:
+    if user_cache_folder() is None:
         problems.append("neither HOME nor XDG_CACHE_HOME is an absolute path")
     raise BuildError(f"no folder for the tap: {'; '.join(problems)}")
 
@@ -134,7 +134,7 @@ def _why_unusable(place: Path) -> str | None:
             for folder in (place, place.parent, place.parent.parent)
             if os.path.lexists(folder)
         )
-        refused = ownership.others_can_change(nearest)
+        refused = ownership.why_others_can_change(nearest)
     except StopIteration:
         return f"{place.parent.parent} is not there"
     except OSError as error:
@@ -147,7 +147,7 @@ def _why_unusable(place: Path) -> str | None:
 _MAX_FAILURE_BYTES = 1 << 20
 
 
-class Failure:
+class FailureRecord:
     """A record of a failed build: a file in the tap's folder, named like the tap."""
 
     def __init__(self, place: Path, name: str) -> None:
@@ -156,21 +156,25 @@ class Failure:
     def remembered(self, compiler: list[str]) -> str | None:
         """Return the error of the last build with this compiler; None without one."""
         try:
-            value = json.loads(ownership.read_bytes(self._path, _MAX_FAILURE_BYTES))
-            return str(value["error"]) if value["compiler"] == _identity_of(compiler) else None
+            value = json.loads(ownership.read_regular_file(self._path, _MAX_FAILURE_BYTES))
+            return (
+                str(value["error"]) if value["compiler"] == _compiler_identity(compiler) else None
+            )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def remember(self, compiler: list[str], error: str) -> None:
         # On a full disk the build will be tried again.
         with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps({"compiler": _identity_of(compiler), "error": error}))
+            self._path.write_text(
+                json.dumps({"compiler": _compiler_identity(compiler), "error": error})
+            )
 
     def forget(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-def _identity_of(compiler: list[str]) -> list[Any]:
+def _compiler_identity(compiler: list[str]) -> list[Any]:
     """Return a value that changes when the compiler is updated."""
     found = os.stat(compiler[0])
     return [*compiler, found.st_size, found.st_mtime_ns]

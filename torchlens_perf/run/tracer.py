@@ -10,19 +10,19 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from torchlens_perf.run.processes import text_of
+from torchlens_perf.run.processes import read_kernel_text
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61
 _ANCESTORS_ONLY = "1"
 
 
-def is_needed() -> bool:
+def must_name_tracer() -> bool:
     """Return True if a process that is not an ancestor must be named."""
-    return text_of(YAMA) == _ANCESTORS_ONLY
+    return read_kernel_text(YAMA) == _ANCESTORS_ONLY
 
 
-def name_tracer(pid: int) -> bool:
+def allow_tracer(pid: int) -> bool:
     """Let a process and its children read the calling process; 0 revokes that.
 
     Return True if it took effect.

@@ -11,20 +11,20 @@ STARTED, UPDATED, ENDED = "started", "updated", "ended"
 _ACTION = " Next: "
 
 
-def sentence_and_action(text: str) -> tuple[str, str]:
+def split_sentence_and_action(text: str) -> tuple[str, str]:
     """Split a text into the finding and the action to take; the action may be ""."""
     sentence, _, action = text.partition(_ACTION)
     return sentence, action
 
 
-def overhead_words(share: float | None) -> str:
+def format_overhead(share: float | None) -> str:
     """Return what this tool cost the training process; a measured cost is not shown as zero."""
     if share is None:
         return "not measured"
     return f"{share:.2%} of step time" if share >= 0.0001 or not share else "<0.01% of step time"
 
 
-class _Sentence:
+class _TextWithAction:
     text: str
     next: str
 
@@ -35,7 +35,7 @@ class _Sentence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alert(_Sentence):
+class Alert(_TextWithAction):
     """A finding that started, changed or ended. Fields that do not apply are None, () or ""."""
 
     id: str
@@ -104,7 +104,7 @@ class Alert(_Sentence):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict(_Sentence):
+class Verdict(_TextWithAction):
     """One conclusion of the report. Fields that do not apply or are not known are None."""
 
     kind: str
@@ -166,4 +166,4 @@ class Summary:
         )
         lines = [each.sentence for each in self.verdicts]
         steps = f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{times}"
-        return "\n".join([*lines, f"{steps}; overhead {overhead_words(self.overhead_share)}"])
+        return "\n".join([*lines, f"{steps}; overhead {format_overhead(self.overhead_share)}"])

@@ -31,7 +31,7 @@ from torchlens_perf.run.captures import (
     TRACE,
     Request,
 )
-from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.serve.run_names import NoSuchError, address, run_directory
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
@@ -81,17 +81,19 @@ def ask_capture(
         raise ConfigError("--rank: at least one is needed")
     attempt, from_step = _next_step(run, asked)
     request = Request(
-        id=capture_files.new_id(), asked_by=BY_USER, asked_unix_s=time.time(), attempt=attempt, ranks=asked,
+        id=capture_files.create_request_id(), asked_by=BY_USER, asked_unix_s=time.time(), attempt=attempt, ranks=asked,
         from_step=from_step, steps=steps, python=python, forced=force,
     )  # fmt: skip
     try:
-        if not ownership.may_ask(run.captures if run.captures.exists() else run.nodes, run.path):
+        if not ownership.is_trusted_request(
+            run.captures if run.captures.exists() else run.nodes, run.path
+        ):
             raise RunStoreError(f"{run.captures} is another user's")
-        refusal = capture_files.refusal(run.captures, request)
+        refusal = capture_files.why_refused(run.captures, request)
         if refusal:
             raise ConfigError(refusal)
-        with ownership.as_private_as(run.nodes):
-            capture_files.ask(run.captures, request)
+        with ownership.restrict_new_files_like(run.nodes):
+            capture_files.submit_request(run.captures, request)
     except OSError as error:
         raise RunStoreError(f"cannot write to {run.captures}: {error.strerror or error}") from None
     return request
@@ -124,18 +126,18 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     missing = [rank for rank in asked if rank not in running]
     if missing:
         raise ConfigError(
-            f"no rank {ranges(missing)} runs here (there are {ranges(sorted(running))}; nodes"
+            f"no rank {format_ranges(missing)} runs here (there are {format_ranges(sorted(running))}; nodes"
             " without a shared disk have run directories of their own)"
         )
     requests, _ = capture_files.read_requests(run.captures)
-    if any(capture_files.is_open(run.captures, each, now_s) for each in requests):
+    if any(capture_files.is_awaiting_outcomes(run.captures, each, now_s) for each in requests):
         raise ConfigError("a capture is in progress; wait for it")
     step_s = report["steps"]["p50_s"] or report["steps"]["warm_up_max_s"]
     assert step_s is not None, "a step was made"
     last_s = datetime.datetime.fromisoformat(report["run"]["last_step_at"]).timestamp()
     step = max(row["last_step"] for row in report["ranks"] if row["last_step"] is not None) + 1
     step += int(max(0.0, now_s - last_s) / step_s)
-    return report["run"]["attempt"], capture_files.first_step(step, step_s)
+    return report["run"]["attempt"], capture_files.choose_first_step(step, step_s)
 
 
 def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[str, Any]:
@@ -168,7 +170,9 @@ def progress(path: str, capture: str) -> dict[str, Any]:
         {"rank": row["rank"], "words": captured_words(row), "files": captured_files(row)}
         for row in rows
     ]
-    is_over = not waiting or not capture_files.is_open(run.captures, request, time.time())
+    is_over = not waiting or not capture_files.is_awaiting_outcomes(
+        run.captures, request, time.time()
+    )
     return {"outcomes": outcomes, "waiting": waiting, "is_over": is_over}
 
 
@@ -204,7 +208,7 @@ def block(
     known: the identity from the first block, () for the first block. Links in the run are not
     followed. Raise NoSuchError if the file is missing or its identity has changed, or OSError.
     """
-    if not _RANK.fullmatch(rank) or file not in _FILES or not capture_files.is_id(capture):
+    if not _RANK.fullmatch(rank) or file not in _FILES or not capture_files.is_request_id(capture):
         raise NoSuchError("there is no such file")
     folder = capture_files.rank_folder(Path("captures"), capture, int(rank))
     with contextlib.ExitStack() as closing:

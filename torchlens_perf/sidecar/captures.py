@@ -26,7 +26,7 @@ from torchlens_perf.run.captures import (
     Request,
 )
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.place.node import host_of
+from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.sidecar.host.stacks import python_stacks
 from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy
 
@@ -119,7 +119,7 @@ class CaptureRelay:
         attempt = max((live.attempt for live in ranks.values()), default=-1)
         if not findings.groups or attempt in self._after_verdict or not findings.step_ns:
             return
-        hosts = {host_of(state.stem) for state in self._run.nodes.glob("*.json")}
+        hosts = {host_of_node(state.stem) for state in self._run.nodes.glob("*.json")}
         reached = {rank for rank, place in places.items() if place.host in hosts}
         chosen = suspect_and_healthy(findings, places, reached)
         if not chosen:
@@ -132,15 +132,15 @@ class CaptureRelay:
         ):
             return
         step = max(live.step for live in ranks.values())
-        captures.ask(
+        captures.submit_request(
             self._run.captures,
             Request(
-                id=captures.new_id(),
+                id=captures.create_request_id(),
                 asked_by=captures.BY_VERDICT,
                 asked_unix_s=time.time(),
                 attempt=attempt,
                 ranks=chosen,
-                from_step=captures.first_step(step, findings.step_ns / 1e9),
+                from_step=captures.choose_first_step(step, findings.step_ns / 1e9),
                 steps=_STEPS_AFTER_VERDICT,
             ),
         )
@@ -166,7 +166,7 @@ class CaptureRelay:
             if captures.outcome_path(folder).exists():
                 continue
             capture = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
-            refusal = captures.refusal(self._run.captures, request)
+            refusal = captures.why_refused(self._run.captures, request)
             if refusal:
                 self._finish_at_once(capture, refusal)
             elif live.refuses:
@@ -178,9 +178,9 @@ class CaptureRelay:
                 self._dump(capture, live.step, now_s)
                 # If the folder exists, an earlier sidecar has forwarded the request.
                 if not folder.exists():
-                    captures.answer_path(live.ring).unlink(missing_ok=True)
+                    captures.ring_outcome_path(live.ring).unlink(missing_ok=True)
                     of_rank = dataclasses.replace(request, folder=str(folder))
-                    captures.write(captures.ask_path(live.ring), of_rank)
+                    captures.write_capture_file(captures.ring_request_path(live.ring), of_rank)
                     folder.mkdir(parents=True, exist_ok=True)
                 self._pending.append(capture)
 
@@ -191,7 +191,7 @@ class CaptureRelay:
             if answer is not None:
                 capture.finishing = self._finish(capture, answer)
             elif not runs:
-                captures.ask_path(capture.ring).unlink(missing_ok=True)
+                captures.ring_request_path(capture.ring).unlink(missing_ok=True)
                 capture.finishing = self._finish(capture, _failed(capture, "the process ended"))
             elif now_s - capture.since_s > LONGEST_S and self._withdraw(capture):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
@@ -210,9 +210,9 @@ class CaptureRelay:
             self._pending.remove(capture)
 
     def _answer(self, capture: _PendingCapture) -> Outcome | None:
-        path = captures.answer_path(capture.ring)
+        path = captures.ring_outcome_path(capture.ring)
         try:
-            answer = captures.read(path, Outcome)
+            answer = captures.read_capture_file(path, Outcome)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -226,7 +226,7 @@ class CaptureRelay:
     def _withdraw(self, capture: _PendingCapture) -> bool:
         """Withdraw a request. Return False if the rank has already taken it."""
         try:
-            captures.ask_path(capture.ring).unlink()
+            captures.ring_request_path(capture.ring).unlink()
         except FileNotFoundError:
             return False
         return True
@@ -259,7 +259,7 @@ class CaptureRelay:
                 whole = False
                 with (
                     open(raw, "rb") as read,
-                    open(ownership.create(partial), "wb") as file,
+                    open(ownership.create_private_file(partial), "wb") as file,
                     gzip.open(file, "wb", _FASTEST) as written,
                 ):
                     while chunk := read.read(_CHUNK_BYTES):
@@ -280,19 +280,19 @@ class CaptureRelay:
         raw.unlink(missing_ok=True)
         if capture.dumps:
             try:
-                ownership.write(capture.folder / STACKS, "\n".join(capture.dumps))
+                ownership.write_private_file(capture.folder / STACKS, "\n".join(capture.dumps))
                 files[STACKS] = (capture.folder / STACKS).stat().st_size
             except OSError as error:
                 left_out[STACKS] = f"it could not be written: {error.strerror or error}"
         final = dataclasses.replace(outcome, files=files, left_out=left_out)
         try:
-            captures.write(captures.outcome_path(capture.folder), final)
+            captures.write_capture_file(captures.outcome_path(capture.folder), final)
         except OSError as error:
             self.notes.append(
                 f"capture {outcome.id} of rank {outcome.rank}: its outcome could not be written:"
                 f" {error}"
             )
-        captures.answer_path(capture.ring).unlink(missing_ok=True)
+        captures.ring_outcome_path(capture.ring).unlink(missing_ok=True)
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 
 

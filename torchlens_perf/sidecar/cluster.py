@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.exporters import TALLY_MARK, Part
-from torchlens_perf.run.location import location
-from torchlens_perf.run.place.node import host_of
-from torchlens_perf.run.processes import age_s
+from torchlens_perf.run.location import describe_location
+from torchlens_perf.run.place.node import host_of_node
+from torchlens_perf.run.processes import process_age_s
 from torchlens_perf.sidecar.epoch import SILENT_S
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
@@ -67,7 +67,7 @@ class Cluster:
         """
         self.membership = Membership(run_id)
         """The generations of processes that run together on all nodes."""
-        host = host_of(node)
+        host = host_of_node(node)
         # The name for other nodes: the host, and a suffix that distinguishes several nodes on one
         # host.
         self._name = f"{host}/{node.removeprefix(host).lstrip('-')}"
@@ -175,7 +175,7 @@ class Cluster:
         identity: identity of one of the processes. number: the job's generation, if an earlier
         sidecar knew it.
         """
-        started_s = time.monotonic() - age_s(identity.process_started)
+        started_s = time.monotonic() - process_age_s(identity.process_started)
         self.membership.add(
             generation, started_s, identity.world_size, restarts=identity.restarts, number=number
         )
@@ -273,7 +273,7 @@ class Cluster:
         else:
             self.membership.follow()
         # The name carries the node's location to the other nodes.
-        where = location(identity.attributes).replace("/", "-")
+        where = describe_location(identity.attributes).replace("/", "-")
         logger.info(
             "%s windows between nodes; %s", "merging" if merges else "sending", endpoints.text
         )

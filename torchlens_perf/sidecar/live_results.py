@@ -78,7 +78,7 @@ class LiveResults:
             # time.
             settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
-        questions = {path: mailbox.question(path) for path in self._answers}
+        questions = {path: mailbox.read_question(path) for path in self._answers}
         self._asked = {path: text for path, text in questions.items() if text}
         return frozenset(self._asked.values())
 
@@ -171,4 +171,4 @@ def _changed_ns(folder: str) -> int:
 
 def _deliver(mailboxes: Iterable[Path], text: str) -> None:
     for path in mailboxes:
-        mailbox.deliver(str(path), text)
+        mailbox.deliver_text(str(path), text)

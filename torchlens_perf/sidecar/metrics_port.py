@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.run.installation import install_command
+from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class MetricsPort:
             self._note_error(
                 sidecar,
                 "there is no /metrics: it needs prometheus_client:"
-                f" {install_command('prometheus')}",
+                f" {build_install_command('prometheus')}",
             )
         except OSError as error:
             why = error.strerror or str(error)

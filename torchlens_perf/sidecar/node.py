@@ -20,8 +20,8 @@ from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.run import ring
-from torchlens_perf.run.directory import RunDirectory, where_kept
-from torchlens_perf.run.mailbox import deliver
+from torchlens_perf.run.directory import RunDirectory, describe_kept_records
+from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
@@ -303,9 +303,9 @@ class Sidecar:
                     write_status(CANNOT_WRITE)
                     message = (
                         "torchlens_perf: no report:"
-                        f" {printable(str(error))}{where_kept(self.run)}\n"
+                        f" {printable(str(error))}{describe_kept_records(self.run)}\n"
                     )
-                    deliver(source.settings.get("mailbox", ""), message)
+                    deliver_text(source.settings.get("mailbox", ""), message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
@@ -320,7 +320,7 @@ class Sidecar:
                 with guard("writing the report", passes=RunStoreError):
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
-                deliver(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {error}\n")
+                deliver_text(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {error}\n")
                 raise
 
     def close(self) -> None:

@@ -61,10 +61,10 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     gives_up: called repeatedly. If it returns True, writing ends without a reason.
     """
     page = run.report.with_suffix(".html")
-    command = children.command("report", str(run.path), "--html", str(page))
+    command = children.build_command("report", str(run.path), "--html", str(page))
     # Other memory pools of Arrow reserve more memory than they use, which would count for the
     # limit.
-    environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    environment = {**children.build_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     began_s, before = time.monotonic(), _version(page)
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(

@@ -10,7 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.run import ring
-from torchlens_perf.run.clock import device_mark
+from torchlens_perf.run.clock import read_device_mark
 from torchlens_perf.sidecar.host.stacks import process_state
 from torchlens_perf.verdicts.words.hang import device_place
 
@@ -29,7 +29,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     groups = [group for group in reader.groups() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
-    mark = device_mark(reader)
+    mark = read_device_mark(reader)
     ended = {"died": "dead", "closed": "closed"}.get(state.ended)
     return Progress(
         rank=state.identity.rank,

@@ -13,7 +13,7 @@ from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
-from torchlens_perf.run.identity import Identity, model_digest
+from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.store import segments
@@ -89,7 +89,7 @@ def replay(
                 process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
-            process.model = process.model or model_digest(process.statistics.modules)
+            process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
             # As in a live run, only the newest attempt is judged.

@@ -89,7 +89,7 @@ class TapForNextRun:
         """Return the state for the report, and True if the tap should be built."""
         if not wanted:
             return "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off", False
-        reason = tap_requirements.obstacle(name)
+        reason = tap_requirements.why_not_buildable(name)
         if reason is not None:
             return f"no native tap yet: {reason}", False
         if not self._builds:
@@ -100,8 +100,8 @@ class TapForNextRun:
         self._to_be_built = False
         logger.info("building the native tap on collectives: %s", self._name)
         self._child = subprocess.Popen(
-            children.command("build-tap", "--in-background", self._name),
-            env=children.environment(),
+            children.build_command("build-tap", "--in-background", self._name),
+            env=children.build_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
 from torchlens_perf.analysis.statistics.quantities import duration, steps_words
-from torchlens_perf.run.rank_ranges import rank_list
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.simulate.faults import Link
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
@@ -48,7 +48,7 @@ class NamedBy:
     cost_s_per_step: float | None
 
     def __str__(self) -> str:
-        too = f" together with {rank_list(self.slow_too)}" if self.slow_too else ""
+        too = f" together with {format_rank_list(self.slow_too)}" if self.slow_too else ""
         cost = (
             "at an unknown cost"
             if self.cost_s_per_step is None
@@ -56,7 +56,7 @@ class NamedBy:
         )
         when = "" if self.since_step is None else f", {_when(self.since_step, self.until_step)}"
         return (
-            f"{rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict"
+            f"{format_rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict"
             f" {self.kind})"
         )
 
@@ -90,11 +90,11 @@ class PlantedFault:
         """Yield the lines of text on this fault."""
         state = {True: "found", False: "not found", None: "no rank is at fault"}[self.found]
         if self.found and self.missed_ranks:
-            state += f", but not on {rank_list(self.missed_ranks)}"
+            state += f", but not on {format_rank_list(self.missed_ranks)}"
         yield f"{self.fault}: {state}"
         if self.ranks and self.since_step is not None:
             yield (
-                f"  planted    {rank_list(self.ranks)}, {self.phase},"
+                f"  planted    {format_rank_list(self.ranks)}, {self.phase},"
                 f" {_when(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
                 f" costs {duration(self.cost_s_per_step)} a step"
             )

@@ -24,8 +24,8 @@ import numpy as np
 from torchlens_perf.config import Config
 from torchlens_perf.recorder.session import Session
 from torchlens_perf.run.directory import create_ring
-from torchlens_perf.run.identity import DeviceClock, Identity
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.identity import DeviceClockQuality, Identity
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
 from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, HostsAhead
@@ -48,7 +48,7 @@ _BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}
 _RING_RECORDS = 2048
 # Time that the host needs to issue a phase, as a share of the phase's time on the device.
 _ISSUING_SHARE = 0.05
-_CLOCK: DeviceClock = {
+_CLOCK: DeviceClockQuality = {
     "clock": "simulated events",
     "error_ns": 0,
     "captured": 0,
@@ -393,7 +393,7 @@ def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:
     return Identity(
         run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.ranks,
         local_world_size=min(topology.node_size, topology.ranks), attempt=0, host=topology.host(rank), pid=os.getpid(),
-        process_started=process_started(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
+        process_started=process_start_ticks(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
         program="simulation", traceparent="", attributes={}, node=topology.host(rank),
     )  # fmt: skip
 

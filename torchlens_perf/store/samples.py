@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from torchlens_perf.run.place.node import host_of
+from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.store.writer import Writer
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SampleWriter:
 
         samples: dataclasses of one class for each folder, with `monotonic_ns` and `unix_ns`.
         """
-        host = host_of(self._node)
+        host = host_of_node(self._node)
         tables = {
             self._run.path / folder: _table(host, each) for folder, each in samples.items() if each
         }

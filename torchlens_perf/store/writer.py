@@ -56,7 +56,7 @@ class Writer:
                 folder.mkdir(exist_ok=True)
                 path = path_of(folder, self._node, self._number)
                 partials[path] = path.with_suffix(".partial")
-                os.close(ownership.create(partials[path]))
+                os.close(ownership.create_private_file(partials[path]))
                 _write(table, partials[path], footer)
             sizes = {path: partial.stat().st_size for path, partial in partials.items()}
             self._make_room(sum(sizes.values()), cap_bytes)

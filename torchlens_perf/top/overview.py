@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import coverage_text, duration
-from torchlens_perf.run.verdicts import overhead_words
+from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.top.pace import curve, pace_words, step_times
 from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.text import Terminal, cursor_lines, fitting, line, rule
@@ -224,7 +224,7 @@ def quality_line(report: Report, width: int) -> Text:
     parts = [
         f"  data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost",
         coverage_text(quality["coverage"], any_step=report["steps"]["count"] > 0),
-        f"overhead {overhead_words(quality['overhead_share'])}",
+        f"overhead {format_overhead(quality['overhead_share'])}",
         f"{count} note{'s' if count != 1 else ''}" if count else "",
         f"sidecars {duration(quality['sidecar_cpu_s'])} of CPU time",
     ]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
-from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, sentence_and_action
+from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -151,7 +151,7 @@ class AlertContext:
             text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
         key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
-        sentence, action = sentence_and_action(printable(text))
+        sentence, action = split_sentence_and_action(printable(text))
         return Alert(
             _hash(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
@@ -160,7 +160,7 @@ class AlertContext:
     def hang(self, hang: OpenHang, change: str, text: str) -> Alert:
         """Return the alert on a hang."""
         ranks = hang.ranks
-        parts = (hang.kind, ranges(ranks)) if change == UPDATED else ()
+        parts = (hang.kind, format_ranges(ranks)) if change == UPDATED else ()
         rank = ranks[0] if ranks else None
         alert = self._alert(
             "hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step
@@ -182,7 +182,7 @@ class AlertContext:
         about = ""
         if isinstance(evidence, ImbalanceEvidence):
             ranks, cause, scope = evidence.ranks, evidence.cause, evidence.scope
-            about = ranges(sorted(ranks))
+            about = format_ranges(sorted(ranks))
         elif isinstance(evidence, SlowLinkEvidence):
             # The ranks that all slow links share, or else the ranks of the worst link.
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
@@ -221,9 +221,9 @@ class AlertContext:
 
 def _subject_words(slow: Straggler) -> str:
     if slow.kind == "node":
-        return f"Node {slow.name} (ranks {ranges(slow.ranks)}) was"
+        return f"Node {slow.name} (ranks {format_ranges(slow.ranks)}) was"
     if slow.kind == "position":
-        return f"The ranks at {slow.name} ({ranges(slow.ranks)}) were"
+        return f"The ranks at {slow.name} ({format_ranges(slow.ranks)}) were"
     return f"Rank {slow.lead.rank} was"
 
 

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.verdicts import STARTED, UPDATED, Alert
 from torchlens_perf.verdicts.alert import AlertContext, Straggler
 from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
@@ -272,7 +272,7 @@ class FindingLog:
                         straggler.key, group.kind, group.name, (*straggler.episodes, *new)
                     )
                     finding.alert = now.started(
-                        finding.straggler, group, UPDATED, step, ranges(group.ranks)
+                        finding.straggler, group, UPDATED, step, format_ranges(group.ranks)
                     )
                     yield finding.alert
                 else:
@@ -329,7 +329,7 @@ class FindingLog:
         for verdict in verdicts:
             alert, evidence = now.verdict(verdict), verdict.evidence
             links = evidence.links if isinstance(evidence, SlowLinkEvidence) else ()
-            subjects = {f"{link.group} {ranges(sorted(link.ranks))}" for link in links}
+            subjects = {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in links}
             known = stand.pop(alert.about, None)
             if known is None:
                 self._begin(now, alert).subjects = sorted(subjects)

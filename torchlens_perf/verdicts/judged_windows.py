@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.robust import median
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import stage_imbalance
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
@@ -155,7 +155,7 @@ class JudgedWindows:
             usual = tuple(
                 Usual(
                     population,
-                    ranges([windows.ranks[row] for row in members]),
+                    format_ranges([windows.ranks[row] for row in members]),
                     float(median(windows.work_ns[members, column], 0)),
                     0.0,
                 )

@@ -27,7 +27,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
+from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
@@ -95,7 +95,7 @@ class ProcessState:
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     native: bool = True
     model: str = ""
-    """Digest of the model's structure, see identity.model_digest."""
+    """Digest of the model's structure, see identity.digest_module_names."""
     memory_source: str = ""
     compute_device: str = ""
     """The device of its models: "cpu", "cuda", ...; "" if not known."""
@@ -105,7 +105,7 @@ class ProcessState:
     """The names of its whole models."""
     unopened_modules: list[str] = dataclasses.field(default_factory=list)
     """Timed modules that contain modules which are not timed."""
-    device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
+    device: DeviceClockQuality = dataclasses.field(default_factory=DeviceClockQuality)
     judged_by: str = ""
     """The clock that its steps are judged by, "host" or "device"; "" while undecided."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -229,7 +229,7 @@ class NodeState:
         """
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
-        with open(ownership.create(partial), "wb", buffering=0) as file:
+        with open(ownership.create_private_file(partial), "wb", buffering=0) as file:
             ownership.write_all(file, encode(self))
             if durably:
                 os.fsync(file.fileno())
@@ -251,7 +251,7 @@ def load(path: Path) -> NodeState:
     Raises RunStoreError if the file cannot be read, DamagedStateError if it is not a valid state.
     """
     try:
-        text = ownership.read_bytes(path, MAX_BYTES)
+        text = ownership.read_regular_file(path, MAX_BYTES)
     except ownership.NotRegularFileError as error:
         raise DamagedStateError(str(error)) from None
     except ownership.TooLargeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.sketch import merged
+from torchlens_perf.run.sketch import merge_sketches
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.slow_link import LinkFindings
@@ -25,6 +25,6 @@ def slow_link_verdict(
     # The module imports all sentences, which a sidecar rarely needs.
     from torchlens_perf.verdicts.words import verdict
 
-    steps = merged(each.step for each in ranks)
+    steps = merge_sketches(each.step for each in ranks)
     counted = max((each.counted_steps for each in ranks), default=0)
     return verdict.slow_link(counted, steps.mean_ns() / 1e9 if steps.count else None, found)

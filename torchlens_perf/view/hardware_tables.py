@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def gpu_table(report: Report) -> Table | None:
     if not gpus:
         return None
     columns = [
-        Column("rank", [ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
+        Column("rank", [format_ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
         Column("SM MHz", [_rounded(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
         Column("of max clock", [gpu["signals"].get("sm_clock_share") for gpu in gpus], Quantity.SHARE),
         Column("throttled", [_throttled(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent, printable, steps_words
-from torchlens_perf.run.rank_ranges import ranges, rank_list
-from torchlens_perf.run.verdicts import sentence_and_action
+from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
+from torchlens_perf.run.verdicts import split_sentence_and_action
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
     WASTE,
@@ -123,7 +123,7 @@ def overall(found: Sequence[Headline]) -> Headline | None:
 def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
     """Return the headline of one row. run_dir: the path to use in the command to copy."""
     status, severity = _status(row)
-    sentence, action = sentence_and_action(row["text"])
+    sentence, action = split_sentence_and_action(row["text"])
     return Headline(
         kind=row["kind"],
         status=status,
@@ -169,7 +169,7 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         host = (row["where"] or {}).get("host.name")
         of_one_host = len(ranks) == 1 or getattr(evidence, "scope", "") == "node"
         at = f" ({host})" if host and of_one_host else ""
-        found.append(("rank" if len(ranks) == 1 else "ranks", f"{ranges(ranks)}{at}"))
+        found.append(("rank" if len(ranks) == 1 else "ranks", f"{format_ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
         section = (
             largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
@@ -185,7 +185,7 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     if modules:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
     if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
-        found.append(("together with", rank_list(evidence.slow_too)))
+        found.append(("together with", format_rank_list(evidence.slow_too)))
     if held is not None and held["since_step"] is not None:
         found.append(("steps", steps_words(held["since_step"], held["until_step"])))
         if isinstance(evidence, StragglerEvidence):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.oom import place
@@ -394,7 +394,7 @@ def capture_table(report: Report) -> Table | None:
 
 def _captured_steps(each: Capture) -> str | None:
     first, last = each["first_step"], each["last_step"]
-    return None if first is None or last is None else ranges(range(first, last + 1))
+    return None if first is None or last is None else format_ranges(range(first, last + 1))
 
 
 def _trace(each: Capture) -> str:

@@ -22,7 +22,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.run.verdicts import overhead_words
+from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.over import held_words
@@ -183,7 +183,7 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
             yield from _wrapped(table.note, width, 2, "dim")
     quality = report["quality"]
     yield Text("")
-    cost = overhead_words(quality["overhead_share"])
+    cost = format_overhead(quality["overhead_share"])
     yield from _field("recording", f"{_records(report)}; overhead {cost}", width)
     for note in quality["notes"][:_NOTES]:
         yield from _field("note", note, width)

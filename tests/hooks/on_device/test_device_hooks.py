@@ -24,8 +24,8 @@ from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.sections import DeviceHook
 from torchlens_perf.recorder import session
 from torchlens_perf.recorder.devices import CONNECTIONS
-from torchlens_perf.run.clock import device_mark
-from torchlens_perf.run.ring import Flag, Kind, Reader
+from torchlens_perf.run.clock import read_device_mark
+from torchlens_perf.run.ring import Flag, Kind, RingReader
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
@@ -497,11 +497,11 @@ def test_last_mark_reached_by_the_device_is_published(
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
-        reader = Reader(recording.watch._session.ring_path)
+        reader = RingReader(recording.watch._session.ring_path)
         for _ in range(5):
             rig.step()
             device.advance(2 * STEP_NS)
-        keeps_up = device_mark(reader)
+        keeps_up = read_device_mark(reader)
         synchronizations = device.synchronizations
         with monkeypatch.context() as once:
             # A kernel that is still running when the test ends.
@@ -510,7 +510,7 @@ def test_last_mark_reached_by_the_device_is_published(
         for _ in range(5):
             device.advance(3 * STEP_NS)
             rig.step()
-        stuck = device_mark(reader)
+        stuck = read_device_mark(reader)
         reader.close()
         assert device.synchronizations == synchronizations
     assert keeps_up is not None

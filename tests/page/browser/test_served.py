@@ -186,7 +186,7 @@ def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: Live
         folder.mkdir(parents=True)
         (folder / TRACE).write_bytes(b"trace")
         outcome = Outcome(request.id, rank, request.from_step, 2, files={TRACE: 5})
-        capture_files.write(capture_files.outcome_path(folder), outcome)
+        capture_files.write_capture_file(capture_files.outcome_path(folder), outcome)
         tab.until(f"document.getElementById('capture-status').textContent.includes('{wait}')")
     with tab.page.expect_download() as download:
         tab.page.click("#capture-status a >> nth=0")

@@ -20,7 +20,7 @@ import pytest
 from tests.support import warm_python
 from torchlens_perf import Config, watch
 from torchlens_perf.run import tracer
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.sidecar.host.stacks import (
     MAX_LINES,
     Stack,
@@ -437,7 +437,7 @@ def test_process_in_kernel_state_d_is_uninterruptible(start: Start) -> None:
 def test_process_whose_pid_was_reused_is_dead(start: Start) -> None:
     process = start(BLOCKED.format(levels=0))
     ready(process)
-    started = process_started(process.pid)
+    started = process_start_ticks(process.pid)
     assert started is not None
 
     assert process_state(process.pid, started) == "running"
@@ -480,7 +480,7 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         (file,) = (tmp_path / "runs").rglob("*.stack")
-        started = process_started(process.pid) or 0
+        started = process_start_ticks(process.pid) or 0
         stack = stack_by_signal(process.pid, file, started)
         assert "in stuck" in stack.lines[0], stack
         assert stack_by_signal(process.pid, file, started).lines == stack.lines
@@ -506,7 +506,7 @@ def test_sigusr2_is_not_sent_to_a_process_without_a_handler(
     )
     process = start((listening if listens else "") + BLOCKED.format(levels=0))
     ready(process)
-    started = process_started(process.pid)
+    started = process_start_ticks(process.pid)
     assert started is not None
 
     stack = stack_by_signal(process.pid, file, started - 1 if listens else started, timeout_s=0.1)

@@ -83,7 +83,7 @@ def steps_of(folder: Path) -> list[int]:
 
 def test_next_start_saves_the_rings_of_a_killed_job(tmp_path: Path) -> None:
     """All steps are saved. Shared memory is free and has no empty folders."""
-    done = in_own_memory(DEAD + DRAIN + "assert dead_runs.begin();" + GONE, tmp_path)
+    done = in_own_memory(DEAD + DRAIN + "assert dead_runs.start_draining();" + GONE, tmp_path)
 
     assert done.stdout == "[]\n"
     assert steps_of(tmp_path) == list(range(20))
@@ -134,7 +134,7 @@ def watch_sidecar(watch):
         time.sleep(0.01)
     return pid
 """
-    done = in_own_memory(find + CRASHES + DRAIN + "dead_runs.begin()" + GONE, tmp_path)
+    done = in_own_memory(find + CRASHES + DRAIN + "dead_runs.start_draining()" + GONE, tmp_path)
 
     assert done.stdout == "1\n" * 4 + "[]\n"
 
@@ -142,14 +142,14 @@ def watch_sidecar(watch):
 def test_rings_of_a_run_with_a_live_sidecar_are_kept(tmp_path: Path) -> None:
     """The lock shows that the sidecar is alive, even from another container."""
     locked = """
-from torchlens_perf.run.directory import sidecar_lock
+from torchlens_perf.run.directory import sidecar_lock_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
-lock = SidecarLock(sidecar_lock("a-run"))
+lock = SidecarLock(sidecar_lock_path("a-run"))
 assert lock.acquire()
-assert not dead_runs.begin()
+assert not dead_runs.start_draining()
 lock.remove()
-assert not dead_runs.begin(but="a-run")
-assert dead_runs.begin()
+assert not dead_runs.start_draining(but="a-run")
+assert dead_runs.start_draining()
 """
     done = in_own_memory(DEAD + DRAIN + locked + GONE, tmp_path)
 
@@ -199,7 +199,7 @@ print(os.path.exists(ring))
 BEGIN_AND_END = """
 import os, sys, time
 from pathlib import Path
-from torchlens_perf.run.directory import RunDirectory, leave_node, sidecar_lock
+from torchlens_perf.run.directory import RunDirectory, remove_empty_user_folders, sidecar_lock_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from tests.support.ranks import HOST, identity_of
 from torchlens_perf.run.directory import create_ring
@@ -210,13 +210,13 @@ for i in range(300):
     ring = create_ring(run, identity_of(run, 0), 1024)
     assert str(ring.path).startswith("/dev/shm/"), ring.path
     run.register_ring(HOST, ring.path)
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     run.remove_ring(ring.path)
     ring.close()
     ring.release()
     lock.remove()
-    leave_node()
+    remove_empty_user_folders()
 """
 
 
@@ -252,8 +252,8 @@ run = RunDirectory(nodes[0].parent.absolute())
 ring = until(run.local_rings)[0]
 assert ring.is_symlink(), "it is in the memory of its process"
 until(ring.with_suffix(".held").is_symlink)
-from torchlens_perf.run.ring import STEP, Reader
-reader = Reader(ring)
+from torchlens_perf.run.ring import STEP, RingReader
+reader = RingReader(ring)
 until(lambda: reader.counter(STEP) > 100)
 trainer.kill()
 trainer.wait()
@@ -307,11 +307,11 @@ def test_anonymous_ring_is_copied_to_the_run_directory_without_a_sidecar(
     size: str, tmp_path: Path
 ) -> None:
     """The run directory cannot map files, so the ring is copied at the end."""
-    from torchlens_perf.run.ring import Reader
+    from torchlens_perf.run.ring import RingReader
 
     done = in_own_memory(COPIED % "", tmp_path, size=size)
     (ring,) = (tmp_path / "runs/a-run/rings").iterdir()
-    reader = Reader(ring)
+    reader = RingReader(ring)
 
     assert done.stdout == f"\n['{ring.name}'] []\n"
     assert reader.metadata() == {"whose": "ours"}

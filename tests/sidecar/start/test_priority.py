@@ -17,8 +17,8 @@ from tests.support.processes import wait_for_sidecar
 from tests.support.ranks import Rank
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run import sidecar_status
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock
-from torchlens_perf.run.processes import threads
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock_path
+from torchlens_perf.run.processes import thread_ids
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -40,7 +40,7 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
     assert eventually(lambda: int(score.read_text()) == min(1000, ours + 500))
     lower = min(19, os.getpriority(os.PRIO_PROCESS, 0) + priority.NICE)
     assert eventually(
-        lambda: lower in [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads(pid)]
+        lambda: lower in [os.getpriority(os.PRIO_PROCESS, thread) for thread in thread_ids(pid)]
     )
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert eventually(
@@ -55,7 +55,7 @@ def test_last_round_runs_at_the_jobs_priority(
 ) -> None:
     """A rank waits for the last round. All other rounds run in a thread with low priority."""
     rank = Rank(run, 0, 1)
-    lock = SidecarLock(sidecar_lock(run.run_id))
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     made = Sidecar(run, rank.identity.host, None, lambda *_: None)
     rounds: list[int] = []

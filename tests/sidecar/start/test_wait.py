@@ -12,7 +12,7 @@ import pytest
 from tests.sidecar.test_node import WORK, dead_process
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.run import ring
-from torchlens_perf.run.directory import RunDirectory, local_folders
+from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, VIEW, Mailbox
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.node import Sidecar
@@ -30,7 +30,7 @@ from torchlens_perf.sidecar.start.wait import (
 
 def registrations(run: RunDirectory) -> str:
     """Return this node's folder of registered rings."""
-    return str(next(local_folders(run.run_id)))
+    return str(next(create_local_folders(run.run_id)))
 
 
 class Clock:

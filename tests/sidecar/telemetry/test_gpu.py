@@ -448,13 +448,13 @@ def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
 
 _BESIDE_ANOTHER = """
 import os, subprocess, sys, time
-from torchlens_perf.run.processes import unstarved_ns
+from torchlens_perf.run.processes import clock_without_cpu_wait_ns
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-begun_ns, clock_ns = time.monotonic_ns(), unstarved_ns()
+begun_ns, clock_ns = time.monotonic_ns(), clock_without_cpu_wait_ns()
 while time.monotonic_ns() < begun_ns + 2_000_000_000:
     pass
-print((unstarved_ns() - clock_ns) / (time.monotonic_ns() - begun_ns))
+print((clock_without_cpu_wait_ns() - clock_ns) / (time.monotonic_ns() - begun_ns))
 other.kill()
 """
 

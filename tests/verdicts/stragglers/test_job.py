@@ -14,7 +14,7 @@ from tests.support.planted import Job
 from tests.support.ranks import identity_of
 from tests.support.tables import step_table
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import Identity, model_digest
+from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.stragglers.detector import JobDetector, dimension, place_of
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
@@ -94,8 +94,10 @@ class TestPlace:
         )
 
     def test_model_digest_depends_on_module_names_and_not_on_their_order(self) -> None:
-        assert model_digest(["a", "b"]) == model_digest(["b", "a"])
-        assert len({model_digest(names) for names in (["a", "b"], ["ab"], ["a", "c"], [])}) == 4
+        assert digest_module_names(["a", "b"]) == digest_module_names(["b", "a"])
+        assert (
+            len({digest_module_names(names) for names in (["a", "b"], ["ab"], ["a", "c"], [])}) == 4
+        )
 
 
 class TestNodeJudge:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.findings import episode, findings
-from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, packed
-from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
+from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, pack_row
+from torchlens_perf.run.device.step_parts import ROW_NAMES, StepPart
 from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
@@ -34,17 +34,17 @@ from torchlens_perf.verdicts.words.stragglers import (
 
 MS, STEPS = 1_000_000, 64
 USUAL_MS = {
-    Row.FORWARD: 20,
-    Row.RECOMPUTE: 0,
-    Row.BACKWARD: 40,
-    Row.OPTIMIZER: 5,
-    Row.GAP: 1,
-    Row.STALL: 4,
+    StepPart.FORWARD: 20,
+    StepPart.RECOMPUTE: 0,
+    StepPart.BACKWARD: 40,
+    StepPart.OPTIMIZER: 5,
+    StepPart.GAP: 1,
+    StepPart.STALL: 4,
 }
 FIELDS = ("start_ns", "duration_ns", "flags", "value0", "value1", "nested_ns", "phase_ns")
 ALL = {rank: Placement("node-a", f"model{BY_DEVICE}") for rank in range(8)}
 NODE = {rank: ALL[rank] for rank in range(2)}
-Slow = dict[int, dict[Row, float]]
+Slow = dict[int, dict[StepPart, float]]
 
 
 def window(
@@ -60,15 +60,17 @@ def window(
 
     `slow` has additional ms by rank and part.
     """
-    usual = {row: round(scale * ms * MS) for row, ms in {**USUAL_MS, Row.STALL: stall_ms}.items()}
-    usual[Row.WORK] = sum(usual.values()) - usual[Row.STALL]
-    usual[Row.STEP] = usual[Row.WORK] + usual[Row.STALL]
+    usual = {
+        row: round(scale * ms * MS) for row, ms in {**USUAL_MS, StepPart.STALL: stall_ms}.items()
+    }
+    usual[StepPart.WORK] = sum(usual.values()) - usual[StepPart.STALL]
+    usual[StepPart.STEP] = usual[StepPart.WORK] + usual[StepPart.STALL]
     excess = {
-        rank: {**more, Row.WORK: sum(more.values()) - more.get(Row.STALL, 0)}
+        rank: {**more, StepPart.WORK: sum(more.values()) - more.get(StepPart.STALL, 0)}
         for rank, more in slow.items()
     }
     made = []
-    for row in Row:
+    for row in StepPart:
         spread_ns = 0.01 * max(usual[row], 1)
         of = {
             rank: round(more.get(row, 0) * MS)
@@ -93,7 +95,7 @@ def window(
             )
             record = np.zeros(1, record_dtype())
             record["kind"], record["step"] = Kind.MERGED, (number + 1) * STEPS - 1
-            for field, value in zip(FIELDS, packed(told), strict=True):
+            for field, value in zip(FIELDS, pack_row(told), strict=True):
                 record[field] = value
             made.append(record)
     return np.concatenate(made)
@@ -106,8 +108,8 @@ def seen(*slow: Slow, ranks: int = 8, **given: Any) -> MergedWindows:
     return windows
 
 
-FORWARD: Slow = {3: {Row.FORWARD: 9}}
-CLEAN: Slow = {5: {Row.GAP: 0.2}}
+FORWARD: Slow = {3: {StepPart.FORWARD: 9}}
+CLEAN: Slow = {5: {StepPart.GAP: 0.2}}
 
 
 def test_rank_is_reported_after_three_slow_windows() -> None:
@@ -145,14 +147,16 @@ def test_rank_is_reported_after_three_slow_windows() -> None:
 @pytest.mark.parametrize(
     ("more", "phase"),
     [
-        ({Row.BACKWARD: 9}, "backward"),
-        ({Row.FORWARD: 6, Row.BACKWARD: 12}, "compute"),
-        ({Row.OPTIMIZER: 9}, "optimizer"),
-        ({Row.GAP: 9}, GAP),
-        ({Row.FORWARD: 0.5, Row.GAP: 9, Row.OPTIMIZER: 1}, GAP),
+        ({StepPart.BACKWARD: 9}, "backward"),
+        ({StepPart.FORWARD: 6, StepPart.BACKWARD: 12}, "compute"),
+        ({StepPart.OPTIMIZER: 9}, "optimizer"),
+        ({StepPart.GAP: 9}, GAP),
+        ({StepPart.FORWARD: 0.5, StepPart.GAP: 9, StepPart.OPTIMIZER: 1}, GAP),
     ],
 )
-def test_episode_found_in_windows_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
+def test_episode_found_in_windows_has_the_slow_part(
+    more: dict[StepPart, float], phase: str
+) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
     named = with_groups(
@@ -165,7 +169,7 @@ def test_episode_found_in_windows_has_the_slow_part(more: dict[Row, float], phas
 
 
 def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
-    both: Slow = {3: {Row.FORWARD: 9}, 6: {Row.FORWARD: 14}}
+    both: Slow = {3: {StepPart.FORWARD: 9}, 6: {StepPart.FORWARD: 14}}
     found = {each.rank: each for each in seen(*[both] * 3).episodes()}
     assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx(
         {3: 9, 6: 14}
@@ -182,15 +186,17 @@ def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
     [
         pytest.param(seen(*[CLEAN] * 9), id="clean"),
         pytest.param(seen(*[FORWARD, FORWARD, CLEAN] * 4), id="it comes and goes"),
-        pytest.param(seen(*[{3: {Row.FORWARD: 2}}] * 9), id="within what ranks differ"),
-        pytest.param(seen(*[{3: {Row.FORWARD: 4}}] * 9, stall_ms=200), id="not worth naming"),
+        pytest.param(seen(*[{3: {StepPart.FORWARD: 2}}] * 9), id="within what ranks differ"),
+        pytest.param(seen(*[{3: {StepPart.FORWARD: 4}}] * 9, stall_ms=200), id="not worth naming"),
         pytest.param(
-            seen(*[{rank: {Row.FORWARD: 9.0} for rank in range(3)}] * 9),
+            seen(*[{rank: {StepPart.FORWARD: 9.0} for rank in range(3)}] * 9),
             id="many stand out: other work",
         ),
         pytest.param(seen(*[FORWARD] * 9, steps=8), id="too few steps are known"),
-        pytest.param(seen(*[{3: {Row.FORWARD: 0.05}}] * 9, scale=0.01), id="for too short a time"),
-        pytest.param(seen(*[{0: {Row.STALL: 9}}] * 9), id="it waits for others"),
+        pytest.param(
+            seen(*[{3: {StepPart.FORWARD: 0.05}}] * 9, scale=0.01), id="for too short a time"
+        ),
+        pytest.param(seen(*[{0: {StepPart.STALL: 9}}] * 9), id="it waits for others"),
     ],
 )
 def test_no_rank_is_reported_without_a_lasting_large_excess(windows: MergedWindows) -> None:
@@ -207,7 +213,9 @@ def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     """The detector's own findings stay unchanged."""
     own = episode(rank=1)
     found = combined_with_windows(
-        judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE
+        judged(own, ranks=2),
+        seen(*[{3: {StepPart.FORWARD: 9}, 1: {StepPart.BACKWARD: 20}}] * 3),
+        NODE,
     )
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
     assert found.episodes[0] == own
@@ -300,7 +308,7 @@ def test_rank_missing_in_a_full_window_is_neither_disputed_nor_ended() -> None:
     """A window has eight outliers, and twelve of 64 ranks are slow."""
     ranks = 64
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
-    slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}
+    slow: Slow = {rank: {StepPart.FORWARD: 20.0 + rank} for rank in range(12)}
     judged_episodes = [
         episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)
     ]
@@ -308,10 +316,10 @@ def test_rank_missing_in_a_full_window_is_neither_disputed_nor_ended() -> None:
         judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places
     )
     overtaken: Slow = {
-        11: {Row.FORWARD: 20},
-        **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)},
+        11: {StepPart.FORWARD: 20},
+        **{rank: {StepPart.FORWARD: 40.0 + rank} for rank in range(20, 29)},
     }
-    windows = seen(*[{11: {Row.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
+    windows = seen(*[{11: {StepPart.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
 
     assert [each.rank for each in found.episodes if each.disputed] == []
     assert [each.until_step for each in windows.episodes() if each.rank == 11] == [None]

@@ -23,8 +23,8 @@ from torchlens_perf.analysis.collectives.semantics import (
     bus_factor,
     semantics_of,
 )
-from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.sketch import Sketch, merged
+from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.run.sketch import Sketch, merge_sketches
 
 TOTALS = (
     "exposed_wait_ns",
@@ -162,7 +162,7 @@ class OperationStatistics:
 
     def whole(self, name: str) -> Sketch:
         """Return the sketch of that name over all sizes."""
-        return merged(getattr(size, name) for size in self.sizes.values())
+        return merge_sketches(getattr(size, name) for size in self.sizes.values())
 
     def totals(self) -> dict[int, dict[str, int]]:
         """For each rank, TOTALS over all sizes."""
@@ -218,4 +218,6 @@ def describe(key: OperationKey) -> str:
     """
     if key.operation == SEND_RECV and key.pair is not None:
         return f"ranks {key.pair[0]} to {key.pair[1]}"
-    return f"ranks {ranges(key.group.ranks)}" if key.group.ranks else f"group {key.group.name}"
+    return (
+        f"ranks {format_ranges(key.group.ranks)}" if key.group.ranks else f"group {key.group.name}"
+    )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpacked
+from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpack_row
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.run.ring import UNKNOWN_NS, Kind, name_of
+from torchlens_perf.run.ring import UNKNOWN_NS, Kind, lookup_name
 from torchlens_perf.run.sketch import Sketch, from_records
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class DeviceStatistics:
         self.stray_records += stray
         self.stamped_lost += sum(window.lost for _, window in windows)
         for name_id, window in windows:
-            self.stamped.setdefault(name_of(names, name_id), Sketch()).merge(window.sketch)
+            self.stamped.setdefault(lookup_name(names, name_id), Sketch()).merge(window.sketch)
         for record in records[records["kind"] == Kind.MERGED]:
-            row = unpacked(record, names)
+            row = unpack_row(record, names)
             if row.row == SECTION:
                 self.merged[row.name] = _over_ranks(row)
         records = records[records["kind"] == Kind.DEVICE]
@@ -93,7 +93,7 @@ class DeviceStatistics:
         for kind, table in ((Kind.MODULE, self.modules), (Kind.SECTION, self.sections)):
             of_kind = records[kinds == kind]
             for name_id in np.unique(of_kind["name_id"]).tolist():
-                table.setdefault(name_of(names, name_id), Sketch()).add(
+                table.setdefault(lookup_name(names, name_id), Sketch()).add(
                     of_kind["duration_ns"][of_kind["name_id"] == name_id]
                 )
         behind_ns = records["value1"][np.isin(kinds, _ISSUING)].astype(np.int64)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import concatenate
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN, outer_spans
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, find_outer_spans
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -415,7 +415,7 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
     order = np.argsort(rows, kind="stable")
     for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
         found = np.array(
-            outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()),
+            find_outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()),
             np.int64,
         )
         outer[indices] = np.where(found < 0, -1, indices[found])

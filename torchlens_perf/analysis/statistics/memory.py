@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import numpy as np
 
 from torchlens_perf.run.memory_readings import LIMIT
-from torchlens_perf.run.ring import Kind, name_of
+from torchlens_perf.run.ring import Kind, lookup_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -196,9 +196,9 @@ def _readings(
     found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
     for record in found:
-        by_time.setdefault(int(record["start_ns"]), {})[name_of(names, int(record["name_id"]))] = (
-            record
-        )
+        by_time.setdefault(int(record["start_ns"]), {})[
+            lookup_name(names, int(record["name_id"]))
+        ] = record
     return [_reading(of_one) for of_one in by_time.values()]
 
 

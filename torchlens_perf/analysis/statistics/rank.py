@@ -15,8 +15,8 @@ from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify
 from torchlens_perf.run.records import PARTS, StepTable
-from torchlens_perf.run.ring import Flag, Kind, name_of
-from torchlens_perf.run.sketch import Sketch, add_to_each
+from torchlens_perf.run.ring import Flag, Kind, lookup_name
+from torchlens_perf.run.sketch import Sketch, add_to_sketches
 
 # The first steps are counted separately: allocator, caches and lazy initialization make them slow.
 WARM_UP_STEPS = 3
@@ -506,7 +506,7 @@ class RankStatistics:
         # step's time.
         of_step = np.minimum(of_step, steps.parts_ns[keys & 0xFFFFFFFF, PARTS.index("host")])
         for name_id in np.unique(keys >> 32).tolist():
-            sketch = self.section_hosts.setdefault(name_of(names, name_id), Sketch())
+            sketch = self.section_hosts.setdefault(lookup_name(names, name_id), Sketch())
             sketch.add(of_step[keys >> 32 == name_id])
 
     def section_host_ns(self, name: str) -> float:
@@ -540,7 +540,7 @@ class RankStatistics:
         for place, name_id, sum_ns in _sums(
             at, records["name_id"][rows], records["duration_ns"][rows]
         ):
-            new[place].sections[name_of(names, name_id)] = sum_ns
+            new[place].sections[lookup_name(names, name_id)] = sum_ns
         for length, sums in zip(found.tolist(), new, strict=True):
             self.by_length.setdefault(length, StepsOfLength()).merge(sums)
         while len(self.by_length) > _MAX_LENGTHS:
@@ -579,12 +579,12 @@ class RankStatistics:
         ):
             new[place].forward_ns = sum_ns
         for place, name_id, sum_ns in _sums(places, name_ids, own_ns):
-            modules, name = new[place].modules, name_of(names, name_id).removeprefix("forward ")
+            modules, name = new[place].modules, lookup_name(names, name_id).removeprefix("forward ")
             modules[name] = modules.get(name, 0) + sum_ns
         usual = (steps.flags[at] & _UNUSUAL) == 0
         found, order, starts = _by_kind_and_name(kinds[usual], name_ids[usual])
-        called = [name_of(names, name_id).removeprefix("forward ") for _, name_id in found]
-        add_to_each(
+        called = [lookup_name(names, name_id).removeprefix("forward ") for _, name_id in found]
+        add_to_sketches(
             [self.modules.setdefault(name, Sketch()) for name in called],
             own_ns[usual][order],
             starts,
@@ -606,7 +606,7 @@ class RankStatistics:
         sketches = []
         rows = rows[order]
         for (kind, name_id), its in zip(found, np.split(rows, starts[1:]), strict=True):
-            name = name_of(names, name_id)
+            name = lookup_name(names, name_id)
             if kind == Kind.COLLECTIVE:
                 count = self.collectives.setdefault(name, CollectiveCount())
                 count.bytes += int(records["value0"][its].sum())
@@ -614,7 +614,7 @@ class RankStatistics:
             else:
                 table = self.sections if kind == Kind.SECTION else self.module_backwards
                 sketches.append(table.setdefault(name, Sketch()))
-        add_to_each(sketches, records["duration_ns"][rows], starts)
+        add_to_sketches(sketches, records["duration_ns"][rows], starts)
 
     def typical_length(self) -> StepsOfLength:
         """Return the sums over steps that are as long as the typical one."""

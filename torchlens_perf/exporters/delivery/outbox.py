@@ -144,7 +144,7 @@ class Outbox:
             path, count, size_bytes = self._files[0]
             try:
                 return Request(
-                    decode(self.signal, ownership.read_bytes(path, self._room.disk_bytes)),
+                    decode(self.signal, ownership.read_regular_file(path, self._room.disk_bytes)),
                     count,
                     path,
                 )
@@ -227,7 +227,7 @@ class Outbox:
         path = self._folder / f"{self._owner}.{self.signal}.{self._number:010}.{count}.otlp"
         self._number += 1
         partial = path.with_suffix(".partial")
-        with open(ownership.create(partial), "wb", buffering=0) as file:
+        with open(ownership.create_private_file(partial), "wb", buffering=0) as file:
             ownership.write_all(file, body)
         os.replace(partial, path)
         return path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DeviceError, HookUnavailable
 from torchlens_perf.recorder.devices import device_in_use, has_devices
-from torchlens_perf.run.memory_readings import LIMIT, can_be_read, quantities
+from torchlens_perf.run.memory_readings import LIMIT, has_statistics, read_quantities
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _DeviceMemory:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
-        found = [*quantities(stats, self._backend), (LIMIT, limit, 0)]
+        found = [*read_quantities(stats, self._backend), (LIMIT, limit, 0)]
         took_ns = recorder.now_ns() - begin_ns
         for name, value0, value1 in found:
             recorder.record_span(
@@ -114,7 +114,7 @@ class _DeviceMemory:
         The device is unknown until torch has allocated memory on one.
         """
         if self._device is not None:
-            return can_be_read(self._backend)
+            return has_statistics(self._backend)
         import torch
 
         try:
@@ -128,9 +128,9 @@ class _DeviceMemory:
         if self._device is None:
             return False
         self._backend = torch.cuda.get_allocator_backend()
-        if not can_be_read(self._backend):
+        if not has_statistics(self._backend):
             self._session.note(
                 f"memory is not measured: the job's own allocator ({self._backend}) does not"
                 " report it"
             )
-        return can_be_read(self._backend)
+        return has_statistics(self._backend)

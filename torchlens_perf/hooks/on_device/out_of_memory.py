@@ -27,7 +27,7 @@ from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.torch_instruments import memory_history
 from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.oom_table import OutOfMemory, Places, live_table
+from torchlens_perf.run.oom_table import AllocationSites, OutOfMemory, build_live_table
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
@@ -189,9 +189,9 @@ class _Observer:
                 value = {**self._last, "untold": self._unreported}
             self._write(path, value)
             return
-        places = Places(forward_methods(), _packages_to_hide())
+        places = AllocationSites(forward_methods(), _packages_to_hide())
         module, stack = places.of(_python_frames())
-        table = live_table(torch_instruments.memory_snapshot(), device, places)
+        table = build_live_table(torch_instruments.memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
         value |= {
             "module": module,
@@ -222,7 +222,7 @@ class _Observer:
             self._session.note(f"{OutOfMemoryHook.name}: a table could not be written: {problem}")
             return
         partial = path.with_suffix(".partial")
-        ownership.write(partial, json.dumps(value, separators=(",", ":")))
+        ownership.write_private_file(partial, json.dumps(value, separators=(",", ":")))
         os.replace(partial, path)
         if self._file_without_table not in (None, path):
             self._file_without_table.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from torchlens_perf.cuda.stamps import NO_SLOT, SLOTS, DeviceRing
 from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.errors import DeviceError, guard
 from torchlens_perf.recorder import device_sections
-from torchlens_perf.run.device.merged_rows import packed
+from torchlens_perf.run.device.merged_rows import pack_row
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class SessionStamper:
         for each in merged:
             name_id = self._session.intern(each.name)
             self._session.recorder.record_completed(
-                int(Kind.MERGED), name_id, each.step, *packed(each)
+                int(Kind.MERGED), name_id, each.step, *pack_row(each)
             )
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET
     text = document(contents(run, budget_bytes)).encode("utf-8", "replace")
     partial = path.parent / f".{path.name}.partial"
     try:
-        ownership.write(partial, text)
+        ownership.write_private_file(partial, text)
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):

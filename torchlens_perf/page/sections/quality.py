@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, coverage_text, duration
 from torchlens_perf.page.matrix import LOG_STEP
-from torchlens_perf.run.verdicts import overhead_words
+from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.view.html import section, table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
@@ -46,7 +46,7 @@ def _figures(report: Report) -> Table:
         "lowest coverage of a rank": coverage_text(
             found["coverage"], any_step=report["steps"]["count"] > 0
         ),
-        "overhead in the training process": overhead_words(found["overhead_share"]),
+        "overhead in the training process": format_overhead(found["overhead_share"]),
         **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
         "sidecar CPU time": duration(found["sidecar_cpu_s"]),
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.run.device.step_parts import ROW_NAMES
-from torchlens_perf.run.ring import MERGED_RANK_SHIFT, name_of
+from torchlens_perf.run.ring import MERGED_RANK_SHIFT, lookup_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +61,7 @@ class MergedRow(NamedTuple):
     microseconds.
     """
     row: int = SECTION
-    """A step_parts.Row, or SECTION for a section of the user's."""
+    """A step_parts.StepPart, or SECTION for a section of the user's."""
     outstanding: int = 0
     """Number of ranks that are outliers in this row."""
     step: int = 0
@@ -70,7 +70,7 @@ class MergedRow(NamedTuple):
     """
 
 
-def packed(row: MergedRow) -> tuple[int, ...]:
+def pack_row(row: MergedRow) -> tuple[int, ...]:
     """Return the arguments of recorder.record_completed() that follow the step."""
     excess_us = min(max(row.excess_ns // _US, 0), _EXCESS_MAX)
     value0 = min(row.p50_ns, _NS_MASK) | (row.slowest + 1) << MERGED_RANK_SHIFT
@@ -82,8 +82,8 @@ def packed(row: MergedRow) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def unpacked(record: np.void, names: list[str]) -> MergedRow:
-    """Return the row that packed() encoded in a record.
+def unpack_row(record: np.void, names: list[str]) -> MergedRow:
+    """Return the row that pack_row() encoded in a record.
 
     names: names of the ring file, for sections.
     """
@@ -91,7 +91,9 @@ def unpacked(record: np.void, names: list[str]) -> MergedRow:
     row = (value1 >> _ROW_SHIFT & _ROW_MASK) - 1
     return MergedRow(
         name=(
-            ROW_NAMES[row] if 0 <= row < len(ROW_NAMES) else name_of(names, int(record["name_id"]))
+            ROW_NAMES[row]
+            if 0 <= row < len(ROW_NAMES)
+            else lookup_name(names, int(record["name_id"]))
         ),
         times=start & ((1 << _TIMES_BITS) - 1),
         sum_ns=int(record["duration_ns"]),

@@ -24,7 +24,7 @@ PART_OF_SPAN = {
 }
 
 
-class Row(IntEnum):
+class StepPart(IntEnum):
     """The parts of a step that are merged over ranks."""
 
     WORK = 0
@@ -42,16 +42,17 @@ ROW_NAMES = (
     "step work", "forward work", "recompute work", "backward work", "optimizer work", "gap", "stalls", "whole step"
 )  # fmt: skip
 _ROW_OF_PART = {
-    "forward": Row.FORWARD, "recompute": Row.RECOMPUTE, "backward": Row.BACKWARD, "optimizer": Row.OPTIMIZER,
-    "communication": Row.STALL,
+    "forward": StepPart.FORWARD, "recompute": StepPart.RECOMPUTE, "backward": StepPart.BACKWARD,
+    "optimizer": StepPart.OPTIMIZER,
+    "communication": StepPart.STALL,
 }  # fmt: skip
 _ROW_OF_SPAN = {kind: int(_ROW_OF_PART[part]) for kind, part in PART_OF_SPAN.items()}
-_WORK_ROWS = slice(int(Row.FORWARD), int(Row.GAP) + 1)
+_WORK_ROWS = slice(int(StepPart.FORWARD), int(StepPart.GAP) + 1)
 Span = tuple[int, int, int]
 """Kind, start and duration in ns."""
 
 
-def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
+def find_outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
     """Return for each span of a step the index of its enclosing span; -1 without one.
 
     Spans are in the order of their records. The enclosing span is the shortest of the longer spans
@@ -76,16 +77,16 @@ def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int
     return outer
 
 
-def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
+def compute_rows(spans: Sequence[Span], step_ns: int) -> list[int]:
     """Return one step's rows in ns.
 
     Its spans are in the order of their records, all of a kind in PART_OF_SPAN.
     """
-    rows = [0] * len(Row)
+    rows = [0] * len(StepPart)
     own_ns = [span[2] for span in spans]
     gap_ns = step_ns
     for (_, _, duration), outer in zip(
-        spans, outer_spans([span[1] for span in spans], own_ns.copy()), strict=True
+        spans, find_outer_spans([span[1] for span in spans], own_ns.copy()), strict=True
     ):
         if outer < 0:
             gap_ns -= duration
@@ -94,7 +95,7 @@ def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
     for (kind, _, _), own in zip(spans, own_ns, strict=True):
         if own > 0:
             rows[_ROW_OF_SPAN[kind]] += own
-    rows[Row.GAP] = max(0, gap_ns)
-    rows[Row.WORK] = sum(rows[_WORK_ROWS])
-    rows[Row.STEP] = step_ns
+    rows[StepPart.GAP] = max(0, gap_ns)
+    rows[StepPart.WORK] = sum(rows[_WORK_ROWS])
+    rows[StepPart.STEP] = step_ns
     return rows

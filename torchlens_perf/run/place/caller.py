@@ -16,7 +16,7 @@ _PROPAGATORS = "OTEL_PROPAGATORS"
 _DEFAULT = "tracecontext,baggage"
 
 
-def calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
+def read_calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the caller's traceparent and tracestate, unvalidated; "" if not set.
 
     Call it on the thread that starts the watch.

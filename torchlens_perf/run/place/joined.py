@@ -35,7 +35,7 @@ def join_run(own: Path, run_id: str) -> bool:
         if whole.is_symlink():
             return False
     for left in range(_TRIES - 1, -1, -1):
-        _move(own, whole)
+        _merge_folder(own, whole)
         try:
             own.rmdir()
             break
@@ -46,7 +46,7 @@ def join_run(own: Path, run_id: str) -> bool:
     return True
 
 
-def _move(source: Path, target: Path) -> None:
+def _merge_folder(source: Path, target: Path) -> None:
     """Move the content of a folder into another, recursively.
 
     Existing files, which are node 0's, stay.
@@ -55,7 +55,7 @@ def _move(source: Path, target: Path) -> None:
     for entry in list(os.scandir(source)):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            _move(path, target / entry.name)
+            _merge_folder(path, target / entry.name)
             # A new file has appeared.
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -22,7 +22,7 @@ _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Launcher:
+class LauncherVariables:
     """The variables that a launcher sets. The first variable of a field that is set counts."""
 
     name: str
@@ -48,7 +48,7 @@ class Launcher:
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate starts it, too. The
     # agent counts the restarts of its own node: after a failure, that node has 1 and the others 0.
-    Launcher(
+    LauncherVariables(
         "torchrun",
         ("TORCHELASTIC_RUN_ID",),
         local_world_size="LOCAL_WORLD_SIZE",
@@ -57,14 +57,14 @@ LAUNCHERS = (
         restarts="TORCHELASTIC_RESTART_COUNT",
     ),
     # ray/train/torch/config.py
-    Launcher(
+    LauncherVariables(
         "Ray Train",
         ("RAY_JOB_ID", "NODE_RANK"),
         local_world_size="LOCAL_WORLD_SIZE",
         node=("NODE_RANK",),
     ),
     # deepspeed/launcher/launch.py
-    Launcher(
+    LauncherVariables(
         "DeepSpeed",
         ("CROSS_RANK", "CROSS_SIZE"),
         local_world_size="LOCAL_SIZE",
@@ -72,7 +72,7 @@ LAUNCHERS = (
         nodes=("CROSS_SIZE",),
     ),
     # srun(1), OUTPUT ENVIRONMENT VARIABLES. A batch script has SLURM_PROCID, and no step.
-    Launcher(
+    LauncherVariables(
         "srun",
         ("SLURM_PROCID", "SLURM_STEP_ID"),
         rank="SLURM_PROCID",
@@ -86,7 +86,7 @@ LAUNCHERS = (
     ),
     # Open MPI 4 and 5: docs.open-mpi.org, "Environment variables that are set for MPI processes";
     # OpenPMIx's namespace.
-    Launcher(
+    LauncherVariables(
         "Open MPI",
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         rank="OMPI_COMM_WORLD_RANK",
@@ -96,7 +96,7 @@ LAUNCHERS = (
         job=("PMIX_NAMESPACE",),
     ),
     # Intel MPI 2021.19, observed: variables of Hydra, and a job name that mpiexec makes.
-    Launcher(
+    LauncherVariables(
         "Intel MPI",
         ("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
         rank="PMI_RANK",
@@ -106,7 +106,7 @@ LAUNCHERS = (
         job=("I_MPI_HYDRA_UUID",),
     ),
     # MPICH, src/pm/hydra.
-    Launcher(
+    LauncherVariables(
         "Hydra",
         ("PMI_RANK", "PMI_SIZE"),
         rank="PMI_RANK",
@@ -116,23 +116,23 @@ LAUNCHERS = (
     ),
     # lightning/fabric/strategies/launchers/subprocess_script.py sets no RANK. torch.distributed has
     # it.
-    Launcher(
+    LauncherVariables(
         "Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)
     ),
     # Only torch's env:// variables: a loop in a shell, Kubeflow's PyTorchJob with one process per
     # pod, a JobSet.
-    Launcher(
+    LauncherVariables(
         "environment",
         ("RANK", "WORLD_SIZE"),
         local_world_size="LOCAL_WORLD_SIZE",
         node=("NODE_RANK",),
     ),
 )
-_ALONE = Launcher("", ())
+_ALONE = LauncherVariables("", ())
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JobPlace:
     """Place of one rank in its job. None: not known."""
 
     launcher: str
@@ -152,22 +152,24 @@ class Place:
     """
 
 
-def place(
+def detect_place(
     environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()
-) -> Place:
+) -> JobPlace:
     """Return the place of this process in its job.
 
     distributed: rank and world size of torch.distributed if it is initialized. They override the
     environment. parent: command line of the parent process.
     """
-    row, rank, world_size = _row(environ, distributed)
+    row, rank, world_size = _choose_launcher(environ, distributed)
     local_rank, local_world_size = (
-        _number(environ, row.local_rank),
-        _number(environ, row.local_world_size),
+        _first_number(environ, row.local_rank),
+        _first_number(environ, row.local_world_size),
     )
     if local_world_size is None:
-        local_world_size = _of_node(_text(environ, row.per_node), _number(environ, *row.node))
-    nodes = _number(environ, *row.nodes)
+        local_world_size = _ranks_on_node(
+            _first_set_value(environ, row.per_node), _first_number(environ, *row.node)
+        )
+    nodes = _first_number(environ, *row.nodes)
     if world_size == 1 or nodes == 1:
         local_rank, local_world_size, nodes = (
             rank if local_rank is None else local_rank,
@@ -178,43 +180,43 @@ def place(
         local_world_size = None
     if local_world_size == world_size:
         nodes = 1
-    return Place(
+    return JobPlace(
         launcher=row.name,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         nodes=nodes,
-        attempt=_number(environ, row.restarts) or 0,
+        attempt=_first_number(environ, row.restarts) or 0,
         elastic=row.name == "torchrun",
-        job=_job(environ, row, parent),
-        facts=_facts(environ, world_size),
+        job=_job_name(environ, row, parent),
+        facts=_shared_facts(environ, world_size),
     )
 
 
-def _row(
+def _choose_launcher(
     environ: Mapping[str, str], distributed: tuple[int, int] | None
-) -> tuple[Launcher, int, int]:
+) -> tuple[LauncherVariables, int, int]:
     """Return the launcher's row that applies to this process, its rank and its world size."""
-    known = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
+    known = distributed or _read_rank_and_world_size(environ, "RANK", ("WORLD_SIZE",))
     for row in LAUNCHERS:
         if all(environ.get(mark) for mark in row.marks):
-            own = _pair(environ, row.rank, row.world_size)
+            own = _read_rank_and_world_size(environ, row.rank, row.world_size)
             if own is not None and (known is None or own == known):
                 return row, *own
             if (
                 known is not None
                 and row.name == "Lightning"
-                and _number(environ, "WORLD_SIZE") == known[1]
+                and _first_number(environ, "WORLD_SIZE") == known[1]
             ):
                 return row, *known
     if known is not None:
         return _ALONE, *known
     # Only a part of torch's variables is set. Then only the program itself has the missing ones.
-    return _ALONE, _number(environ, "RANK") or 0, _number(environ, "WORLD_SIZE") or 1
+    return _ALONE, _first_number(environ, "RANK") or 0, _first_number(environ, "WORLD_SIZE") or 1
 
 
-def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> str:
+def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequence[str]) -> str:
     if row.name == "torchrun":
         elastic, store = (
             environ.get("TORCHELASTIC_RUN_ID", "none"),
@@ -223,16 +225,16 @@ def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> st
         # With c10d, node 0 has chosen a free port for this job and sent it to the others. A plain
         # id, or the port of a static rendezvous, is configured by the user and recurs in the next
         # job.
-        if elastic == "none" or not all(store) or _rendezvous(environ, parent) != "c10d":
+        if elastic == "none" or not all(store) or _rendezvous_backend(environ, parent) != "c10d":
             return ""
-        return f"{elastic[:60]}-{_digest(elastic, *store)}"
+        return f"{elastic[:60]}-{_hash_texts(elastic, *store)}"
     values = [environ.get(name, "") for name in row.job]
     if not values or not all(values):
         return ""
-    return f"slurm-{'.'.join(values)}" if row.name == "srun" else f"mpi-{_digest(*values)}"
+    return f"slurm-{'.'.join(values)}" if row.name == "srun" else f"mpi-{_hash_texts(*values)}"
 
 
-def _rendezvous(environ: Mapping[str, str], parent: Sequence[str]) -> str:
+def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> str:
     """Return the rendezvous backend of torchrun's agents; "" if it is not set.
 
     It is read from arguments or variables.
@@ -244,18 +246,18 @@ def _rendezvous(environ: Mapping[str, str], parent: Sequence[str]) -> str:
     return environ.get("PET_RDZV_BACKEND", "")
 
 
-def _digest(*texts: str) -> str:
+def _hash_texts(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
-def _facts(environ: Mapping[str, str], world_size: int) -> str:
+def _shared_facts(environ: Mapping[str, str], world_size: int) -> str:
     known = [
         environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     ]
     return "\n".join([*known, str(world_size)]) if known[1] else ""
 
 
-def _of_node(per_node: str, node: int | None) -> int | None:
+def _ranks_on_node(per_node: str, node: int | None) -> int | None:
     """Return the number of ranks of a node, from Slurm's list of all nodes."""
     counts: list[int] = []
     for part in filter(None, per_node.split(",")):
@@ -268,10 +270,10 @@ def _of_node(per_node: str, node: int | None) -> int | None:
     return counts[0] if len(set(counts)) == 1 else None
 
 
-def _pair(
+def _read_rank_and_world_size(
     environ: Mapping[str, str], rank: str, world_size: tuple[str, ...]
 ) -> tuple[int, int] | None:
-    found = _number(environ, rank), _number(environ, *world_size)
+    found = _first_number(environ, rank), _first_number(environ, *world_size)
     return (
         (found[0], found[1])
         if found[0] is not None and found[1] is not None and found[0] < found[1]
@@ -279,11 +281,11 @@ def _pair(
     )
 
 
-def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+def _first_set_value(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def _number(environ: Mapping[str, str], *names: str) -> int | None:
+def _first_number(environ: Mapping[str, str], *names: str) -> int | None:
     return next((int(environ[name]) for name in names if is_number(environ.get(name, ""))), None)
 
 

@@ -18,7 +18,7 @@ _DIGITS = 6
 _DIGEST = re.compile(rf"-[0-9a-f]{{{_DIGITS}}}$")
 
 
-def pid_namespace() -> int:
+def pid_namespace_inode() -> int:
     """Return the inode of this process's PID namespace; 0 if the kernel does not provide it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
@@ -26,26 +26,26 @@ def pid_namespace() -> int:
         return 0
 
 
-_acts_for = ""  # see act_for()
+_overriding_digest = ""  # see override_namespace_digest()
 
 
-def act_for(digest: str) -> None:
+def override_namespace_digest(digest: str) -> None:
     """Use the digest of another boot or namespace, to process the files that it left."""
-    global _acts_for
-    _acts_for = digest
+    global _overriding_digest
+    _overriding_digest = digest
 
 
 def namespace_digest() -> str:
     """Return a digest of this boot of the host and of this PID namespace."""
-    if _acts_for:
-        return _acts_for
+    if _overriding_digest:
+        return _overriding_digest
     try:
         with open(_BOOT_ID) as file:
             boot = file.read().strip()
     except OSError:
         # Some sandboxes do not have this file.
         boot = ""
-    text = f"{boot}/{pid_namespace()}"
+    text = f"{boot}/{pid_namespace_inode()}"
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
@@ -55,6 +55,6 @@ def node_name(host: str | None = None) -> str:
     return f"{name[:_MAX_HOST].replace('/', '_')}-{namespace_digest()}"
 
 
-def host_of(node: str) -> str:
+def host_of_node(node: str) -> str:
     """Return the host name in the name of a node, for display."""
     return _DIGEST.sub("", node)

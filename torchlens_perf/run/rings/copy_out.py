@@ -13,7 +13,7 @@ import sys
 _CHUNK_BYTES = 1 << 20
 
 
-def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
+def copy_ring(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
     """Write the file, add its path to the node's list of rings, and remove the source's files.
 
     Raise OSError; the source stays then.
@@ -21,7 +21,7 @@ def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) ->
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     partial = f"{target}.partial"
     try:
-        with open(partial, "xb", buffering=0, opener=_private) as file:
+        with open(partial, "xb", buffering=0, opener=_open_private) as file:
             at = 0
             while chunk := os.pread(descriptor, _CHUNK_BYTES, at):
                 at += file.write(chunk) or 0
@@ -30,7 +30,7 @@ def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) ->
         if os.path.exists(partial):
             os.unlink(partial)
         raise
-    with open(listed_in, "ab", buffering=0, opener=_private) as file:
+    with open(listed_in, "ab", buffering=0, opener=_open_private) as file:
         file.write(os.fsencode(target) + b"\n")
     for path in source:
         if os.path.lexists(path):
@@ -40,7 +40,7 @@ def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) ->
             os.rmdir(folder)
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     # Opening a FIFO must not block.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
@@ -48,7 +48,7 @@ def _private(path: str, flags: int) -> int:
 def _main() -> None:
     descriptor, target, listed_in, *source = sys.argv[1:]
     try:
-        copy_out(int(descriptor), target, listed_in, source)
+        copy_ring(int(descriptor), target, listed_in, source)
     except OSError as error:
         os.write(1, (error.strerror or str(error)).encode(errors="backslashreplace"))
 

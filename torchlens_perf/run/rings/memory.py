@@ -35,7 +35,7 @@ _NO_EXECUTION = 8
 _POLL_INTERVAL_S = 0.005
 
 
-def lies_on(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
+def is_on_file_system(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
     """Return True if the folder is on one of these file systems.
 
     An overlay never matches, whatever is below it.
@@ -76,7 +76,7 @@ def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
 
     Return the map and the descriptor, which the caller closes.
     """
-    descriptor = _memfd(_name(path))
+    descriptor = _create_memfd(_ring_name(path))
     try:
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -91,7 +91,7 @@ def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
     return mapped, descriptor
 
 
-def _memfd(name: str) -> int:
+def _create_memfd(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _NO_EXECUTION)
@@ -112,30 +112,30 @@ def open_to_read(path: str) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-    for link in (path, _held(path)):
+    for link in (path, _held_link_path(path)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             place = os.readlink(link)
             # Another process may have this pid by now, with another file at the descriptor.
             if (
                 place.startswith("/proc/")
-                and os.readlink(place) == f"/memfd:{_name(path)} (deleted)"
+                and os.readlink(place) == f"/memfd:{_ring_name(path)} (deleted)"
             ):
                 return os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     raise FileNotFoundError(errno.ENOENT, "it was in the memory of a process that has ended", path)
 
 
-def hold(path: str, descriptor: int) -> None:
+def announce_open_ring(path: str, descriptor: int) -> None:
     """Announce that this process has a ring in anonymous memory open. descriptor: must stay
     open.
     """
     if os.path.islink(path):
-        partial = f"{_held(path)}-{os.getpid()}"
+        partial = f"{_held_link_path(path)}-{os.getpid()}"
         with contextlib.suppress(OSError):
             os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", partial)
-            os.replace(partial, _held(path))
+            os.replace(partial, _held_link_path(path))
 
 
-def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
+def wait_until_opened_elsewhere(path: str, descriptor: int, timeout_s: float) -> bool:
     """Wait until another process has the ring open, or has drained it.
 
     Return False after `timeout_s`.
@@ -145,7 +145,7 @@ def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(_held(path)), os.fstat(descriptor)):
+            if os.path.samestat(os.stat(_held_link_path(path)), os.fstat(descriptor)):
                 return True
         if not os.path.lexists(path):
             # The sidecar has read the ring to its end and removed it.
@@ -155,12 +155,12 @@ def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
         time.sleep(_POLL_INTERVAL_S)
 
 
-def forget(path: str) -> None:
+def remove_ring_paths(path: str) -> None:
     """Remove a ring's file or link, and its mark of being held.
 
     Raise OSError, except for missing files.
     """
-    for each in (path, _held(path)):
+    for each in (path, _held_link_path(path)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
 
@@ -180,9 +180,9 @@ def is_mapped(path: str) -> bool:
     return False
 
 
-def _held(path: str) -> str:
+def _held_link_path(path: str) -> str:
     return path.removesuffix(".ring") + _HELD
 
 
-def _name(path: str) -> str:
+def _ring_name(path: str) -> str:
     return os.path.basename(path).removesuffix(".ring")

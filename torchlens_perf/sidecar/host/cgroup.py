@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchlens_perf.run.processes import text_of
+from torchlens_perf.run.processes import read_kernel_text
 
 _ROOT = Path("/sys/fs/cgroup")
 _PRESSURE = Path("/proc/pressure")
@@ -91,7 +91,7 @@ class ControlGroup:
         """
         for path in (self._memory / f"{resource}.pressure", self._pressure / resource):
             # The first line, "some", counts the time in which at least one task waited.
-            some = text_of(path).partition("\n")[0]
+            some = read_kernel_text(path).partition("\n")[0]
             if some:  # The text is empty if the kernel does not account for pressure.
                 return int(some.rpartition("total=")[2])
         return None
@@ -122,9 +122,9 @@ class ControlGroup:
 
 
 def _integer(path: Path) -> int | None:
-    text = text_of(path)
+    text = read_kernel_text(path)
     return int(text) if text.isdigit() else None  # The file may contain "max".
 
 
 def _fields(path: Path) -> dict[str, str]:
-    return dict(line.split(" ", 1) for line in text_of(path).splitlines() if " " in line)
+    return dict(line.split(" ", 1) for line in read_kernel_text(path).splitlines() if " " in line)

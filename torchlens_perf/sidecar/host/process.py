@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torchlens_perf.run.processes import TICKS_PER_S, children_of, stat_fields, text_of
+from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import Neighbours
 
@@ -123,7 +123,8 @@ class HostMetrics:
         process = self._processes.get(pid)
         children = process.children if process is not None else []
         return sum(
-            _TRACKER not in text_of(self._proc / str(child) / "cmdline") for child in children
+            _TRACKER not in read_kernel_text(self._proc / str(child) / "cmdline")
+            for child in children
         )
 
     def control_group(self, pid: int) -> str:
@@ -144,7 +145,7 @@ class HostMetrics:
         if now_s - process.group_s > _GROUP_PERIOD_S:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
-        process.children = children_of(process.pid, self._proc)
+        process.children = child_pids(process.pid, self._proc)
         counters = self._count(process, gc_ns, now_s)
         if process.before is not None:
             process.newest = self._signals(process, process.before, counters)
@@ -213,7 +214,7 @@ class HostMetrics:
 
         pid: a process id, or "PID/task/TID" for a thread.
         """
-        return stat_fields(f"{self._proc}/{pid}/stat")
+        return read_stat_fields(f"{self._proc}/{pid}/stat")
 
     def _wait_ns(self, pid: int) -> int | None:
         """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.run import tracer
-from torchlens_perf.run.processes import is_in, process_stat, text_of
+from torchlens_perf.run.processes import is_signal_in_set, process_state_and_start, read_kernel_text
 from torchlens_perf.run.ring import STACK_SIGNAL
 
 MAX_LINES = 15
@@ -66,7 +66,7 @@ def process_state(pid: int, started: int | None = None) -> str:
     "dead". started: when the process began, in clock ticks after boot (identity.process_started).
     If another process has that pid now, the state is "dead".
     """
-    state, began = process_stat(pid)
+    state, began = process_state_and_start(pid)
     if not state or (started is not None and began != started):
         return "dead"
     return _STATES.get(state, "running")
@@ -165,7 +165,7 @@ def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) 
     try:
         before = path.stat().st_size
         # Check right before sending: the caller may have waited for py-spy in the meantime.
-        if not is_in("SigCgt", STACK_SIGNAL, pid):
+        if not is_signal_in_set("SigCgt", STACK_SIGNAL, pid):
             return Stack((), "it could not be asked: it does not listen to SIGUSR2")
         if process_state(pid, started) == "dead":
             return Stack((), f"it could not be asked: process {pid} has ended")
@@ -236,8 +236,8 @@ def _line(frame: dict[str, Any]) -> str:
 
 def _not_permitted(pid: int) -> str:
     """Return which kernel rule forbids reading the process's memory, and how to permit it."""
-    scope, us = text_of(tracer.YAMA), os.geteuid()
-    them = text_of(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
+    scope, us = read_kernel_text(tracer.YAMA), os.geteuid()
+    them = read_kernel_text(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
     if us and them and them != str(us):
         why, how = (
             f"the process is user {them}'s, and its sidecar user {us}'s",
@@ -256,7 +256,10 @@ def _not_permitted(pid: int) -> str:
     elif scope == "3":
         why = "kernel.yama.ptrace_scope is 3, which only a reboot ends"
         how = "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"
-    elif text_of("/proc/self/status").partition("\nSeccomp:\t")[2][:1] == _SECCOMP_FILTER_MODE:
+    elif (
+        read_kernel_text("/proc/self/status").partition("\nSeccomp:\t")[2][:1]
+        == _SECCOMP_FILTER_MODE
+    ):
         why, how = "the container's seccomp profile or its capabilities refuse it", _IN_CONTAINER
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"

@@ -198,12 +198,12 @@ class Rendezvous:
         }  # fmt: skip
         # The child records nothing, loads no device plugin, and prints no warnings of torch.
         environment = {
-            **children.environment(),
+            **children.build_environment(),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "TORCH_CPP_LOG_LEVEL": "FATAL",
         }
         self._child = subprocess.Popen(
-            children.command("job-store"),
+            children.build_command("job-store"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from torchlens_perf.run.open_files import allow_many_open_files
+from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on
 from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
@@ -99,7 +99,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
             await server.stop(_STOP_TIMEOUT_S)
 
     async def _listen(self) -> None:
-        allow_many_open_files()  # Each node has one connection.
+        raise_open_file_limit()  # Each node has one connection.
         gc.set_threshold(_GC_THRESHOLD)
         self._token = new_token(self._endpoints, self._key)
         hosts, port = listen_on(self._endpoints)

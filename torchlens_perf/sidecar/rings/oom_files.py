@@ -46,7 +46,7 @@ class OomFiles:
                 written_ns = path.stat().st_mtime_ns
                 if self._known.get(path) == written_ns:
                     continue
-                value = decode(ownership.read_bytes(path, _MAX_BYTES), OutOfMemory)
+                value = decode(ownership.read_regular_file(path, _MAX_BYTES), OutOfMemory)
             # The rank has replaced the file, or the file belongs to another program.
             except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
                 continue
@@ -54,7 +54,7 @@ class OomFiles:
             process = processes.get(value["process"])
             if process is None:
                 continue  # The process belongs to another node.
-            ownership.write(path.with_suffix(".txt"), oom_text(value))
+            ownership.write_private_file(path.with_suffix(".txt"), oom_text(value))
             before = process.out_of_memory
             if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
                 process.out_of_memory = _kept(value, path)

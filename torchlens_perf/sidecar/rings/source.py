@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.run import ring
-from torchlens_perf.run.processes import process_started
-from torchlens_perf.run.ring import Flag, Kind, Reader, State
+from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.ring import Flag, Kind, RingReader, State
 from torchlens_perf.store.segments import Origin
 from torchlens_perf.verdicts.node_state import Activity
 
@@ -34,7 +34,7 @@ class RingSource:
     """A ring file being read."""
 
     path: Path
-    reader: Reader
+    reader: RingReader
     state: ProcessState
     settings: dict[str, Any]
     kept: int  # sequence number of the last record in a segment
@@ -96,7 +96,7 @@ class RingSource:
             return "closed"
         identity = self.state.identity
         # The process may have closed the ring and ended between the two checks.
-        if process_started(identity.pid) != identity.process_started:
+        if process_start_ticks(identity.pid) != identity.process_started:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
 

@@ -16,10 +16,10 @@ from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import Anchor
-from torchlens_perf.run.directory import writer_lives
+from torchlens_perf.run.directory import is_writer_running
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.processes import process_started
-from torchlens_perf.run.ring import Reader
+from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.store.segments import last_sequences
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -158,7 +158,7 @@ class RingSources:
             return True
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
         identity = last.state.identity
-        launcher_began = process_started(identity.launcher_pid)
+        launcher_began = process_start_ticks(identity.launcher_pid)
         # If the process with the launcher's pid began later than the rank, the pid was reused.
         launcher_lives = launcher_began is not None and launcher_began <= identity.process_started
         died = any(s.state.ended == "died" and s.generation == last.generation for s in sources)
@@ -213,7 +213,7 @@ class RingSources:
                 if not metadata:
                     records = reader.counter(ring.HEAD)
                     reader.close()
-                    if writer_lives(path):
+                    if is_writer_running(path):
                         self._unfilled.add(path)  # The process is about to write its metadata.
                         continue
                     path.unlink(missing_ok=True)  # Without metadata, the records' rank is unknown.
@@ -247,12 +247,12 @@ class RingSources:
         for key in ended[: max(0, len(known) - _MAX_GENERATIONS * local_ranks + 1)]:
             del known[key]
 
-    def _reader(self, path: Path) -> Reader:
+    def _reader(self, path: Path) -> RingReader:
         seen = self._waiting.get(str(path))
         return (
-            Reader(path, os.dup(seen.descriptor))
+            RingReader(path, os.dup(seen.descriptor))
             if seen is not None and seen.is_open
-            else Reader(path)
+            else RingReader(path)
         )
 
     def _note_missing(self, path: Path) -> None:
@@ -263,14 +263,14 @@ class RingSources:
                 " not known"
             )
             self._run.remove_ring(path)
-        elif writer_lives(path):
+        elif is_writer_running(path):
             why = "it was removed while its process runs, of which nothing is known"
         # Without a reason, an earlier sidecar has read the ring to its end and removed it.
         if why:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)
 
-    def _new_source(self, path: Path, reader: Reader, metadata: dict[str, Any]) -> RingSource:
+    def _new_source(self, path: Path, reader: RingReader, metadata: dict[str, Any]) -> RingSource:
         identity = Identity(**metadata["identity"])
         before, generation = self._generations.newest, self._generations.of(identity)
         if generation > before:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from torchlens_perf.run.processes import process_started
+from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
 
 # Reading starts at this fill level. The rest of the ring must last until the first records are
@@ -39,7 +39,7 @@ class WaitingRing:
         if header[: len(MAGIC)] != MAGIC or not self._capacity:
             self.close()
             raise ValueError(f"{path} is not a ring file")
-        memory.hold(path, self.descriptor)
+        memory.announce_open_ring(path, self.descriptor)
 
     def update(self, now_s: float) -> bool:
         """Read the ring's position. Return True if it should be read now."""
@@ -60,7 +60,7 @@ class WaitingRing:
         return self.head / self._capacity
 
     def writer_lives(self) -> bool:
-        return process_started(self._pid) == self._started
+        return process_start_ticks(self._pid) == self._started
 
     def close(self) -> None:
         """Close the descriptor, once a Reader has its own. May be called again.

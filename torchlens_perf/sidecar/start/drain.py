@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError
-from torchlens_perf.run.dead_runs import OLD_S, DeadRun, find
-from torchlens_perf.run.directory import RunDirectory, leave_node
-from torchlens_perf.run.place.node import act_for
-from torchlens_perf.run.ring import HEAD, Reader
+from torchlens_perf.run.dead_runs import OLD_S, DeadRun, find_dead_runs
+from torchlens_perf.run.directory import RunDirectory, remove_empty_user_folders
+from torchlens_perf.run.place.node import override_namespace_digest
+from torchlens_perf.run.ring import HEAD, RingReader
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start import process
 from torchlens_perf.store.without_pandas import hide_pandas
@@ -22,7 +22,7 @@ def drain(dead: DeadRun) -> str:
 
     The rings are removed afterwards. Raises RunStoreError if the run directory cannot be written.
     """
-    act_for(dead.digest)
+    override_namespace_digest(dead.digest)
     name, bytes_ = dead.run_id, sum(ring.stat().st_size for ring in dead.rings)
     what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
     run = RunDirectory(Path(name) if dead.path is None else dead.path)
@@ -43,7 +43,7 @@ def drain(dead: DeadRun) -> str:
 def _holds_records(path: Path) -> bool:
     """Return True if a ring has records that this version can read."""
     try:
-        reader = Reader(path)
+        reader = RingReader(path)
     except (OSError, RingError):
         return False
     try:
@@ -60,7 +60,7 @@ def main(old_s: float = OLD_S, but: str = "") -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
     hide_pandas()
-    for dead in list(find(old_s)):
+    for dead in list(find_dead_runs(old_s)):
         is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
         # Another process may have drained the run in the meantime.
         if not is_skipped and any(ring.exists() for ring in dead.rings):
@@ -68,5 +68,5 @@ def main(old_s: float = OLD_S, but: str = "") -> int:
                 logger.info("%s", drain(dead))
             except (OSError, TorchlensPerfError) as error:
                 logger.warning("the rings in %s stay: %s", dead.rings[0].parent, error)
-    leave_node()
+    remove_empty_user_folders()
     return 0

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from torchlens_perf.run.processes import cpu_time_ns, process_stat
+from torchlens_perf.run.processes import process_state_and_start, thread_cpu_time_ns
 from torchlens_perf.sidecar import priority
 
 # In the order in which they are needed. Exporters are left out, because most runs have none.
@@ -68,11 +68,11 @@ class Preload:
                 return False
 
     def _cpu_time_ns(self) -> int | None:
-        return cpu_time_ns(os.getpid(), self._thread.native_id)
+        return thread_cpu_time_ns(os.getpid(), self._thread.native_id)
 
     def _sleeps(self) -> bool:
         """Return True if the thread waits for something other than a CPU, such as a disk."""
-        return process_stat(os.getpid(), self._thread.native_id)[0] != "R"
+        return process_state_and_start(os.getpid(), self._thread.native_id)[0] != "R"
 
     def _import(self) -> None:
         priority.make_thread_idle()

@@ -18,15 +18,15 @@ from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, 
 from torchlens_perf.run import ownership, ring
 from torchlens_perf.run.directory import (
     RunDirectory,
-    leave_node,
-    sidecar_lock,
-    sidecar_log,
-    where_kept,
-    writer_lives,
+    describe_kept_records,
+    is_writer_running,
+    remove_empty_user_folders,
+    sidecar_lock_path,
+    sidecar_log_path,
 )
-from torchlens_perf.run.mailbox import REPORT, deliver
-from torchlens_perf.run.place.node import host_of, node_name
-from torchlens_perf.run.ring import Reader, State
+from torchlens_perf.run.mailbox import REPORT, deliver_text
+from torchlens_perf.run.place.node import host_of_node, node_name
+from torchlens_perf.run.ring import RingReader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
@@ -73,7 +73,7 @@ def read_live_run(
             lock.remove()
             return 1
         lock.write_status(LOADS)
-        with ownership.as_private_as(run.nodes):
+        with ownership.restrict_new_files_like(run.nodes):
             _read(run, host, lock, rings, is_live=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
@@ -81,7 +81,7 @@ def read_live_run(
     finally:
         if lock is not None:
             lock.remove()
-        leave_node()
+        remove_empty_user_folders()
     return 0
 
 
@@ -110,7 +110,7 @@ def read_or_replay(
     try:
         run.create()
         move_log(run, host)
-        with ownership.as_private_as(run.nodes):
+        with ownership.restrict_new_files_like(run.nodes):
             if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(
                 run.spans
             ):
@@ -118,7 +118,7 @@ def read_or_replay(
             _read(run, host, lock, {})
     finally:
         lock.remove()
-        leave_node()
+        remove_empty_user_folders()
     return 0
 
 
@@ -135,7 +135,7 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     known = sorted(
         {path.stem for kind in ("json", "rings") for path in run.nodes.glob(f"*.{kind}")}
     )
-    of_host = [node for node in known if host_of(node) == host]
+    of_host = [node for node in known if host_of_node(node) == host]
     if len(of_host) > 1:
         raise RunStoreError(
             f"{host} has several nodes in this run. Choose one with --host: {', '.join(of_host)}"
@@ -172,7 +172,7 @@ class _PrintableLines(logging.Formatter):
 
 def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
     """Acquire the node's lock for a sidecar of the run. Raises RunStoreError if it is taken."""
-    lock = SidecarLock(sidecar_lock(run.run_id), lock_descriptor)
+    lock = SidecarLock(sidecar_lock_path(run.run_id), lock_descriptor)
     if not lock.acquire():
         raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
     return lock
@@ -295,9 +295,11 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
             from torchlens_perf.page.notebook import results
 
             short = results(report, str(run.path), short)
-        deliver(mailbox, short)
+        deliver_text(mailbox, short)
     partial = run.report.with_suffix(".partial")
-    ownership.write(partial, render(report, str(run.path), columns=0, color=False), like=run.nodes)
+    ownership.write_private_file(
+        partial, render(report, str(run.path), columns=0, color=False), like=run.nodes
+    )
     os.replace(partial, run.report)
 
 
@@ -330,10 +332,12 @@ def create_run_directory(
                 last_error = str(error)
                 logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
-        kept = where_kept(run) if _folder_exists(run.nodes) else ""
+        kept = describe_kept_records(run) if _folder_exists(run.nodes) else ""
         for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
-                deliver(str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n")
+                deliver_text(
+                    str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n"
+                )
         if not any(map(_is_recording, run.local_rings())):
             for path in [] if kept else run.local_rings():
                 run.remove_ring(path)
@@ -356,7 +360,7 @@ def move_log(run: RunDirectory, host: str) -> Path:
 
     Raises OSError.
     """
-    log, local_log = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
+    log, local_log = run.node_log(host), sidecar_log_path(sidecar_lock_path(run.run_id))
     with contextlib.suppress(FileNotFoundError):
         text = _end_of(local_log)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
@@ -384,10 +388,10 @@ def _redirect_output(log: Path) -> None:
 
 def _is_recording(path: Path) -> bool:
     """Return True if a ring's process is alive and has not closed the ring."""
-    if not writer_lives(path):
+    if not is_writer_running(path):
         return False
     try:
-        reader = Reader(path)
+        reader = RingReader(path)
     except (OSError, RingError):
         return False
     try:

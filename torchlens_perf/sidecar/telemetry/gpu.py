@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, growth
-from torchlens_perf.run.processes import unstarved_ns
+from torchlens_perf.run.processes import clock_without_cpu_wait_ns
 from torchlens_perf.sidecar.telemetry.nvml import (
     GONE,
     NEVER,
@@ -42,7 +42,7 @@ _GPU, _MIG = "GPU-", "MIG-"
 class GpuTelemetry:
     """Sampler of the GPUs that the ranks use. Loads NVML at the first sample. Not thread-safe."""
 
-    def __init__(self, clock_ns: Callable[[], int] = unstarved_ns) -> None:
+    def __init__(self, clock_ns: Callable[[], int] = clock_without_cpu_wait_ns) -> None:
         """clock_ns: a clock for the duration of calls.
 
         The default leaves out time without a CPU: a busy machine is not a slow driver.

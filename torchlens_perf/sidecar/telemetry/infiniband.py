@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSample, growth
-from torchlens_perf.run.processes import text_of
+from torchlens_perf.run.processes import read_kernel_text
 
 ROOT = Path("/sys/class/infiniband")
 _WORD_BYTES = 4  # The data counters count words of four bytes.
@@ -57,7 +57,7 @@ class LinkTelemetry:
             self._ports = ports(self._root)
         samples = {}
         for port in self._ports:
-            state = text_of(port / "state")
+            state = read_kernel_text(port / "state")
             if not state:  # The adapter's driver was unloaded.
                 continue
             values = {name: self._count(port / file, unit) for name, file, unit in _COUNTERS}
@@ -68,9 +68,9 @@ class LinkTelemetry:
                 monotonic_ns=monotonic_ns,
                 unix_ns=unix_ns,
                 interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-                layer=text_of(port / "link_layer") or None,
+                layer=read_kernel_text(port / "link_layer") or None,
                 active="ACTIVE" in state,
-                rate_bits=_rate_bits(text_of(port / "rate")),
+                rate_bits=_rate_bits(read_kernel_text(port / "rate")),
                 grown=growth(vars(before) if before is not None else None, values, LINK_COUNTERS),
                 **values,
             )
@@ -81,7 +81,7 @@ class LinkTelemetry:
         """Return a counter, or None if this adapter lacks it or its file contains "N/A"."""
         if file in self._missing:
             return None
-        text = text_of(file)
+        text = read_kernel_text(file)
         # Do not read a missing counter again with each sample.
         if not text.isdigit():
             self._missing.add(file)

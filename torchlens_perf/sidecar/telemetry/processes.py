@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from torchlens_perf.analysis.statistics.hardware import ProcessSample
-from torchlens_perf.run.processes import TICKS_PER_S, children_of, stat_fields, text_of
+from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 
 _TICK_NS = 1_000_000_000 // TICKS_PER_S
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -24,13 +24,13 @@ def sample_processes(
     """
     found = []
     for rank, pid in pids.items():
-        parent = stat_fields(f"{proc}/{pid}/stat")
+        parent = read_stat_fields(f"{proc}/{pid}/stat")
         if not parent:
             continue
-        children = children_of(pid, proc)
+        children = child_pids(pid, proc)
         stats = [
             parent,
-            *(fields for child in children if (fields := stat_fields(f"{proc}/{child}/stat"))),
+            *(fields for child in children if (fields := read_stat_fields(f"{proc}/{child}/stat"))),
         ]
         # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its
         # resident pages.
@@ -56,7 +56,7 @@ def sample_processes(
 
 def _numbers(path: str) -> dict[str, int]:
     """Return the fields of a file with lines such as `read_bytes: 4096`, or {} on an error."""
-    pairs = (line.partition(":") for line in text_of(path).splitlines())
+    pairs = (line.partition(":") for line in read_kernel_text(path).splitlines())
     return {name: int(value) for name, _, value in pairs}
 
 
@@ -71,7 +71,7 @@ def _network(path: str) -> tuple[int, int] | None:
     """Return bytes received and transmitted by all interfaces of a network namespace except
     loopback.
     """
-    lines = [line.split() for line in text_of(path).replace(":", " ").splitlines()[2:]]
+    lines = [line.split() for line in read_kernel_text(path).replace(":", " ").splitlines()[2:]]
     counts = [(int(fields[1]), int(fields[9])) for fields in lines if fields[0] != "lo"]
     if not counts:
         return None

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
-from torchlens_perf.run.location import location
-from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.run.location import describe_location
+from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
@@ -78,7 +78,7 @@ class StragglerDetector:
                 usual.append(
                     Usual(
                         name,
-                        ranges(population.ranks),
+                        format_ranges(population.ranks),
                         population.work_ns,
                         population.wait_ns,
                         population.own,
@@ -144,7 +144,7 @@ def place_of(
             coordinates[name] = members.index(identity.rank)
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
     population = f"{model}{stage}{BY_DEVICE}" if judged_by == DEVICE else f"{model}{stage}"
-    return Placement(identity.host, population, coordinates, location(identity.attributes))
+    return Placement(identity.host, population, coordinates, describe_location(identity.attributes))
 
 
 class JobDetector:

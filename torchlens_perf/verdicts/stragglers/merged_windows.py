@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, unpacked
-from torchlens_perf.run.device.step_parts import Row
+from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, unpack_row
+from torchlens_perf.run.device.step_parts import StepPart
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Kind
@@ -57,8 +57,9 @@ _RANKS_PER_OUTLIER = 4
 # episodes.
 _KEPT = 64
 _ROW_OF_PART = {
-    "forward": Row.FORWARD, "recompute": Row.RECOMPUTE, "backward": Row.BACKWARD, "optimizer": Row.OPTIMIZER,
-    "host": Row.GAP,
+    "forward": StepPart.FORWARD, "recompute": StepPart.RECOMPUTE, "backward": StepPart.BACKWARD,
+    "optimizer": StepPart.OPTIMIZER,
+    "host": StepPart.GAP,
 }  # fmt: skip
 # Medians show a rank that is slow in at least this share of the steps.
 _SEEN_SHARE = 0.6
@@ -88,17 +89,17 @@ class _Window:
 
     @property
     def step_ns(self) -> float:
-        return float(self.median_ns[Row.STEP])
+        return float(self.median_ns[StepPart.STEP])
 
     def is_slow(self, rank: int) -> bool:
         if self.score.get(rank, 0.0) < STANDS_OUT:
             return False
-        return bool(self.excess_ns[rank][Row.WORK] >= MIN_SHARE * self.step_ns)
+        return bool(self.excess_ns[rank][StepPart.WORK] >= MIN_SHARE * self.step_ns)
 
     def gain_ns(self, *ranks: int) -> float:
         """Return by how much the work of the slowest of these ranks exceeds that of all other
         ranks."""
-        work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
+        work = {rank: float(excess[StepPart.WORK]) for rank, excess in self.excess_ns.items()}
         others = [excess for rank, excess in work.items() if rank not in ranks]
         return max(
             0.0,
@@ -142,7 +143,7 @@ class MergedWindows:
         The records of one window must come together. ranks: number of ranks of the job.
         """
         self.ranks = ranks
-        merged = [unpacked(record, []) for record in records[records["kind"] == Kind.MERGED]]
+        merged = [unpack_row(record, []) for record in records[records["kind"] == Kind.MERGED]]
         by_step: dict[int, list[MergedRow]] = {}
         for row in merged:
             if row.row >= 0:
@@ -223,7 +224,7 @@ class MergedWindows:
             count * each.step_ns for count, each in zip(steps, slow.windows, strict=True)
         )
         lost = (
-            count * each.excess_ns[slow.rank][Row.WORK]
+            count * each.excess_ns[slow.rank][StepPart.WORK]
             for count, each in zip(steps, slow.windows, strict=True)
         )
         return bool(lasted_ns >= MIN_LASTING_NS or sum(lost) >= MIN_LOST_NS)
@@ -302,21 +303,21 @@ def _make_window(
     first_step: int, last_step: int, rows: list[MergedRow], ranks: int
 ) -> _Window | None:
     """Return a window from its rows; None if ranks cannot be compared in it."""
-    work = next((row for row in rows if row.row == Row.WORK), None)
+    work = next((row for row in rows if row.row == StepPart.WORK), None)
     if (
         work is None
         or work.times < MIN_ROWS * ranks
         or work.outstanding > max(1, ranks // _RANKS_PER_OUTLIER)
     ):
         return None
-    median_ns = np.zeros(len(Row))
+    median_ns = np.zeros(len(StepPart))
     excess_ns: dict[int, npt.NDArray[np.float64]] = {}
     score: dict[int, float] = {}
     for row in rows:
         median_ns[row.row] = row.median_ns
         if row.slowest >= 0:
-            excess_ns.setdefault(row.slowest, np.zeros(len(Row)))[row.row] = row.excess_ns
-            if row.row == Row.WORK:
+            excess_ns.setdefault(row.slowest, np.zeros(len(StepPart)))[row.row] = row.excess_ns
+            if row.row == StepPart.WORK:
                 score[row.slowest] = row.score
     spread_ns = max(_ROBUST_DEVIATION * work.mad_ns, _MIN_SPREAD * work.median_ns)
     has_all = work.outstanding <= sum(each >= STANDS_OUT for each in score.values())
@@ -333,7 +334,7 @@ def _episode(slow: _Slow) -> Episode:
     # If no part's median is above the others', all parts together are a little slower: it computes
     # slowly.
     phase, phase_excess_ns = phase_of(above, usual_parts) if above.any() else ("compute", 0.0)
-    excess_ns = float(excess[Row.WORK])
+    excess_ns = float(excess[StepPart.WORK])
     assert slow.named_step is not None
     return Episode(
         rank=rank,
@@ -346,9 +347,9 @@ def _episode(slow: _Slow) -> Episode:
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
         cost_ns=float(np.mean([each.gain_ns(rank) for each in windows])),
-        work_ns=float(usual[Row.WORK]) + excess_ns,
-        others_work_ns=float(usual[Row.WORK]),
-        step_ns=float(usual[Row.STEP]),
+        work_ns=float(usual[StepPart.WORK]) + excess_ns,
+        others_work_ns=float(usual[StepPart.WORK]),
+        step_ns=float(usual[StepPart.STEP]),
         z_score=float(np.median([each.score[rank] for each in windows])),
         slow_share=slow.slow / slow.seen,
         slow_excess_ns=excess_ns,

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.run.verdicts import Verdict, sentence_and_action
+from torchlens_perf.run.verdicts import Verdict, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
@@ -360,7 +360,7 @@ def judged(
 
     kind: a key of EVIDENCE. sentence: the text, with the action after "Next: ".
     """
-    said = sentence_and_action(sentence)
+    said = split_sentence_and_action(sentence)
     return JudgedVerdict(
         kind,
         *said,

@@ -10,7 +10,7 @@ from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang, Progress
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.run.clock import DeviceMark
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
 
 # The most ranks with hosts, and the most places, that one sentence lists.
@@ -429,7 +429,7 @@ def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
 
 
 def _sentence(words: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
-from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
+from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, judged
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ def _device_bytes(oom: OutOfMemory) -> int:
     return oom.get("device_bytes") or oom["limit_bytes"]
 
 
-def _largest(rows: list[LiveRow]) -> str:
+def _largest(rows: list[LiveMemoryRow]) -> str:
     if not rows:
         return ""
     blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
     return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
 
 
-def place(row: LiveRow) -> str:
+def place(row: LiveMemoryRow) -> str:
     """Return the place in the code that allocated a row's blocks."""
     if not row["stack"]:
         return f"of {amount(row['largest_bytes'], 'B')} each, without a Python stack"

@@ -10,7 +10,7 @@ import datetime
 import time
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.rank_ranges import ranges, rank_list
+from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.words.evidence import DiedEvidence, JudgedVerdict, judged
 from torchlens_perf.verdicts.words.oom import ended_by_it
 
@@ -58,7 +58,7 @@ def state_of(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) 
         return state
     if not live and len(died) == seen:
         return "died" if seen == 1 else "all of them died"
-    return f"{state}, {rank_list(died)} died"
+    return f"{state}, {format_rank_list(died)} died"
 
 
 def _silent_s(run: Run, now_unix_s: float | None) -> float:
@@ -88,7 +88,9 @@ def died_verdicts(report: Facts) -> list[JudgedVerdict]:
         died, key=lambda rank: (rank["last_step"] is not None, rank["last_step"] or 0, rank["rank"])
     )
     ranks = tuple(rank["rank"] for rank in died)
-    who = f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {ranges(ranks)}"
+    who = (
+        f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {format_ranges(ranks)}"
+    )
     where = _where(first) if len(ranks) == 1 else f"(rank {first['rank']} {_where(first)})"
     text = (
         f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.run.rank_ranges import ranges, rank_list
+from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
 from torchlens_perf.verdicts.stragglers.episodes import Episode
@@ -210,12 +210,12 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     at = f" ({straggler.location})" if straggler.location else ""
     if straggler.kind == "node":
         who = (
-            f"Node {straggler.name}{at} is slow (ranks {ranges(straggler.ranks)}), most of all rank"
+            f"Node {straggler.name}{at} is slow (ranks {format_ranges(straggler.ranks)}), most of all rank"
             f" {episode.rank},"
         )
     elif straggler.kind == "position":
         who = (
-            f"The ranks at {straggler.name} are slow ({ranges(straggler.ranks)}), most of all rank"
+            f"The ranks at {straggler.name} are slow ({format_ranges(straggler.ranks)}), most of all rank"
             f" {episode.rank},"
         )
     else:
@@ -234,7 +234,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     cost = "Its cost to the job is not known"
     if cost_s is not None and share is not None:
         too = straggler.slow_too
-        it = f"Together with {rank_list(too)} it" if too else "It"
+        it = f"Together with {format_rank_list(too)} it" if too else "It"
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = (
         [each for each in straggler.diagnosis.causes if each.explains is not None]
@@ -474,7 +474,7 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
         return []
     cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
-        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has"
+        f"The pipeline is out of balance: stage {found.stage} (ranks {format_ranges(found.ranks)}) has"
         f" {duration(found.work_ns / 1e9)} of work a step, the other stages"
         f" {duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
     )
@@ -565,7 +565,7 @@ def _why_not_compared(report: Facts, findings: Findings) -> str:
         ]
         some = len(untimed) < len(report["ranks"])
         recorded = (
-            f"device times of {rank_list(untimed)} are missing"
+            f"device times of {format_rank_list(untimed)} are missing"
             if some
             else "only host time is known"
         )

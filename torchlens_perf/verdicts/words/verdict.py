@@ -14,7 +14,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
@@ -154,7 +154,9 @@ def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVe
     """
     worst = links.links[0]
     where = (
-        f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
+        f"rank {links.shared_ranks[0]}"
+        if links.shared_ranks
+        else f"ranks {format_ranges(worst.ranks)}"
     )
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
     text = f"{slow_link_text(links)} Next: {action}"
@@ -258,7 +260,7 @@ def slow_link_text(findings: LinkFindings) -> str:
     if len(findings.links) > 1:
         text += f" {len(findings.links)} links are slow"
         if findings.shared_ranks:
-            text += f"; all of them involve rank {ranges(findings.shared_ranks)}"
+            text += f"; all of them involve rank {format_ranges(findings.shared_ranks)}"
         elif findings.shared_nodes:
             text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
         text += "."
@@ -268,4 +270,4 @@ def slow_link_text(findings: LinkFindings) -> str:
 def _link(link: SlowLink) -> str:
     if link.pair:
         return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
-    return f"the communication of ranks {ranges(link.ranks)}"
+    return f"the communication of ranks {format_ranges(link.ranks)}"
