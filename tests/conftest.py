@@ -1,5 +1,6 @@
-"""Fixtures of every test: no outside settings, internal errors are raised, and no hook stays
-attached.
+"""Fixtures of every test:
+
+no outside settings, internal errors are raised, and all hooks are removed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ pytest_plugins = [
     "tests.support.recorded_run",
 ]
 
-# Threads that spin while waiting for each other take processors from tests that run in parallel.
+# Threads that spin while waiting for each other use processors that parallel tests need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Shells start background programs in this way.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Otherwise no test could interrupt a process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# An example's time is meaningless on a busy machine. `make test-long` sets more examples.
+# A time limit for examples is meaningless on a busy machine. `make test-long` sets more examples.
 settings.register_profile(
     "busy",
     deadline=None,

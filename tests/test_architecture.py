@@ -36,29 +36,24 @@ def assigned(path: Path) -> set[str]:
     return found
 
 
-def test_top_level_files_are_entry_points() -> None:
-    """Each top-level file is an entry point or used by all packages.
-
-    All other files are in packages.
-    """
+def test_top_level_files_are_entry_points_or_used_everywhere() -> None:
+    """All other files are in packages."""
     assert {path.stem for path in PACKAGE.glob("*.py")} == {
         "__init__", "__main__", "watch", "autoload", "torchrun", "config", "errors", "output", "version",
     }  # fmt: skip
 
 
 def test_package_issues_no_collective() -> None:
-    """Our code issues no collective, joins no group, and does not use the job's store, unpickle or
-    evaluate.
-    """
+    """The package also joins no group, and does not use the job's store, unpickle or evaluate."""
     forbidden = {
         "all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list", "new_group",
         "_get_default_store", "TCPStore", "synchronize", "eval", "exec", "loads",
     }  # fmt: skip
     allowed = {
-        ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests
+        ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests.
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
-        ("results.alerts", "loads"),  # JSON, as in all of these
+        ("results.alerts", "loads"),  # JSON, as in the following entries.
         ("results.ask", "loads"),
         ("results.figures", "loads"),
         ("results.run", "loads"),
@@ -72,7 +67,7 @@ def test_package_issues_no_collective() -> None:
         (
             "sidecar.nodes.job_store",
             "TCPStore",
-        ),  # a client that is no worker, in a separate process
+        ),  # A client that is no worker, in a separate process.
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -89,20 +84,23 @@ def test_package_issues_no_collective() -> None:
 
 
 def test_broad_excepts_are_only_in_listed_places() -> None:
-    """guard() keeps our errors from the user. All other handlers list their errors."""
+    """guard() keeps errors of this package from the user. All other handlers list their errors."""
     allowed = {
-        "cuda.kernels": 1,  # CuPy's errors have no common base class
-        "errors": 2,  # guard(), as a decorator and over callbacks
-        "output": 1,  # any errors of the user's stderr and logging handlers
-        "exporters.delivery.sender": 1,  # any errors of a transport or a user's credential provider
+        "cuda.kernels": 1,  # CuPy's errors have no common base class.
+        "errors": 2,  # guard(), as a decorator and over callbacks.
+        "output": 1,  # Any errors of the user's stderr and logging handlers.
+        # Any errors of a transport or a user's credential provider.
+        "exporters.delivery.sender": 1,
         "exporters.delivery.http_session": (
             1
-        ),  # the same, judged together with the endpoint's answers
-        "commands.doctor": 1,  # a failed check is a line
-        "serve.readers": 1,  # in a reader: an error that cannot be unpickled would end all readers
-        "sidecar.start.process": 1,  # starts again
-        "top.app": 1,  # on the reading thread, raised again on the application's
-        "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
+        ),  # The same errors, classified together with the endpoint's responses.
+        "commands.doctor": 1,  # A failed check is a line.
+        # In a reader process, an error that cannot be unpickled would end all readers.
+        "serve.readers": 1,
+        "sidecar.start.process": 1,  # Starts again after any error.
+        # On the reading thread; the error is raised again on the application's thread.
+        "top.app": 1,
+        "startup.sitecustomize": 2,  # Before the script, where guard() has not been imported yet.
     }
     found: dict[str, int] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -124,7 +122,7 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
     assert {module: count for module, count in found.items() if count} == allowed
 
 
-def test_startup_imports_nothing_before_the_script() -> None:
+def test_startup_under_run_imports_only_modules_already_imported() -> None:
     """Modules that Python loads before a script under `run` import only each other and already
     imported ones.
     """
@@ -147,15 +145,14 @@ def test_public_names_exist_and_are_sorted() -> None:
     assert len(perf.__all__) <= 9
 
 
-def test_hooks_set_nothing_on_the_session() -> None:
-    """Hooks report to the session by its methods."""
+def test_hooks_call_methods_of_the_session_and_set_no_attributes() -> None:
     found = {module_name(path): assigned(path) for path in PACKAGE.rglob("*.py")}
 
     assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_tests_named_in_docs_exist() -> None:
-    """docs/internals/reliability.md names a test for each promise.
+    """docs/internals/reliability.md has a test for each promise.
 
     A name that begins with :: is in the file before it.
     """

@@ -65,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_torch_is_restored_after_watches_in_threads(tmp_path: Path, threads: int) -> None:
+def test_torch_is_restored_after_watches_in_several_threads(tmp_path: Path, threads: int) -> None:
     """The watches begin together and end one after the other, the first one first."""
     before, begin = state_of_torch(), threading.Barrier(threads)
 
@@ -116,7 +116,7 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 def test_watch_that_ended_cannot_be_entered_again(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its models are gone after its end, so entering it again would record something else."""
+    """Its models no longer exist, so another entry would record something else."""
     if how == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     watch, outer = (perf.watch(dir=str(tmp_path), **SETTINGS) for _ in range(2))
@@ -156,7 +156,7 @@ def test_patches_can_be_removed_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_child_forked_while_a_watch_starts_has_no_hooks(tmp_path: Path) -> None:
-    """The child does not inherit the lock that the thread holds, and has no hooks."""
+    """The child does not inherit the lock that the thread has locked."""
     before, held, forked = state_of_torch(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -184,7 +184,7 @@ def test_child_forked_while_a_watch_starts_has_no_hooks(tmp_path: Path) -> None:
 def test_child_forked_while_hooks_are_attached_detaches_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child detaches all hooks so far and writes nothing into its parent's ring."""
+    """The child writes nothing into its parent's ring."""
     from torchlens_perf.hooks import attach
 
     before, pids, start = state_of_torch(), [], attach.start
@@ -203,7 +203,7 @@ def test_child_forked_while_hooks_are_attached_detaches_them(
 
 
 def wait_for(child: int) -> int:
-    """Return the child's exit status. Kill it after a minute."""
+    """Return the child's exit status. Kill the child after a minute."""
     deadline = time.monotonic() + 60
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -214,10 +214,8 @@ def wait_for(child: int) -> int:
         time.sleep(0.01)
 
 
-def test_wait_for_a_first_step_may_end_after_a_watch_began() -> None:
-    """The wait for a first step patches the same places as a watch, and may end after the watch
-    began.
-    """
+def test_automatic_recordings_wait_for_a_step_may_end_during_a_watch() -> None:
+    """Automatic recording patches the same functions as a watch while it waits for a first step."""
     before = state_of_torch()
     waiting = first_step.FirstStep(lambda optimizer: None)
     waiting.install()

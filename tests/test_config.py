@@ -67,16 +67,14 @@ def test_invalid_setting_raises_with_field_and_value(
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf, 61.0, True])
-def test_invalid_exit_timeout_raises(wrong: float) -> None:
-    """The timeout is 0 to 60 seconds, and the error uses the variable's name."""
+def test_exit_timeout_outside_0_to_60_seconds_raises(wrong: float) -> None:
+    """The error uses the variable's name."""
     with pytest.raises(ConfigError, match=r"^exit_timeout_s="):
         Config(_exit_timeout_s=wrong)
 
 
 def test_keywords_of_watch_are_the_at_most_20_fields_of_config() -> None:
-    """Keywords of watch() are the public fields of Config, each with the field's type and
-    default.
-    """
+    """Each keyword has the field's type and default."""
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()
 
@@ -93,7 +91,7 @@ def test_keywords_of_watch_are_the_at_most_20_fields_of_config() -> None:
     assert kinds == {field.name: field.type for field in fields}
 
 
-def test_reference_lists_settings_with_their_defaults() -> None:
+def test_settings_page_lists_all_settings_with_their_defaults() -> None:
     """docs/reference/settings.md has all keywords in their order, and all variables."""
     page = (ROOT / "docs/reference/settings.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (\S+) \|", page, re.MULTILINE))
@@ -137,7 +135,7 @@ WRONG = {
 
 @pytest.mark.slow
 def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
-    """A type checker rejects each wrong choice, type and name, and accepts all valid ones."""
+    """The type checker accepts all valid settings."""
     script = tmp_path / "script.py"
     script.write_text(TYPED + "".join(f"{line}\n" for line in WRONG))
     command = [
@@ -159,10 +157,8 @@ def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(configuration._OLD_NAMES))
-def test_old_names_get_a_hint(name: str) -> None:
-    """In code and in the environment, one line names the setting that replaces the old one, if
-    there is one.
-    """
+def test_old_setting_names_raise_with_a_hint(name: str) -> None:
+    """In code and in the environment, one line has the new name if there is one."""
     with pytest.raises(
         ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): ."
     ) as of_code:
@@ -178,8 +174,7 @@ def test_old_names_get_a_hint(name: str) -> None:
     assert name not in {field.name for field in configuration.public_fields()}
 
 
-def test_hints_name_existing_settings() -> None:
-    """Hints contain only existing settings and variables."""
+def test_hints_contain_only_existing_settings() -> None:
     hints = " ".join(configuration._OLD_NAMES.values())
     names = {field.name for field in configuration.public_fields()}
     assert (
@@ -197,8 +192,8 @@ def test_hints_name_existing_settings() -> None:
         from_environment({"TORCHLENS_PERF_COORDINATOR": "head:1"})
 
 
-def test_config_has_priority_over_the_environment() -> None:
-    """A keyword has priority over `config`, and `config` over the environment.
+def test_config_object_has_priority_over_the_environment() -> None:
+    """A keyword has priority over `config`.
 
     Defaults override nothing.
     """
@@ -215,12 +210,14 @@ def test_config_has_priority_over_the_environment() -> None:
 
 
 def test_dir_is_any_path() -> None:
-    """In code it is a str, a Path, or any object with __fspath__. In the environment it is text."""
+    """In code it is a str, a Path, or any object with `__fspath__`.
+
+    In the environment it is text.
+    """
     assert Config(dir=Path("/runs/mine")).dir == Config(dir="/runs/mine").dir == "/runs/mine"
 
 
-def test_unknown_setting_is_named_with_the_closest() -> None:
-    """An unknown keyword raises ConfigError with the closest name."""
+def test_unknown_setting_raises_with_the_closest_name() -> None:
     with pytest.raises(
         ConfigError, match=r"moduls is not a setting of watch\(\); did you mean modules"
     ):
@@ -232,16 +229,15 @@ def test_unknown_setting_is_named_with_the_closest() -> None:
 
 
 @pytest.mark.parametrize("model", [3, "model", object(), [object()], {"model": object()}, [], {}])
-def test_model_must_be_a_module(model: object) -> None:
-    """An argument that is no Module raises ConfigError with its name."""
+def test_model_that_is_no_module_raises_with_its_name(model: object) -> None:
     with pytest.raises(ConfigError, match=r"^model=") as caught:
         perf.watch(model)
 
     assert "torch.nn.Module" in str(caught.value)
 
 
-def test_swapped_arguments_raise() -> None:
-    """Cases: an optimizer as model, a model as optimizer, and a function as either."""
+def test_swapped_arguments_of_watch_raise() -> None:
+    """An optimizer is passed as model, a model as optimizer, or a function as either."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(
@@ -258,8 +254,7 @@ def test_swapped_arguments_raise() -> None:
         perf.watch(lambda: None)
 
 
-def test_optimizer_must_step() -> None:
-    """An argument without step() raises ConfigError with its name."""
+def test_optimizer_without_a_step_method_raises_with_its_name() -> None:
     with pytest.raises(ConfigError, match=r"^optimizer=int"):
         perf.watch(None, 3)
 
@@ -278,7 +273,7 @@ def test_invalid_exchange_url_raises(wrong: object) -> None:
         from_settings({"exchange": wrong}, {})
 
 
-def test_exchange_url_is_parsed() -> None:
+def test_valid_exchange_url_is_parsed() -> None:
     """Without an address, node 0 publishes one. "/" and spaces in paths do not change."""
     for text, parts in {
         "grpc://head:1": ("head:1", "", "", "", ""),
@@ -324,7 +319,7 @@ def test_token_is_not_in_error_messages(wrong: str) -> None:
 
 
 def test_file_name_as_token_is_rejected() -> None:
-    """A file name, which older versions accepted, is rejected and not used as the token."""
+    """Older versions accepted a file name, which must not be used as the token."""
     with pytest.raises(ConfigError, match="token_file=FILE") as caught:
         from_environment({"TORCHLENS_PERF_EXCHANGE_TOKEN": "/run/secrets/token"})
     assert "/run/secrets" not in str(caught.value)
@@ -347,8 +342,8 @@ def test_config_error_is_a_value_error() -> None:
     assert issubclass(ConfigError, perf.TorchlensPerfError)
 
 
-def test_every_field_is_a_variable() -> None:
-    """Each setting can be given as TORCHLENS_PERF_<FIELD>, and is converted to its type."""
+def test_every_setting_is_an_environment_variable() -> None:
+    """TORCHLENS_PERF_<FIELD> is converted to the field's type."""
     environ = {
         "TORCHLENS_PERF_DIR": "/runs",
         "TORCHLENS_PERF_MODULES": "blocks.*.attn, head",
@@ -396,12 +391,12 @@ def test_every_field_is_a_variable() -> None:
     ("text", "value"), [("all", "all"), (" 3 ", 3), ("none", "none"), ("head", ("head",))]
 )
 def test_modules_variable_accepts_keywords_levels_and_patterns(text: str, value: object) -> None:
-    """TORCHLENS_PERF_MODULES accepts the keywords, a number of levels, or patterns."""
+    """The variable is TORCHLENS_PERF_MODULES."""
     assert from_environment({"TORCHLENS_PERF_MODULES": text}) == {"modules": value}
 
 
 def test_keywords_have_priority_over_the_environment() -> None:
-    """Code has priority over the environment, and the environment over the default."""
+    """The environment has priority over the default."""
     told = from_environment(
         {"TORCHLENS_PERF_BACKWARD_EVERY": "4", "TORCHLENS_PERF_TRACE_EVERY": "9"}
     )
@@ -424,12 +419,10 @@ def test_keywords_have_priority_over_the_environment() -> None:
         ("TORCHLENS_PERF", "perhaps"),
     ],
 )
-def test_invalid_variable_disables_recording(
+def test_invalid_variable_disables_recording_with_one_line(
     variable: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid variable disables recording with one line that names it, and the code
-    continues.
-    """
+    """The line has the variable's name, and the code continues."""
     monkeypatch.setenv(variable, text)
     with perf.watch() as watch:
         watch.step()
@@ -445,8 +438,7 @@ def test_invalid_variable_disables_recording(
         st.text(max_size=12).map(lambda s: "TORCHLENS_PERF_" + s.upper()), st.text(max_size=30)
     )
 )
-def test_any_environment_is_read_or_rejected(environ: dict[str, str]) -> None:
-    """Any text in the environment is accepted or raises ConfigError."""
+def test_any_environment_value_is_accepted_or_raises_config_error(environ: dict[str, str]) -> None:
     with contextlib.suppress(ConfigError):
         from_settings({}, from_environment(environ))
 
@@ -455,7 +447,7 @@ def test_any_environment_is_read_or_rejected(environ: dict[str, str]) -> None:
     ("text", "switch"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("", False)]
 )
 def test_main_variable_accepts_usual_words(text: str, switch: bool) -> None:
-    """TORCHLENS_PERF accepts the usual words. Without it there is no setting."""
+    """The variable is TORCHLENS_PERF, which may be missing."""
     assert is_on({"TORCHLENS_PERF": text}) is switch
     assert is_on({}) is None
 

@@ -1,4 +1,4 @@
-"""A watch's life in its process: its additions, its leftovers, and its final output."""
+"""A watch's life in its process: what it adds, what it leaves, and what it prints at its end."""
 
 from __future__ import annotations
 
@@ -57,11 +57,8 @@ def signal_handlers() -> dict[int, object]:
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
-def test_watch_adds_nothing_to_the_process(tmp_path: Path) -> None:
-    """Inside a watch the threads, sockets and signal handlers are the same.
-
-    After it the descriptors are, too.
-    """
+def test_watch_adds_no_thread_socket_or_signal_handler(tmp_path: Path) -> None:
+    """The file descriptors are the same after the watch."""
     model, optimizer = make_model()
     # The first steps start torch's own threads.
     train(model, optimizer, 2)
@@ -81,10 +78,10 @@ def test_watch_adds_nothing_to_the_process(tmp_path: Path) -> None:
     wait_for_sidecar(RunDirectory(watch.run_dir))
 
 
-def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """At the end, rank 0 prints the short report on stderr, and the run directory contains all
-    files.
-    """
+def test_short_report_is_printed_at_the_end_of_a_watch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints it on stderr, and the run directory contains all files."""
     model, optimizer = make_model()
     with perf.watch(
         model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)
@@ -113,10 +110,7 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_rings_stay_in_the_run_directory_without_a_sidecar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With sidecar=False no process is started.
-
-    The ring file stays in the run directory for the command.
-    """
+    """With sidecar=False no process is started. The command can read the ring file later."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False) as watch:
         train(model, optimizer, 25)
@@ -144,15 +138,15 @@ def test_each_watch_is_a_separate_run(tmp_path: Path) -> None:
 
 
 def test_entering_a_watch_again_raises(tmp_path: Path) -> None:
-    """Entering a watch again, inside or after itself, raises an error that explains the mistake."""
+    """A watch cannot be entered inside or after itself."""
     watch = perf.watch(dir=str(tmp_path), sidecar=False, report="off")
     with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
         pass
     assert running() is None
 
 
-def test_exception_passes_through(tmp_path: Path) -> None:
-    """An exception in the body leaves the watch as the same object, and all hooks are removed."""
+def test_exception_in_the_body_passes_through_a_watch(tmp_path: Path) -> None:
+    """The user gets the same exception object, and all hooks are removed."""
     model, optimizer = make_model()
     raised = KeyboardInterrupt()
 
@@ -169,7 +163,9 @@ def test_exception_passes_through(tmp_path: Path) -> None:
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
-def test_variable_0_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_watch_does_nothing_with_the_variable_set_to_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With TORCHLENS_PERF=0 a watch creates nothing and changes nothing."""
     monkeypatch.setenv("TORCHLENS_PERF", "0")
     model, optimizer = make_model()
@@ -183,9 +179,7 @@ def test_variable_0_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_importing_the_package_has_no_side_effects() -> None:
-    """Importing the package imports no torch, NumPy or OpenTelemetry, starts no thread and opens no
-    file.
-    """
+    """The import loads no torch, NumPy or OpenTelemetry, starts no thread and opens no file."""
     program = (
         "import os, sys, threading\nbefore = set(os.listdir('/proc/self/fd'))\nimport"
         " torchlens_perf\nheavy = {'torch', 'numpy', 'opentelemetry', 'pyarrow', 'rich', 'nvtx'} &"
@@ -199,8 +193,8 @@ def test_importing_the_package_has_no_side_effects() -> None:
     assert done.stdout == "set() 1 True\n"
 
 
-def test_forked_child_records_nothing(tmp_path: Path) -> None:
-    """A forked child has no recorder, writes nothing into the parent's ring, and can train."""
+def test_forked_child_records_nothing_into_the_parents_ring(tmp_path: Path) -> None:
+    """A forked child has no recorder and can train."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
         train(model, optimizer, 3)
@@ -220,9 +214,9 @@ def test_forked_child_records_nothing(tmp_path: Path) -> None:
     assert value["sections"] == []
 
 
-def test_forked_child_watches_collectives(tmp_path: Path) -> None:
-    """A child's own watch does not mistake the parent's tap for another tool's, and records each
-    wait once.
+def test_watch_in_a_forked_child_records_collectives(tmp_path: Path) -> None:
+    """The child's watch does not mistake the parent's tap for another tool's, and records each wait
+    once.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import Work
@@ -255,10 +249,10 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     assert (vars(Work)["wait"], another_has_tapped("c10d::allreduce_")) == before
 
 
-def test_forked_child_has_no_patches(tmp_path: Path) -> None:
-    """The parent's patches are gone in the child, and its module calls are the plain ones.
+def test_patches_are_removed_in_a_forked_child_only(tmp_path: Path) -> None:
+    """Module calls of the child are the original ones.
 
-    The parent keeps its own.
+    The parent keeps its patches.
     """
     model, optimizer = make_model()
     plain = patches(model)
@@ -283,8 +277,8 @@ def patches(model: nn.Module) -> list[object]:
     ]  # fmt: skip
 
 
-def test_forked_children_end_while_another_thread_marks(tmp_path: Path) -> None:
-    """Forty forks happen while another thread marks without pause, and every child ends."""
+def test_forked_children_end_while_another_thread_records(tmp_path: Path) -> None:
+    """Forty forks happen while another thread records without pause."""
     stop = threading.Event()
 
     def mark() -> None:
@@ -310,10 +304,10 @@ def test_forked_children_end_while_another_thread_marks(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_errors_of_hooks_do_not_reach_training(
+def test_failing_hook_is_disabled_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failing hook is logged, counted, disabled and reported, and training continues."""
+    """The error is logged, counted and reported."""
     from torchlens_perf.errors import RAISE, swallowed
 
     monkeypatch.setenv(RAISE, "0")
@@ -337,7 +331,7 @@ def test_errors_of_hooks_do_not_reach_training(
 
 
 def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> None:
-    """The outer watch still finds the model at the first optimizer step."""
+    """The model is found at the first optimizer step."""
     model, optimizer = make_model()
     with (
         perf.watch(dir=str(tmp_path), sidecar=False, report="off"),
@@ -348,10 +342,10 @@ def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("way", ["recording", "inside another", "off"])
-def test_deleted_model_and_optimizer_are_freed(
+def test_deleted_model_and_optimizer_are_freed_during_a_watch(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watch keeps no reference to them, so the user may delete them inside it to free memory."""
+    """A watch keeps no reference to them."""
     if way == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report="off")
@@ -368,7 +362,7 @@ def test_deleted_model_and_optimizer_are_freed(
 def test_start_of_inference_ends_with_its_first_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start's wait for a CPU does not grow with the run, even without training."""
+    """The time without a CPU at the start does not grow with the run, even without training."""
     looks = itertools.count()
     monkeypatch.setattr(rank_metadata, "main_thread_cpu_wait_ns", lambda pid: next(looks))
     monkeypatch.setattr(rank_metadata, "_start_reported_by", None)

@@ -1,7 +1,4 @@
-"""Forms of a watch: a context manager, start() and stop(), a decorator.
-
-Also its repr, and errors of wrong use.
-"""
+"""Forms of a watch: context manager, start() and stop(), decorator. Also repr, and wrong use."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def train():
 """
 
 
-def test_start_and_stop_work_like_the_context(tmp_path: Path) -> None:
-    """The pair works like the context. A second stop(), or one before start(), has no effect."""
+def test_start_and_stop_work_like_the_context_manager(tmp_path: Path) -> None:
+    """A second stop(), or one before start(), has no effect."""
     model, optimizer = make_model()
     watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     watch.stop()
@@ -52,10 +49,8 @@ def test_start_and_stop_work_like_the_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["falls off the end", "raises", "forked by multiprocessing"])
-def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> None:
-    """Without stop(), the report is printed at the process's end, in each way in which Python runs
-    its finalizers.
-    """
+def test_started_watch_is_stopped_at_the_end_of_the_process(way: str, tmp_path: Path) -> None:
+    """The report is printed in each way in which Python runs its finalizers."""
     work = {
         "falls off the end": "perf.watch(model, optimizer).start()\ntrain()",
         "raises": "perf.watch(model, optimizer).start()\ntrain()\nraise SystemExit(3)",
@@ -74,8 +69,8 @@ def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> 
     assert "12 steps" in done.stderr, done.stderr
 
 
-def test_each_decorated_call_is_a_run(tmp_path: Path) -> None:
-    """Each call is a separate run. Arguments, result, name and exception are the function's."""
+def test_each_call_of_a_decorated_function_is_a_run(tmp_path: Path) -> None:
+    """Arguments, result, name and exception are the function's."""
     model, optimizer = make_model()
     seen = []
 
@@ -99,7 +94,7 @@ def test_each_decorated_call_is_a_run(tmp_path: Path) -> None:
     assert [step for _, step in seen] == [3, 4, 2]
 
 
-def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
+def test_decorated_function_inside_a_watch_joins_it(tmp_path: Path) -> None:
     @perf.watch(dir=tmp_path, **QUIET)
     def fit() -> Path | None:
         inner = running()
@@ -113,9 +108,9 @@ def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
 def test_step_before_the_start_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """step() on a watch that was not started records nothing and reports this.
+    """step() on a watch that was not started records nothing.
 
-    After the end it is silent.
+    After the end of a watch, step() prints no message.
     """
     _warn_not_started.cache_clear()
     watch = perf.watch(dir=tmp_path, **QUIET)
@@ -150,8 +145,9 @@ def test_coroutines_and_generators_cannot_be_decorated() -> None:
             perf.watch()(function)
 
 
-def test_repr_shows_models_state_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repr contains the recorded objects, the state and the place."""
+def test_repr_of_a_watch_has_models_state_and_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = make_model()
     watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     assert repr(watch) == "<Watch of Sequential, SGD: not started>"
@@ -167,7 +163,7 @@ def test_repr_shows_models_state_and_place(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_config_accepts_a_path_as_dir(tmp_path: Path) -> None:
-    """watch(config=Config(...)) accepts a path for `dir`. An additional keyword has priority."""
+    """An additional keyword of watch() has priority over `config`."""
     config = perf.Config(dir=tmp_path / "other", sidecar=False, report="off")
     with perf.watch(config=config, dir=tmp_path / "runs") as watch:
         assert watch._config == perf.Config(dir=str(tmp_path / "runs"), sidecar=False, report="off")
@@ -178,7 +174,7 @@ def test_config_accepts_a_path_as_dir(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("steps", "step_table()"), ("close", "stop()")])
-def test_old_methods_name_the_new_one(old: str, new: str) -> None:
+def test_old_methods_of_a_watch_raise_with_the_new_name(old: str, new: str) -> None:
     """A name that never existed raises an ordinary AttributeError."""
     watch = perf.watch()
     with pytest.raises(
@@ -200,7 +196,7 @@ def test_watch_has_only_the_documented_public_names() -> None:
 
 
 @pytest.mark.parametrize("where", ["code", "environment", "environment of a recorded script"])
-def test_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None:
+def test_modules_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None:
     """In code it raises ValueError.
 
     In the environment it is one line, like any invalid variable.
@@ -237,10 +233,10 @@ def test_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None
     ],
 )
 @pytest.mark.parametrize("way", ["watch", "unchanged"])
-def test_old_variables_never_stop_a_job(
+def test_old_environment_variables_never_stop_a_job(
     variable: str, value: str, new: str, way: str, tmp_path: Path
 ) -> None:
-    """One line names the new variable. The job trains and ends as usual."""
+    """One line has the new variable. The job trains and ends as usual."""
     script = TRAIN + (
         "with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()"
     )
@@ -254,7 +250,7 @@ def test_old_variables_never_stop_a_job(
 
 
 def test_token_stays_out_of_everything_written(tmp_path: Path) -> None:
-    """The token is in the sidecar's environment, and in no file, log or report."""
+    """Only the sidecar's environment has the token; no file, log or report does."""
     by_code = "exchange='grpc://127.0.0.1:9?token=S3CRET-1'"
     for number, settings in enumerate((by_code, "exchange='grpc://127.0.0.1:9'")):
         folder = tmp_path / str(number)

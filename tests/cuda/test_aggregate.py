@@ -44,7 +44,7 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
 def merged(
     driver_library: Path, shim_library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """The results of four ranks."""
+    """Return the results of four ranks that merge their sections."""
     return ranks_of(driver_library, shim_library, tmp_path_factory.mktemp("merged"))
 
 
@@ -55,14 +55,14 @@ def merged(
         pytest.param(("--evaluates",), id="rank 0 evaluates first", marks=pytest.mark.long),
     ],
 )
-def test_rank_0_has_statistics_of_all_ranks_and_the_slow_section(
+def test_rank_0_has_section_statistics_of_all_ranks_and_the_slow_one(
     merged: list[dict[str, Any]],
     driver_library: Path,
     shim_library: Path,
     tmp_path: Path,
     options: tuple[str, ...],
 ) -> None:
-    """Rank 0 has statistics of all ranks' times, and the rank that is slow in one section.
+    """The rank that is slow in one section is reported.
 
     The window merged in the last step is included.
     """
@@ -92,9 +92,9 @@ def test_rank_0_has_statistics_of_all_ranks_and_the_slow_section(
 
 
 def test_merged_parts_equal_the_planted_device_times(merged: list[dict[str, Any]]) -> None:
-    """Medians of each part equal the planted ones in each window.
+    """Medians of each part are compared in each window.
 
-    The slow rank's excess is in its work and its forward pass, and in no other part.
+    The slow rank's excess is in its work and its forward pass only.
     """
     ranks, windows = merged, [dict[str, list[dict[str, Any]]](), {}, {}]
     by_step = sorted({row["step"] for row in ranks[0]["rows"]})
@@ -128,12 +128,12 @@ def test_merged_parts_equal_the_planted_device_times(merged: list[dict[str, Any]
     assert all(rank["rows"] == [] for rank in ranks[1:])
 
 
-def test_window_that_falls_due_in_a_capture_is_merged_after_it(
+def test_window_due_during_a_graph_capture_is_merged_afterwards(
     driver_library: Path, shim_library: Path, tmp_path: Path
 ) -> None:
-    """The last window is merged when the watch ends. All ranks merge equally often.
+    """The last window is merged when the watch ends, and all ranks merge equally often.
 
-    If one rank fails with its steps, those of the others are merged.
+    If the steps of one rank fail, the other ranks are merged.
     """
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures", "--broken-steps")
     assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
@@ -147,7 +147,7 @@ def test_window_that_falls_due_in_a_capture_is_merged_after_it(
 
 
 @pytest.mark.long
-def test_sections_in_different_orders_are_not_merged(
+def test_sections_created_in_different_orders_are_not_merged(
     driver_library: Path, shim_library: Path, tmp_path: Path
 ) -> None:
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
@@ -160,10 +160,10 @@ def test_sections_in_different_orders_are_not_merged(
 
 
 @pytest.mark.parametrize("how", long("--unable", "--off"))
-def test_windows_are_not_merged_unless_all_ranks_record(
+def test_sections_are_not_merged_unless_all_ranks_record(
     how: str, driver_library: Path, shim_library: Path, tmp_path: Path
 ) -> None:
-    """No rank waits in a collective. Recording ranks keep their own times and note the reason."""
+    """No rank waits in a collective. Ranks that record keep their own times and note the reason."""
     ranks = ranks_of(driver_library, shim_library, tmp_path, how)
     others = [rank for rank in ranks if rank["rank"] != 1]
     if how == "--unable":
@@ -177,12 +177,12 @@ def test_windows_are_not_merged_unless_all_ranks_record(
     assert all(rank["own"]["mlp"] == WINDOWS * MERGE_STEPS for rank in others)
 
 
-def test_watches_reuse_memory_and_events(
+def test_successive_watches_reuse_memory_and_events_for_merging(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each merging watch uses the same stream, events and page-locked memory.
+    """The stream and the page-locked memory are reused too.
 
-    None is freed, as that may wait for the device.
+    Nothing is freed, because that may wait for the device.
     """
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
@@ -226,8 +226,8 @@ class Done:
         pass
 
 
-def test_aggregate_without_a_gpu_raises_in_watch(tmp_path: Path) -> None:
-    """The error is raised by watch(), and the next watch works."""
+def test_watch_with_aggregate_raises_without_a_gpu(tmp_path: Path) -> None:
+    """The next watch works."""
     import torch
 
     if torch.version.cuda is not None:

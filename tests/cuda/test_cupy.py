@@ -1,4 +1,4 @@
-"""CuPy installations that are missing or broken."""
+"""Errors of missing or broken CuPy installations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchlens_perf.errors import DeviceError
 def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any exception becomes the same DeviceError at each call."""
+    """Any exception at import becomes the same DeviceError at each call."""
     (tmp_path / "cupy.py").write_text(
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n{line}\n"
     )
@@ -36,7 +36,7 @@ def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
 
 
 def test_missing_cupy_is_searched_again_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook may install it later, and the check is cheap."""
+    """A notebook may install CuPy later, and the search is fast."""
     monkeypatch.setattr(kernels, "has_cupy", lambda: False)
     monkeypatch.setattr(kernels, "_import_error", "")
     with pytest.raises(DeviceError, match="CuPy is missing"):

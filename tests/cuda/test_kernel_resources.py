@@ -58,7 +58,7 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
 def test_kernels_spill_no_registers_and_fill_a_multiprocessor(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Nothing is spilled or in local memory, and registers allow a full multiprocessor."""
+    """Kernels use no local memory, and few enough registers for a full multiprocessor."""
     kernels = report(architecture, tmp_path / "kernels.cubin")
     assert kernels.keys() == MAX_REGISTERS.keys()
     for name, used in kernels.items():

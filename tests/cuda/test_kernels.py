@@ -1,4 +1,7 @@
-"""The kernels through the shim against NumPy twins, bit for bit, with several thread schedules."""
+"""CUDA kernels compiled for the CPU, compared bit for bit with the same algorithms in NumPy.
+
+Several thread schedules are tested. The NumPy functions are called twins.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ Durations = npt.NDArray[np.uint64]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels, compiled with checks for undefined behaviour."""
+    """Return the kernels, compiled with checks for undefined behaviour."""
     return compile_kernels(tmp_path_factory.mktemp("kernels") / "kernels.so", *UNDEFINED_BEHAVIOUR)
 
 
 @pytest.fixture(params=SCHEDULES)
 def kernels(request: pytest.FixtureRequest, library: Path) -> ShimKernels:
-    """The kernels under one schedule of threads."""
+    """Return the kernels with one schedule of threads."""
     return ShimKernels(library, request.param)
 
 
@@ -46,7 +49,10 @@ def reduce_by_kernel(
     head: npt.NDArray[np.uint32],
     tail: npt.NDArray[np.uint32],
 ) -> Reduced:
-    """Return the kernel's rows. They contain garbage before, so the kernel must fill them."""
+    """Return the kernel's rows.
+
+    The rows contain garbage before, so the kernel must fill them.
+    """
     slots, places = duration_ns.shape
     shapes = ((slots, SUM_ROW), (slots, len(Largest)), (slots, len(Exact)))
     reduced = Reduced(*(np.full(shape, -77, np.int64) for shape in shapes))
@@ -71,7 +77,7 @@ def reduce_by_kernel(
 def check_reduction(
     kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]
 ) -> Reduced:
-    """Reduce rings by kernel and twin, require equal results, and return them."""
+    """Reduce rings by kernel and NumPy twin, require equal results, and return them."""
     start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(
         duration_ns.shape
     )
@@ -98,7 +104,7 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
 
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
-    """Return a row of sums and one of largest values as a sketch."""
+    """Return a row of sums and a row of largest values as a sketch."""
     if not sums[Sum.COUNT]:
         return Sketch()
     limbs = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
@@ -111,7 +117,7 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
     )
 
 
-def test_constants_equal_those_of_the_python_twin() -> None:
+def test_kernel_constants_equal_those_of_the_numpy_twin() -> None:
     source = KERNELS.read_text()
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
     assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
@@ -126,10 +132,10 @@ def test_constants_equal_those_of_the_python_twin() -> None:
 
 
 @pytest.mark.parametrize("places", [2, 64, 512, 2048])
-def test_windows_of_any_length_are_reduced_as_by_the_twin(
+def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
     kernels: ShimKernels, places: int
 ) -> None:
-    """Lengths: empty, one, odd, full, and more than the ring holds, also where the counter wraps.
+    """Windows are empty, odd, full, or longer than the ring, also where the counter wraps.
 
     The surplus is counted as lost, and one place of a full ring is not read.
     """
@@ -144,7 +150,7 @@ def test_windows_of_any_length_are_reduced_as_by_the_twin(
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
-def test_many_windows_of_distinct_durations_are_reduced_as_by_the_twin(
+def test_kernel_reduces_many_distinct_durations_like_the_numpy_twin(
     kernels: ShimKernels, shape: tuple[int, int]
 ) -> None:
     """With distinct durations, median and deviation depend on each comparison of the sort."""
@@ -159,8 +165,10 @@ def test_second_reduction_counts_new_spans_only(kernels: ShimKernels) -> None:
     assert found.sums[:, Sum.COUNT].tolist() == [24, 0]
 
 
-def test_equal_and_extreme_durations_are_reduced_as_by_the_twin(kernels: ShimKernels) -> None:
-    """Cases: no spread, and the largest sum and squares that fit."""
+def test_kernel_reduces_equal_and_extreme_durations_like_the_numpy_twin(
+    kernels: ShimKernels,
+) -> None:
+    """The durations have no spread, or the largest sum and squares that fit."""
     durations = np.full((4, 128), 12345, np.uint64)
     durations[1] = 0
     durations[2] = 2**47 + 1
@@ -171,8 +179,8 @@ def test_equal_and_extreme_durations_are_reduced_as_by_the_twin(kernels: ShimKer
     assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 127 * (2**47 + 1) ** 2
 
 
-def test_duration_on_a_bound_counts_in_the_bucket_that_it_ends(kernels: ShimKernels) -> None:
-    """A bound counts in the bucket that it ends, the next integer in the following one."""
+def test_duration_on_a_bucket_bound_counts_in_the_lower_bucket(kernels: ShimKernels) -> None:
+    """The next integer counts in the following bucket."""
     bounds = bucket_bounds()[:BUCKETS].astype(np.uint64)
     durations = np.zeros((2, 2048), np.uint64)
     durations[0, :BUCKETS], durations[1, :BUCKETS] = bounds, bounds + np.uint64(1)
@@ -180,12 +188,12 @@ def test_duration_on_a_bound_counts_in_the_bucket_that_it_ends(kernels: ShimKern
     counts = found.sums[:, len(Sum) :].sum(axis=0)
     assert counts[0] == 1
     assert counts[1:-1].tolist() == [2] * (BUCKETS - 2)
-    # Its own bound, the integer after the previous bound, and the duration beyond all bounds.
+    # The bound itself, the integer after the previous bound, and the duration beyond all bounds.
     assert counts[-1] == 3
 
 
 def test_merged_rows_equal_a_sketch_of_all_durations(kernels: ShimKernels) -> None:
-    """Rows of two ranks and two windows merge by SUM and MAX to the sketch of all durations."""
+    """Rows of two ranks and two windows are merged by SUM and MAX."""
     rows, whole = [], Sketch()
     for seed in range(4):
         durations = np.minimum(
@@ -198,14 +206,14 @@ def test_merged_rows_equal_a_sketch_of_all_durations(kernels: ShimKernels) -> No
     assert to_sketch(sums[1], largest[1]).numbers() == whole.numbers()
 
 
-def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
+def test_reduction_of_no_durations_is_an_empty_sketch(kernels: ShimKernels) -> None:
     """Merging an empty sketch changes nothing."""
     found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
     assert to_sketch(found.sums[0], found.largest[0]).numbers() == Sketch().numbers()
 
 
-def test_quantiles_of_merged_rows_equal_those_of_the_twin(kernels: ShimKernels) -> None:
-    """Cases: sparse, dense, empty and one-bucket histograms, and many slots."""
+def test_quantiles_of_merged_rows_equal_those_of_the_numpy_twin(kernels: ShimKernels) -> None:
+    """Histograms are sparse, dense, empty or have one bucket. Another case has many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
     histograms = (random.random((9, BUCKETS)) < 0.03) * random.integers(1, 10**6, (9, BUCKETS))
@@ -240,8 +248,10 @@ def score_by_kernel(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 333, 1000])
-def test_scores_of_ranks_equal_those_of_the_twin(kernels: ShimKernels, ranks: int) -> None:
-    """Cases: one slow rank, no spread, ranks without a time (not fast ones), and no time."""
+def test_slowness_scores_of_ranks_equal_those_of_the_numpy_twin(
+    kernels: ShimKernels, ranks: int
+) -> None:
+    """Cases are one slow rank, no spread, ranks without a time (not fast ones), and no time."""
     random = np.random.default_rng(ranks)
     times_ns = (np.exp(random.normal(0, 0.05, (ranks, 6))) * 5e6).astype(np.int64)
     slow = ranks // 2
@@ -260,8 +270,8 @@ def test_scores_of_ranks_equal_those_of_the_twin(kernels: ShimKernels, ranks: in
         assert not found.worst.any()
 
 
-def test_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
-    """A chain of three sections takes four stamps. A close without an open records nothing."""
+def test_stamp_closes_one_section_and_opens_the_next(kernels: ShimKernels) -> None:
+    """A chain of three sections needs four stamps. A close without an open records nothing."""
     slots, places = 3, 4
     opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
     start_ns, duration_ns = (
@@ -290,12 +300,12 @@ def test_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
         stamp(2, -1)
     assert head.tolist() == [5, 5, 5]
     assert not opened.any()
-    assert (duration_ns == 1).all()  # The shim's clock advances by one at each reading.
+    assert (duration_ns == 1).all()  # The test's clock advances by one at each reading.
     assert (start_ns[1] == start_ns[0] + 1).all()
     assert (np.diff(np.sort(start_ns[0])) == 4).all()
 
 
-def test_span_is_zero_if_the_clock_steps_back(kernels: ShimKernels) -> None:
+def test_section_has_no_negative_time_if_the_clock_steps_back(kernels: ShimKernels) -> None:
     """An unsigned difference would be six hundred years."""
     opened, head = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
     start_ns, duration_ns = np.zeros((1, 4), np.uint64), np.full((1, 4), 7, np.uint64)

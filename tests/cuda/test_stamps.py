@@ -13,7 +13,7 @@ from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
 from torchlens_perf.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-# Costs on the fake device.
+# Costs of calls on the fake device.
 LAUNCH_NS, STAMP_NS = 1500, 1000
 MILLISECOND = 1_000_000
 
@@ -26,7 +26,7 @@ def new_ring(device: FakeDevice, slots: int = 4, places: int = 64) -> DeviceRing
 def section(
     device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0
 ) -> None:
-    """Run a section with work of a given duration."""
+    """Run a section with work of the given duration."""
     slot = ring.slot(name)
     ring.stamp(NO_SLOT, slot, stream)
     device.spin(duration_ns, stream)
@@ -42,10 +42,10 @@ def reduced(device: FakeDevice, ring: DeviceRing) -> Reduced:
     return result
 
 
-def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
+def test_section_is_timed_by_the_device(device: FakeDevice) -> None:
     """A planted millisecond is measured, plus the fake device's launch time.
 
-    Starts are device times.
+    Start times are device times.
     """
     ring = new_ring(device)
     began_ns = device.now_ns()
@@ -62,7 +62,7 @@ def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
 
 
 def test_captured_graph_appends_one_record_at_each_replay(device: FakeDevice) -> None:
-    """Seven replays of a captured section make seven records with their own times."""
+    """Seven replays of a captured section make seven records with separate times."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
     section(device, ring, "decode", MILLISECOND, stream)
@@ -77,8 +77,8 @@ def test_captured_graph_appends_one_record_at_each_replay(device: FakeDevice) ->
     assert rows.exact[0, Exact.LAST_END] - rows.exact[0, Exact.FIRST_START] > 7 * MILLISECOND
 
 
-def test_twenty_steps_are_recorded_without_a_synchronization(device: FakeDevice) -> None:
-    """Sections, a reduction and its collection in each step while the host runs ahead."""
+def test_sections_of_twenty_steps_are_recorded_without_synchronization(device: FakeDevice) -> None:
+    """In each step, sections are reduced and the result is collected while the host runs ahead."""
     ring = new_ring(device)
     section(device, ring, "warm up", 1)
     before, counted, pending = device.synchronizations, 0, 0
@@ -97,8 +97,10 @@ def test_twenty_steps_are_recorded_without_a_synchronization(device: FakeDevice)
     assert counted + int(reduced(device, ring).sums[1, Sum.COUNT]) == 60
 
 
-def test_surplus_of_the_ring_is_counted_as_lost(device: FakeDevice) -> None:
-    """The newest 63 of a hundred spans in 64 places are read, as one place may be written to."""
+def test_records_that_overflow_the_device_ring_are_counted_as_lost(device: FakeDevice) -> None:
+    """Of a hundred records in 64 places, the newest 63 are read, because one place may be written
+    to.
+    """
     ring = new_ring(device)
     for _ in range(100):
         section(device, ring, "hot", 10)
@@ -107,13 +109,13 @@ def test_surplus_of_the_ring_is_counted_as_lost(device: FakeDevice) -> None:
     assert rows.sums[0, Sum.LOST] == 37
 
 
-def test_names_beyond_the_slots_are_not_stamped(device: FakeDevice) -> None:
+def test_section_names_beyond_the_slots_are_not_stamped(device: FakeDevice) -> None:
     ring = new_ring(device, slots=2)
     assert [ring.slot(name) for name in ("a", "b", "c", "a")] == [0, 1, NO_SLOT, 0]
 
 
-def test_no_reduction_before_the_last_one_is_collected(device: FakeDevice) -> None:
-    """Its page-locked memory is in use. No span is lost by the delay."""
+def test_reduction_waits_until_the_last_one_is_collected(device: FakeDevice) -> None:
+    """The page-locked memory of the last reduction is in use. No record is lost by the delay."""
     ring = new_ring(device)
     section(device, ring, "a", MILLISECOND)
     assert ring.reduce(0)
@@ -129,7 +131,7 @@ def test_no_reduction_before_the_last_one_is_collected(device: FakeDevice) -> No
 
 
 def test_reduction_is_not_captured_into_a_graph(device: FakeDevice) -> None:
-    """A captured reduction would replay into memory that is being read."""
+    """A captured reduction would write to memory that is being read."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
     assert not ring.reduce(stream)
@@ -147,19 +149,19 @@ def test_collected_result_does_not_change_with_the_next_copy(device: FakeDevice)
     np.testing.assert_array_equal(first.sums, kept)
 
 
-def test_device_bytes_is_the_allocated_memory(device: FakeDevice) -> None:
+def test_device_bytes_is_the_size_of_the_allocated_memory(device: FakeDevice) -> None:
     """The default size is less than 32 MiB."""
     before = device.live_bytes
     ring = DeviceRing(device.driver, device.functions("stamp", "reduce_window"))
     assert device.live_bytes - before == ring.device_bytes < 4 << 20
 
 
-def test_missing_driver_raises_device_error() -> None:
-    """The error is not an OSError from ctypes."""
+def test_missing_cuda_driver_raises_device_error() -> None:
+    """ctypes raises an OSError, which is converted."""
     with pytest.raises(DeviceError, match="driver cannot be loaded"):
         Driver("libcuda.so.of-another-planet")
 
 
-def test_failing_call_raises_with_function_and_number(device: FakeDevice) -> None:
+def test_failing_driver_call_raises_with_function_and_number(device: FakeDevice) -> None:
     with pytest.raises(DeviceError, match=r"cuMemAlloc_v2 failed with CUDA error 2"):
         device.driver.allocate(1 << 40)

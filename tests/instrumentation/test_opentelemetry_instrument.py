@@ -45,10 +45,10 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[
     return found
 
 
-def test_spans_of_both_ranks_are_exported_once(
+def test_spans_of_both_ranks_are_exported_once_and_losses_unchanged(
     receiver: Receiver, expected_losses: dict[int, list[str]], tmp_path: Path
 ) -> None:
-    """The user's own spans arrive too. The losses are the same to the bit."""
+    """The user's own spans arrive too. The losses are equal to the bit."""
     done = run(
         [*INSTRUMENT, *torchrun(TRAIN)],
         tmp_path,
@@ -111,7 +111,7 @@ def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
         ),
     ],
 )
-def test_several_ways_to_start_make_one_run(
+def test_several_ways_to_start_recording_make_one_run(
     arguments: list[str],
     variables: dict[str, str],
     expected_losses: dict[int, list[str]],
@@ -144,7 +144,7 @@ def test_several_ways_to_start_make_one_run(
 def test_disabled_or_misconfigured_job_runs_unrecorded(
     variables: dict[str, str], message: str, expected_losses: dict[int, list[str]], tmp_path: Path
 ) -> None:
-    """A wrong variable is reported once."""
+    """An invalid variable is reported once."""
     done = run([*INSTRUMENT, sys.executable, TRAIN], tmp_path, **NO_EXPORTERS, **variables)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == expected_losses[1]
@@ -171,7 +171,7 @@ def test_exporter_that_is_not_installed_prevents_instrumentation(
     assert len(runs(tmp_path)) == recorded
 
 
-def test_option_overrides_the_environment_variable(tmp_path: Path) -> None:
+def test_command_line_option_overrides_the_environment_variable(tmp_path: Path) -> None:
     """Each setting is an option of `opentelemetry-instrument`."""
     chosen = tmp_path / "chosen"
     done = run(
@@ -229,7 +229,7 @@ def test_steps_between_instrument_and_uninstrument_are_recorded(tmp_path: Path) 
 def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """OpenTelemetry's folder instruments each Python process that has it in PYTHONPATH.
 
-    The sidecar's PYTHONPATH contains the user's other folders only.
+    The sidecar's PYTHONPATH contains only the user's other folders.
     """
     from opentelemetry.instrumentation import auto_instrumentation
 

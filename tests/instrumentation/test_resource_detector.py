@@ -40,7 +40,7 @@ def test_process_without_a_launcher_has_no_rank() -> None:
     assert among(found, "torch.") == {}
 
 
-def test_torchrun_sets_rank_and_run_id() -> None:
+def test_rank_and_run_id_are_detected_under_torchrun() -> None:
     found = resource_attributes(TORCHRUN)
     assert among(found, "torch.") == {
         semantics.RANK: 3, semantics.WORLD_SIZE: 4, semantics.LOCAL_RANK: 1, semantics.RESTART_COUNT: 2,
@@ -48,7 +48,7 @@ def test_torchrun_sets_rank_and_run_id() -> None:
     }  # fmt: skip
 
 
-def test_srun_sets_rank_and_run_id() -> None:
+def test_rank_and_run_id_are_detected_under_srun() -> None:
     """The run has the same id on all nodes: the Slurm job and step."""
     found = resource_attributes(SRUN)
     assert among(found, "torch.") == {
@@ -59,7 +59,7 @@ def test_srun_sets_rank_and_run_id() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, TORCHRUN, SRUN], ids=["alone", "torchrun", "srun"])
-def test_run_id_of_the_user_has_priority(environ: dict[str, str]) -> None:
+def test_run_id_of_the_user_has_priority_over_the_launchers(environ: dict[str, str]) -> None:
     assert (
         resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID]
         == "mine"
@@ -74,7 +74,7 @@ print(json.dumps([found.get("torch.distributed.rank"), found.get("service.name")
 """
 
 
-def test_sdk_loads_the_detector_without_torch(tmp_path: Path) -> None:
+def test_opentelemetry_sdk_loads_the_detector_without_torch(tmp_path: Path) -> None:
     """The SDK finds the detector by its entry point. The user's own attributes remain."""
     done = run(
         [sys.executable, "-c", DETECT],

@@ -1,7 +1,7 @@
-"""The shipped alert rules in a real Prometheus that scrapes real jobs: each fires on a planted
-fault and resolves.
+"""The shipped alert rules in a real Prometheus that scrapes real jobs with planted faults.
 
-`make test-prometheus` runs them. promtool's own tests of the same rules are in alerts_test.yaml.
+`make test-prometheus` runs these tests. promtool's own tests of the same rules are in
+alerts_test.yaml.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def job(folder: Path, **environment: str) -> Iterator[tuple[LiveRanks, Prometheu
             yield ranks, prometheus
 
 
-def test_alert_rules_pass_promtool() -> None:
+def test_alert_rules_pass_the_tests_of_promtool() -> None:
     for command in (
         ["check", "rules", str(RULES)],
         ["test", "rules", "tests/prometheus/alerts_test.yaml"],
@@ -56,10 +56,10 @@ def test_alert_rules_pass_promtool() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_straggler_alert_fires_and_resolves(tmp_path: Path) -> None:
-    """A slow rank is reported with host and phase.
+def test_straggler_alert_fires_and_resolves_when_the_job_ends(tmp_path: Path) -> None:
+    """The alert has the slow rank's host and phase.
 
-    When the job ends, its series become stale and the alert resolves.
+    When the job ends, its series become stale.
     """
     with job(tmp_path, SLOW_RANK="1", SLOW_FROM="100") as (ranks, prometheus):
         alert = prometheus.wait_for(
@@ -79,8 +79,8 @@ def test_straggler_alert_fires_and_resolves(tmp_path: Path) -> None:
         assert prometheus.query("last_over_time(torch_train_steps_total[5m])")
 
 
-def test_hang_alert_fires_and_resolves(tmp_path: Path) -> None:
-    """A rank is stopped and continues."""
+def test_hang_alert_fires_while_a_rank_is_stopped(tmp_path: Path) -> None:
+    """The rank continues afterwards, and the alert resolves."""
     with job(tmp_path) as (ranks, prometheus):
         prometheus.wait_for(
             lambda: prometheus.query("torch_train_step_last > 40"), FIRES_S * slowdown()
@@ -100,7 +100,7 @@ def test_hang_alert_fires_and_resolves(tmp_path: Path) -> None:
 
 
 def test_healthy_job_raises_no_alert(tmp_path: Path) -> None:
-    """A healthy job raises no alert, and all rules are evaluated without errors."""
+    """All rules are evaluated without errors."""
     with job(tmp_path) as (_, prometheus):
         prometheus.wait_for(
             lambda: prometheus.query("torch_train_step_last > 600"), FIRES_S * slowdown()
@@ -113,7 +113,7 @@ def test_healthy_job_raises_no_alert(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
 def test_only_node_0_shows_the_verdict_on_a_rank_of_another_node(tmp_path: Path) -> None:
-    """Node 0's sidecar shows the verdict on a rank of node 1.
+    """The slow rank runs on node 1.
 
     Node 1's sidecar shows only its own ranks, and no verdict.
     """
@@ -149,9 +149,7 @@ def test_only_node_0_shows_the_verdict_on_a_rank_of_another_node(tmp_path: Path)
 
 
 def test_exemplar_has_the_id_of_a_sent_trace(tmp_path: Path) -> None:
-    """An exemplar in Prometheus has the id of a trace that was sent for a step with that
-    duration.
-    """
+    """The trace was sent for a step with the duration of the exemplar."""
     with job(tmp_path, OTEL_TRACES_EXPORTER="otlp_json_file", TORCHLENS_PERF_TRACE_EVERY="20") as (
         ranks,
         prometheus,
@@ -177,7 +175,7 @@ def test_exemplar_has_the_id_of_a_sent_trace(tmp_path: Path) -> None:
 
 
 def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
-    """Return spans in the files of the tracing backend by id, once the wanted ones are there."""
+    """Return spans in the files of the tracing backend by id, once the given ones are there."""
     lines = [
         json.loads(line)
         for path in (ranks.run_directory().path / "otlp").glob("*-traces.jsonl")
@@ -193,10 +191,8 @@ def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
     return spans if wanted <= spans.keys() else {}
 
 
-def test_out_of_memory_raises_two_alerts(tmp_path: Path) -> None:
-    """After a job ran out of device memory, its last values are scraped, and two
-    alerts explain it.
-    """
+def test_job_out_of_memory_raises_two_alerts(tmp_path: Path) -> None:
+    """The last values of the job are still scraped."""
     at = free_port()
     environment = {
         "TORCHLENS_PERF_PROMETHEUS": str(at), "TORCHLENS_PERF_MEMORY": "history", "SECONDS_UNTIL": "12",

@@ -1,6 +1,4 @@
-"""The content of /metrics: valid OpenMetrics, under the names of OTLP's metrics, bounded for jobs
-of any size.
-"""
+"""The content of /metrics: valid OpenMetrics, named like OTLP's metrics, and bounded in size."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ RANK = "torch_distributed_rank"
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
-    """Return /metrics of four ranks, of which one is slow."""
+    """Return /metrics of four ranks, one of which is slow."""
     with ScrapedSimulation(
         tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3"
     ) as run:
@@ -35,7 +33,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
 
 
 def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -> None:
-    """prometheus_client can parse the response, and each family has type, unit and help."""
+    """prometheus_client can parse the response."""
     assert answer.text.endswith("# EOF\n")
     own = answer.families["torch_train_step_own_time_seconds"]
     assert (own.type, own.unit) == ("histogram", "seconds")
@@ -45,11 +43,8 @@ def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -
     assert all(family.documentation for family in answer.families.values())
 
 
-def test_counts_sums_and_buckets_are_those_of_the_steps(answer: Scrape) -> None:
-    """Counts, sums and buckets are those of the steps.
-
-    All metrics that can show the slow rank do.
-    """
+def test_counts_sums_and_buckets_equal_those_of_the_steps(answer: Scrape) -> None:
+    """All metrics that can show the slow rank do."""
     name = "torch_train_step_own_time_seconds"
     steps = {
         rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)
@@ -81,7 +76,7 @@ def test_counts_sums_and_buckets_are_those_of_the_steps(answer: Scrape) -> None:
     assert answer.value("torch_train_ranks") == RANKS
 
 
-def test_open_alert_has_rank_phase_host_class_and_cost(answer: Scrape) -> None:
+def test_open_alert_is_a_metric_with_rank_phase_host_class_and_cost(answer: Scrape) -> None:
     (alert,) = answer.samples("torch_train_alert")
     assert alert.value == 1
     assert alert.labels == {
@@ -94,8 +89,8 @@ def test_open_alert_has_rank_phase_host_class_and_cost(answer: Scrape) -> None:
     assert answer.value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 1
 
 
-def test_target_info_has_the_resource(answer: Scrape) -> None:
-    """target_info has the resource. Prometheus itself adds job and instance."""
+def test_target_info_has_the_resource_attributes(answer: Scrape) -> None:
+    """Prometheus itself adds job and instance."""
     (info,) = answer.samples("target_info")
     assert info.labels["service_name"] == "simulation"
     assert info.labels["torch_distributed_world_size"] == str(RANKS)
@@ -129,14 +124,14 @@ def test_every_metric_name_is_derived_from_otlp(answer: Scrape) -> None:
         ("hw.gpu.throttle.duration", "s", "counter", "hw_gpu_throttle_duration_seconds_total"),
     ],
 )
-def test_names_are_converted_by_the_opentelemetry_specification(
+def test_metric_names_are_converted_by_the_opentelemetry_specification(
     name: str, unit: str, kind: str, series: str
 ) -> None:
     assert series_name(name, unit, kind=kind) == series
 
 
-def test_exemplars_lie_in_their_buckets() -> None:
-    """Traced steps are exemplars of their buckets in every scrape. Other steps are not."""
+def test_each_exemplar_is_in_the_bucket_of_its_duration() -> None:
+    """Only traced steps are exemplars, in every scrape."""
     from torchlens_perf.exporters.series import Example
 
     meter = Meter(explicit_bounds=True, keeps_examples=True)
@@ -156,8 +151,8 @@ def test_exemplars_lie_in_their_buckets() -> None:
 
 
 def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
-    """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series
-    than 8.
+    """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series than
+    8.
     """
     with ScrapedSimulation(tmp_path, 80, "constant:rank=77,share=0.4") as run:
         run.goes_on(12)
@@ -175,7 +170,7 @@ def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
 
 
 def test_number_of_points_and_length_of_labels_are_bounded() -> None:
-    """The points of a metric are limited, with a count of those left out.
+    """Points of a metric above the limit are counted.
 
     Labels are cut and have no control characters.
     """
@@ -192,8 +187,7 @@ def test_number_of_points_and_length_of_labels_are_bounded() -> None:
     assert found[0].samples[0].labels == {"evil_label_": 'a"b?c?'}
 
 
-def test_memory_gauge_ends_with_its_process() -> None:
-    """Gauges end with their process, and counters stay."""
+def test_memory_gauge_ends_with_its_process_and_counters_stay() -> None:
     meter = Meter(explicit_bounds=True)
     meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})
     meter.create_counter(semantics.STEPS, "{step}", "steps").add(3, {semantics.RANK: 1})
@@ -211,8 +205,10 @@ def test_memory_gauge_ends_with_its_process() -> None:
     assert samples({1}) == {"torch_train_steps_total"}
 
 
-def test_frequent_scrapes_share_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many clients ask, /metrics is rendered at most once a second."""
+def test_metrics_are_rendered_at_most_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of clients may ask."""
     made = []
     monkeypatch.setattr(exporter_module, "families", lambda *args: made.append(args) or iter(()))
     now_s = [100.0]

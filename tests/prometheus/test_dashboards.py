@@ -1,7 +1,6 @@
-"""The dashboards are those that the script writes, and each query returns data from a Prometheus
-that scraped a real job.
+"""The shipped dashboards equal the output of their script, and each query returns data.
 
-`make test-prometheus` runs these tests.
+The data are from a Prometheus that scraped a real job. `make test-prometheus` runs these tests.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NO_GPU = {
     "GPU links", "Network utilization", "Network ports down",
 }  # fmt: skip
 NO_HANG = {"Hang"}
-SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # It has a data loader.
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # This script has a data loader.
 
 
 def generator() -> ModuleType:
@@ -77,7 +76,7 @@ def queries() -> Iterator[tuple[str, str]]:
     )
 
 
-def test_every_query_uses_existing_metrics() -> None:
+def test_every_dashboard_query_uses_existing_metrics() -> None:
     names = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     others = {"target_info", "process_cpu_seconds_total"}
     for _, query in queries():
@@ -87,7 +86,7 @@ def test_every_query_uses_existing_metrics() -> None:
             assert metric in others or any(metric.startswith(name) for name in names), metric
 
 
-def test_no_query_averages_over_ranks() -> None:
+def test_no_dashboard_query_averages_over_ranks() -> None:
     """A mean over ranks would hide a slow rank."""
     assert [title for title, query in queries() if "avg" in query] == []
     assert len(list(panels())) > 40
@@ -109,8 +108,8 @@ def filled(expression: str, run_id: str) -> str:
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
-def test_every_query_returns_data(tmp_path: Path) -> None:
-    """The data is of the selected run, from a real job or the target with GPUs."""
+def test_every_dashboard_query_returns_data_of_the_selected_run(tmp_path: Path) -> None:
+    """The data are from a real job or from the target with GPUs."""
     at, gpus = free_port(), GpuTarget(tmp_path)
     (tmp_path / "prometheus").mkdir()
     try:

@@ -1,6 +1,4 @@
-"""The commands in docs/guides/prometheus.md, kubernetes.md and slurm.md work as they are printed
-there.
-"""
+"""The commands in docs/guides/prometheus.md, kubernetes.md and slurm.md work as printed there."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def commands(page: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 @pytest.mark.parametrize("page", ["prometheus.md", "kubernetes.md", "slurm.md"])
-def test_documented_commands_run(page: str, tmp_path: Path) -> None:
+def test_documented_commands_of_the_guides_run(page: str, tmp_path: Path) -> None:
     """The commands run with a training script and a free port.
 
     Installed packages are not installed again.
@@ -72,4 +70,4 @@ def test_documented_commands_run(page: str, tmp_path: Path) -> None:
     if page == "prometheus.md":
         assert "torch_train_steps_total" in done.stdout
         assert "rules found" in done.stdout
-        runs(tmp_path)  # It waits for the end of the sidecar.
+        runs(tmp_path)  # This call waits for the end of the sidecar.

@@ -1,6 +1,4 @@
-"""The server for /metrics: loopback, one request at a time, bounded in size and time, robust
-against clients.
-"""
+"""The server for /metrics: local only by default, bounded in size and time, and robust."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def ask(endpoint: Endpoint, request: bytes, timeout_s: float = 20) -> bytes:
-    """Send these bytes and return the complete response."""
+    """Send the given bytes and return the complete response."""
     found = b""
     with socket.create_connection(endpoint.address, timeout=timeout_s) as client:
         client.sendall(request)
@@ -43,8 +41,8 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_endpoint_listens_on_loopback_without_an_address(endpoint: Endpoint) -> None:
-    """Without an address, other machines cannot connect."""
+def test_endpoint_listens_on_loopback_unless_an_address_is_set(endpoint: Endpoint) -> None:
+    """Other machines cannot connect."""
     assert endpoint.address.host == "127.0.0.1"
     assert endpoint._socket.getsockname()[0] == "127.0.0.1"
     assert Address.of("localhost:9464") == ("127.0.0.1", 9464)
@@ -53,7 +51,7 @@ def test_endpoint_listens_on_loopback_without_an_address(endpoint: Endpoint) -> 
     assert str(Address.of("[::1]:9464")) == "[::1]:9464"
 
 
-def test_get_returns_content_and_head_its_length(endpoint: Endpoint) -> None:
+def test_get_returns_the_content_and_head_only_its_length(endpoint: Endpoint) -> None:
     head, _, body = ask(endpoint, get()).partition(b"\r\n\r\n")
     assert (status(head), body) == (200, BODY)
     assert b"Content-Length: 1000" in head
@@ -75,23 +73,24 @@ def test_get_returns_content_and_head_its_length(endpoint: Endpoint) -> None:
         (b"\xff\xfe nonsense\r\n\r\n", 405),
     ],
 )
-def test_other_requests_are_rejected(endpoint: Endpoint, request_: bytes, wanted: int) -> None:
-    """Only GET /metrics with a host name of this machine is answered."""
+def test_requests_other_than_get_metrics_are_rejected(
+    endpoint: Endpoint, request_: bytes, wanted: int
+) -> None:
+    """The host name in the request must be one of this machine."""
     answer = ask(endpoint, request_)
     assert status(answer) == wanted
     assert (BODY in answer) == (wanted == 200)
 
 
-def test_malformed_requests_are_dropped(endpoint: Endpoint) -> None:
-    """The connection is closed, and the next request is served."""
+def test_malformed_request_is_dropped_and_the_next_one_served(endpoint: Endpoint) -> None:
     assert ask(endpoint, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000) == b""
     with socket.create_connection(endpoint.address) as client:
         client.sendall(b"GET /met")
     assert status(ask(endpoint, get())) == 200
 
 
-def test_slow_client_is_cut_off() -> None:
-    """A client that sends single bytes is cut off after the timeout, and the next one is served."""
+def test_client_that_sends_slowly_is_cut_off() -> None:
+    """A client sends single bytes until the timeout. The next client is served."""
     endpoint = Endpoint(
         Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5
     )
@@ -108,7 +107,7 @@ def test_slow_client_is_cut_off() -> None:
 
 
 def test_client_that_does_not_read_is_cut_off() -> None:
-    """A client that does not read is cut off too. The kernel's buffers bound what it can hold."""
+    """The kernel's buffers limit the memory for its response."""
     large = Endpoint(
         Address.of("0"),
         lambda accept: Answer("text/plain", b"x" * (64 << 20)),
@@ -123,13 +122,13 @@ def test_client_that_does_not_read_is_cut_off() -> None:
 
 
 def test_second_server_on_a_port_gets_an_error(endpoint: Endpoint) -> None:
-    """The second server gets an error instead of a share of the requests."""
+    """The kernel must not divide the requests between two servers."""
     with pytest.raises(OSError, match="in use"):
         Endpoint(endpoint.address, lambda accept: Answer("", b""))
 
 
-def test_port_can_be_reused_after_close(endpoint: Endpoint) -> None:
-    """The port can be reused at once, even if a client hangs."""
+def test_port_can_be_reused_at_once_after_close(endpoint: Endpoint) -> None:
+    """A client may still be connected."""
     ask(endpoint, get())
     with socket.create_connection(endpoint.address) as hanging:
         hanging.sendall(b"G")

@@ -1,8 +1,7 @@
-"""The Kubernetes manifests are valid by the schemas of Kubernetes, and consistent with each other
-and with the code.
+"""The Kubernetes manifests are valid and consistent with each other and with the code.
 
-There are no schemas for resources of operators (PyTorchJob, PodMonitor, PrometheusRule). Their pod
-templates and their references are checked.
+Resources of operators (PyTorchJob, PodMonitor, PrometheusRule) have no schemas. Their pod templates
+and their references are checked.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def test_kubernetes_resources_match_their_schemas(version: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_port_is_the_same_in_all_manifests(name: str) -> None:
-    """Setting, container, annotation, monitor and policy have the same port."""
+    """The port is in the setting, the container, the annotation, the monitor and the policy."""
     (monitor,) = documents("pod-monitor.yaml")
     (policy,) = documents("network-policy.yaml")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -104,7 +103,7 @@ def test_port_is_the_same_in_all_manifests(name: str) -> None:
         assert variables["TORCHLENS_PERF_DIR"] in mounted
 
 
-def test_prometheus_rule_has_the_alerts_of_the_file() -> None:
+def test_prometheus_rule_has_the_alerts_of_the_alerts_file() -> None:
     """The operator's resource has the groups of alerts.yaml."""
     (rule,) = documents("prometheus-rule.yaml")
     assert rule["kind"] == "PrometheusRule"
@@ -113,9 +112,9 @@ def test_prometheus_rule_has_the_alerts_of_the_file() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=MISSING)
 def test_scrape_config_relabels_pods(tmp_path: Path) -> None:
-    """Prometheus relabels pods, described as its service discovery does.
+    """The pods are described in the same way as by Prometheus' service discovery.
 
-    Debian's build has no Kubernetes.
+    Prometheus in Debian is built without Kubernetes.
     """
     meta = "__meta_kubernetes_"
     pod = {
@@ -148,7 +147,7 @@ def test_scrape_config_relabels_pods(tmp_path: Path) -> None:
 def test_deploy_files_command_keeps_changed_files_without_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command can be repeated, and does not replace files that were changed."""
+    """The command can be repeated."""
     out = tmp_path / "out"
     assert main(["deploy-files", "--out", str(out)]) == 0
     written = capsys.readouterr().out.splitlines()

@@ -1,6 +1,4 @@
-"""The port during a sidecar's life: off by default, with other jobs on the node, and open until the
-last scrape.
-"""
+"""The port of /metrics during a sidecar's life: off by default, and open until the last scrape."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def of_ranks(directory: RunDirectory, **settings: Any) -> tuple[Sidecar, list[Ra
 
 
 def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
-    """Run one round in the same order as loop.py."""
+    """Run one round of the sidecar in the same order as loop.py."""
     sidecar.poll()
     port.update(sidecar)
     sidecar.account()
@@ -52,8 +50,10 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
     port.show_last(sidecar)
 
 
-def test_port_is_closed_by_default(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The port is closed by default, and no figures are computed."""
+def test_metrics_port_is_closed_by_default(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No metrics are computed either."""
     monkeypatch.setattr(metrics_port, "CombinedExporter", None)
     sidecar, ranks = of_ranks(run)
     port = MetricsPort()
@@ -70,7 +70,7 @@ def close(sidecar: Sidecar, ranks: list[Rank]) -> None:
 
 
 def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
-    """The second sidecar continues without the port, reports that, and opens it once it is free."""
+    """Meanwhile, the second sidecar works without the port."""
     first, now_s = MetricsPort(), [0.0]
     sidecar, ranks = of_ranks(run, prometheus="0")
     round_of(sidecar, first)
@@ -94,10 +94,10 @@ def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
     close(sidecar, ranks)
 
 
-def test_missing_prometheus_client_is_noted(
+def test_missing_prometheus_client_is_noted_with_the_package_name(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without prometheus_client a note names the package to install, and the sidecar continues."""
+    """The sidecar continues."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for name in [
         name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")
@@ -114,7 +114,7 @@ def test_missing_prometheus_client_is_noted(
 
 
 def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> None:
-    """The successor of a killed sidecar shows the alerts that this one raised, until they end."""
+    """The alerts are shown until they end."""
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
         simulation.goes_on(20)
         (before,) = simulation.scraped().samples("torch_train_alert")
@@ -132,8 +132,8 @@ def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> 
         )
 
 
-def test_hanging_client_does_not_delay_the_sidecar(tmp_path: Path) -> None:
-    """Rounds and shutdown take as long as usual while a client blocks the port."""
+def test_client_that_blocks_the_port_does_not_delay_the_sidecar(tmp_path: Path) -> None:
+    """Rounds and shutdown take as long as usual."""
     import socket
 
     with ScrapedSimulation(tmp_path, 2) as simulation:
@@ -149,8 +149,7 @@ def test_hanging_client_does_not_delay_the_sidecar(tmp_path: Path) -> None:
             assert time.monotonic() - began_s < 3.0
 
 
-def test_only_steps_with_a_sent_trace_are_exemplars(tmp_path: Path) -> None:
-    """Only steps that were sent to a tracing backend are exemplars."""
+def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> None:
     sent: dict[int, tuple[int, int]] = {3: (0xABC, 0xDEF)}
     with ScrapedSimulation(tmp_path, 2) as simulation:
         simulation.goes_on(2)
@@ -174,9 +173,9 @@ def _nothing() -> dict[str, Any]:
 
 
 def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) -> None:
-    """The final values, such as of a process that died, are served until they were scraped.
+    """The last values may show that a process died.
 
-    Then the port is free.
+    After their scrape, the port is free.
     """
     sidecar, ranks = of_ranks(run, prometheus="0")
     port, lock = MetricsPort(last_scrape_timeout_s=60), SidecarLock(run.path / "lock")
@@ -201,8 +200,7 @@ def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) ->
         scrape(address)
 
 
-def test_shutdown_does_not_wait_without_scrapes(run: RunDirectory) -> None:
-    """If /metrics was never scraped, shutdown does not wait."""
+def test_shutdown_does_not_wait_for_a_scrape_if_there_never_was_one(run: RunDirectory) -> None:
     sidecar, ranks = of_ranks(run, prometheus="0")
     port = MetricsPort()
     round_of(sidecar, port)
@@ -214,7 +212,7 @@ def test_shutdown_does_not_wait_without_scrapes(run: RunDirectory) -> None:
 
 @pytest.mark.distributed
 def test_steps_of_a_real_job_appear_in_scrapes(tmp_path: Path) -> None:
-    """The steps of training ranks appear in scrapes, and no rank has the port open."""
+    """The training processes themselves do not listen on the port."""
     at, found = free_port(), list[Scrape]()
     with LiveRanks(tmp_path, 2, TORCHLENS_PERF_PROMETHEUS=str(at)) as job:
 

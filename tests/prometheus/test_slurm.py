@@ -1,4 +1,4 @@
-"""The Slurm snippets by themselves, and with real daemons for two nodes on this machine."""
+"""The Slurm snippets alone, and with real daemons for two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def printed(**environment: str) -> dict[str, str]:
 
 
 def test_task_prolog_keeps_settings_of_the_user() -> None:
-    """The prolog sets only known settings. Values of the user are kept, also if empty."""
+    """The prolog sets only known settings. An empty value of the user is kept too."""
     found = printed()
     assert found.pop("TORCHLENS_PERF") == "1"
     assert from_environment(found) == {"prometheus": "0.0.0.0:9464"}
@@ -46,10 +46,10 @@ def test_task_prolog_keeps_settings_of_the_user() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an epilog runs as root")
-def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -> None:
-    """Only this user's files are removed.
+def test_epilog_removes_files_of_a_user_without_processes(tmp_path: Path) -> None:
+    """Other users' files are kept. Links are removed and not followed.
 
-    Links are removed and not followed. Nothing is removed while the user has a process.
+    Nothing is removed while the user has a process.
     """
     left = Path(f"/dev/shm/torchlens-perf-{3_000_000_000 + os.getpid()}")
     other = left.with_name(f"{left.name}0")
@@ -94,9 +94,10 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_unchanged_script_under_slurm_is_recorded_and_scraped(open_folder: Path) -> None:
-    """An unchanged script is recorded because of the task prolog, and Prometheus can scrape it.
+    """The task prolog starts the recording.
 
-    With two nodes on one network, the second reports that the port is in use. The epilog cleans up.
+    The two nodes share one network, so the second one reports that the port is in use. The epilog
+    cleans up.
     """
     scripts = f"TaskProlog={TASK_PROLOG}\nEpilog={EPILOG}"
     work = open_folder / "work"
@@ -115,7 +116,8 @@ def test_unchanged_script_under_slurm_is_recorded_and_scraped(open_folder: Path)
         logs = [path.read_text() for path in sorted(run.nodes.glob("*.log"))]
         assert [("/metrics at http://127.0.0.1:" in log, "Address already in use" in log) for log in logs] in (
             [(True, False), (False, True)], [(False, True), (True, False)],
-            [(True, True), (True, False)], [(True, False), (True, True)],  # The port became free before the end.
+            # The port became free before the end.
+            [(True, True), (True, False)], [(True, False), (True, True)],
         ), logs  # fmt: skip
 
         name = f"torchlens-perf-{NOBODY}"

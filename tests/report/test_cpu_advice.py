@@ -105,7 +105,7 @@ def test_advice_on_cpus_has_only_applicable_changes(
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
-def test_long_steps_without_cpu_contention_keep_their_verdict(flag: Flag) -> None:
+def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag) -> None:
     """Steps that are long only due to contention have no verdict."""
     loop = [dict(STARVED) for _ in range(200)]
     for step in range(20, 200, 20):
@@ -127,7 +127,7 @@ def test_long_steps_without_cpu_contention_keep_their_verdict(flag: Flag) -> Non
 def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(
     steps: Sequence[int], words: str
 ) -> None:
-    """These are not typical steps."""
+    """Steps with longer contention are not typical steps."""
     more = 60.0 if len(steps) > 1 else 900.0
     loop = [dict(STARVED) for _ in range(100)]
     for step in steps:

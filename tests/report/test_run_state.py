@@ -207,7 +207,7 @@ def test_start_that_lacked_cpus_is_not_blamed_on_imports(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_long_start_is_no_verdict_before_the_second_step(steps: int, run: RunDirectory) -> None:
+def test_long_start_is_no_verdict_if_all_steps_are_warm_up(steps: int, run: RunDirectory) -> None:
     """One optimizer step may take a minute (L-BFGS). The usual step time is not yet known."""
     rank = Rank(run, 0, 1)
     rank.steps(steps, **{**WORK, "forward": 50_000.0})

@@ -1,4 +1,4 @@
-"""w.on_verdict(): callbacks get each alert once, and whatever they do, the job continues."""
+"""w.on_verdict(): callbacks receive each alert once and cannot disturb the job."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 @pytest.fixture
 def session(run: RunDirectory) -> Iterator[Session]:
-    """Return a rank's session without a sidecar. The tests write its messages."""
+    """Return a rank's session without a sidecar, whose messages the tests write."""
     rank = Rank(run, 0, 1)
     yield rank.session
     rank.close()
@@ -76,10 +76,8 @@ def look(session: Session) -> None:
     work()
 
 
-def test_each_callback_gets_each_alert_once(session: Session) -> None:
-    """They come in order, with the sidecar's data, including those found before a callback was
-    registered.
-    """
+def test_each_callback_receives_each_alert_once_and_in_order(session: Session) -> None:
+    """Alerts found before a callback was registered are included."""
     alerts, first, second = Alerts(), Heard(), Heard()
     alerts.callbacks += [first, second]
     with alerts.listening(session):
@@ -96,8 +94,9 @@ def test_each_callback_gets_each_alert_once(session: Session) -> None:
 def test_exception_of_a_callback_does_not_end_the_job(
     session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The exception is logged once for each callback. The others are called, and it is called
-    again.
+    """The exception is logged once for each callback.
+
+    All callbacks are called again for later alerts.
     """
     alerts, bad, good = Alerts(), Heard(ValueError("no \x1b[2J network")), Heard()
     alerts.callbacks += [bad, good]
@@ -115,8 +114,8 @@ def test_exception_of_a_callback_does_not_end_the_job(
     assert session.metadata.notes == []
 
 
-def test_callback_may_end_the_job(session: Session) -> None:
-    """SystemExit and Ctrl-C are raised in the user's code."""
+def test_callback_may_end_the_job_with_system_exit_or_ctrl_c(session: Session) -> None:
+    """The exception is raised in the user's code."""
     alerts = Alerts()
     alerts.callbacks.append(Heard(SystemExit(3)))
     with alerts.listening(session):
@@ -125,10 +124,8 @@ def test_callback_may_end_the_job(session: Session) -> None:
             look(session)
 
 
-def test_time_of_a_callback_is_the_users(tmp_path: Path) -> None:
-    """A callback that posts to a chat for 0.2 s is not a cost of this package, and does not change
-    later steps.
-    """
+def test_time_of_a_callback_is_not_overhead_of_this_package(tmp_path: Path) -> None:
+    """A callback that sends a chat message for 0.2 s does not change later steps."""
     heard = Heard(wait_s=0.2)
     with training(tmp_path) as loop:
         assert loop.watch.on_verdict(heard) is heard
@@ -145,8 +142,7 @@ def test_time_of_a_callback_is_the_users(tmp_path: Path) -> None:
     assert (steps["tool_ns"] < 100_000_000).all()
 
 
-def test_callback_may_be_registered_before_the_watch(tmp_path: Path) -> None:
-    """Callbacks registered before the watch are called during it."""
+def test_callback_registered_before_the_watch_is_called_during_it(tmp_path: Path) -> None:
     heard = Heard()
     watch = perf.watch(dir=str(tmp_path), report="off")
     watch.on_verdict(heard)
@@ -158,7 +154,7 @@ def test_callback_may_be_registered_before_the_watch(tmp_path: Path) -> None:
 
 
 def test_callback_of_a_nested_watch_belongs_to_the_outer_one(loop: Loop) -> None:
-    """They belong to the outer watch, whether they were registered before or after."""
+    """The callback may be registered before or after the nested watch begins."""
     before, after = Heard(), Heard()
     inner = perf.watch(loop.model)
     inner.on_verdict(before)
@@ -170,8 +166,8 @@ def test_callback_of_a_nested_watch_belongs_to_the_outer_one(loop: Loop) -> None
     assert len(before.alerts) == len(after.alerts) == 1
 
 
-def test_forked_child_gets_no_alerts_and_removes_no_file(loop: Loop) -> None:
-    """The mailbox belongs to the parent, even if the child has a watch of its own."""
+def test_forked_child_receives_no_alerts_and_removes_no_file(loop: Loop) -> None:
+    """The mailbox belongs to the parent, even if the child has its own watch."""
     heard = Heard()
     loop.watch.on_verdict(heard)
     child = os.fork()
@@ -186,7 +182,7 @@ def test_forked_child_gets_no_alerts_and_removes_no_file(loop: Loop) -> None:
     assert len(heard.alerts) == 1
 
 
-def test_no_file_is_left_and_no_alert_delivered_after_the_end(tmp_path: Path) -> None:
+def test_no_file_is_left_and_no_alert_delivered_after_the_watch(tmp_path: Path) -> None:
     heard = Heard()
     with training(tmp_path) as loop:
         loop.watch.on_verdict(heard)

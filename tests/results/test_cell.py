@@ -1,5 +1,6 @@
-"""Updates of a notebook's cell: how often they happen, and what they cost. Tests of real cells are
-in tests/frameworks.
+"""Updates of a notebook's cell: how often they happen, and what they cost.
+
+Tests of real cells are in tests/frameworks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Clock:
 
 
 class Handle:
-    """A stand-in for IPython's handle. An update takes time, as in a remote front end."""
+    """A replacement for IPython's handle. An update takes time, as in a remote front end."""
 
     def __init__(self, clock: Clock, of_marks: FakeClock) -> None:
         self._clock = clock
@@ -80,8 +81,8 @@ def shown(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]
     rank.close()
 
 
-def test_cell_is_updated_once_a_second_with_new_content(shown: Shown) -> None:
-    """The limit holds however often steps end and the sidecar writes."""
+def test_cell_is_updated_at_most_once_a_second_with_new_content(shown: Shown) -> None:
+    """The frequency of steps and of the sidecar's messages makes no difference."""
     shown.write("first")
     assert shown.step_ends(0.0) == ["first"]
     shown.write("second")
@@ -89,8 +90,8 @@ def test_cell_is_updated_once_a_second_with_new_content(shown: Shown) -> None:
     assert [shown.step_ends(at_s) for at_s in (2.1, 3.2)] == [[], []]
 
 
-def test_slow_front_end_gets_fewer_updates(shown: Shown) -> None:
-    """An update of 0.2 s is followed by 20 s without one: at most a hundredth of the time."""
+def test_slow_front_end_gets_fewer_cell_updates(shown: Shown) -> None:
+    """After an update of 0.2 s, 20 s pass without one: at most a hundredth of the time."""
     shown.handle.takes_s = 0.2
     shown.write("first")
     assert shown.step_ends(0.0) == ["first"]
@@ -98,8 +99,8 @@ def test_slow_front_end_gets_fewer_updates(shown: Shown) -> None:
     assert [shown.step_ends(at_s) for at_s in (1.5, 19.9, 20.1)] == [[], [], ["second"]]
 
 
-def test_update_is_charged_to_this_package(shown: Shown) -> None:
-    """The step with the update is charged with it."""
+def test_time_of_a_cell_update_is_charged_to_this_package(shown: Shown) -> None:
+    """The time is charged to the step with the update."""
     before_ns = shown.session.recorder.tool_ns
     shown.handle.takes_s = 0.003
     shown.write("first")
@@ -111,7 +112,7 @@ def test_update_is_charged_to_this_package(shown: Shown) -> None:
 
 
 def test_cell_of_a_large_job_is_not_updated(shown: Shown) -> None:
-    """In large jobs the sidecar only answers questions. The cell stays as it is."""
+    """In large jobs the sidecar only responds to requests."""
     shown.write("")
     assert shown.step_ends(0.0) == []
     assert shown.cell._newest.missing == notebook.TOO_MANY

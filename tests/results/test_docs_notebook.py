@@ -1,4 +1,4 @@
-"""The example of docs/guides/notebook.md runs block by block, here without a notebook."""
+"""The example of docs/guides/notebook.md, run block by block without a notebook."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def blocks() -> list[str]:
     )
 
 
-def test_documented_example_runs_as_a_script(tmp_path: Path) -> None:
-    """In plain Python, displaying means printing. The numbers are those of the run."""
+def test_documented_notebook_example_runs_as_a_script(tmp_path: Path) -> None:
+    """In plain Python, displayed objects are printed. The numbers are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(
         "perf.watch(model, optimizer)",
         "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))",

@@ -1,6 +1,4 @@
-"""w.log_to(): rows of metrics come when they are due, and whatever a logger does, the job
-continues.
-"""
+"""w.log_to(): rows of metrics for loggers, which cannot disturb the job."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class Board:
 
 @pytest.fixture
 def session(run: RunDirectory) -> Iterator[Session]:
-    """Return a rank's session without a sidecar. The tests write its messages."""
+    """Return a rank's session without a sidecar, whose messages the tests write."""
     rank = Rank(run, 0, 1)
     yield rank.session
     rank.close()
@@ -72,10 +70,8 @@ def summed(session: Session, steps: int, step_ns: int, data_ns: int) -> None:
     deliver_text(str(session.ring_path.with_suffix(FIGURES)), json.dumps(sums))
 
 
-def test_rows_are_means_since_the_previous_row(session: Session) -> None:
-    """Each row comes when it is due, at the step of the user's counter. Unchanged values are not
-    written again.
-    """
+def test_logged_rows_are_means_since_the_previous_row(session: Session) -> None:
+    """Each row has the step of the user's counter. Unchanged values are not written again."""
     now_s, board = [0.0], Board()
     figures = Figures(lambda: now_s[0])
     figures.add(checked(board, 10.0, lambda: 7))
@@ -95,8 +91,8 @@ def test_rows_are_means_since_the_previous_row(session: Session) -> None:
     assert board.rows == [(STEP, 2.0, 7), (DATA, 0.5, 7), (STEP, 3.0, 7), (DATA, 0.0, 7)]
 
 
-def test_slow_rank_is_logged_until_it_ends(session: Session) -> None:
-    """A text with the action is written, too, and the report without colors."""
+def test_slow_rank_is_logged_until_it_is_no_longer_slow(session: Session) -> None:
+    """A text with the action is also written, and the report without colours."""
     board, figures = Board(), Figures()
     figures.add(checked(board, 0.0, None))
     with figures.listening(session):
@@ -159,14 +155,15 @@ def test_logger_is_recognized_by_its_interface() -> None:
     [({"logger": "tensorboard"}, "str is no logger"), ({"logger": print, "every_s": -1}, "every_s=-1"),
      ({"logger": print, "step": 3}, "step=3")],
 )  # fmt: skip
-def test_invalid_arguments_are_refused(arguments: dict[str, object], named: str) -> None:
-    """The call raises before anything is recorded."""
+def test_invalid_arguments_of_log_to_raise_before_recording(
+    arguments: dict[str, object], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         perf.watch().log_to(**arguments)  # type: ignore[arg-type]
 
 
 def test_unknown_tags_are_refused() -> None:
-    """Unknown words are refused. Without a run, tags do nothing."""
+    """Without a run, known tags do nothing."""
     perf.watch().tag("evaluation")
     with pytest.raises(ConfigError, match="what='lunch'"):
         perf.watch().tag("lunch")

@@ -34,7 +34,7 @@ from torchlens_perf.watch import Watch
 
 
 class Loop:
-    """A watch, and a loop that makes steps in it."""
+    """A watch, and a loop that makes steps during it."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -49,7 +49,7 @@ class Loop:
 
 @contextmanager
 def training(folder: Path, **settings: Any) -> Iterator[Loop]:
-    """Run a watched loop. Its sidecar has ended afterwards."""
+    """Run a watched loop whose sidecar ends before this function returns."""
     with perf.watch(dir=str(folder), **{"report": "off", **settings}) as watch:
         yield Loop(watch)
     if watch.run_dir is not None:
@@ -57,7 +57,7 @@ def training(folder: Path, **settings: Any) -> Iterator[Loop]:
 
 
 def test_results_have_all_finished_steps_during_and_after_the_run(tmp_path: Path) -> None:
-    """All finished steps are included from the first second on, and no unfinished one."""
+    """The first second of the run is included, but no unfinished step."""
     with training(tmp_path) as loop:
         loop.train(30)
         live, frame = loop.watch.summary(), loop.watch.step_table("pandas")
@@ -81,8 +81,8 @@ def test_results_have_all_finished_steps_during_and_after_the_run(tmp_path: Path
     assert "42 steps: p50 " in str(after)
 
 
-def test_results_right_after_the_end_are_complete(tmp_path: Path) -> None:
-    """No report was requested, so the sidecar is still writing. The call waits for it."""
+def test_results_right_after_the_end_wait_for_the_sidecar(tmp_path: Path) -> None:
+    """No report was requested, so the sidecar is still writing."""
     with perf.watch(dir=str(tmp_path), report="off") as watch:
         Loop(watch).train(17)
     found = watch.summary()
@@ -108,8 +108,8 @@ def test_time_for_results_is_charged_to_this_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
-def test_step_table_of_polars_has_the_same_numbers(tmp_path: Path) -> None:
-    """The numbers are equal. Unmeasured values are null."""
+def test_step_table_of_polars_has_the_same_numbers_as_that_of_pandas(tmp_path: Path) -> None:
+    """Unmeasured values are null."""
     import polars
 
     with training(tmp_path) as loop:
@@ -122,8 +122,10 @@ def test_step_table_of_polars_has_the_same_numbers(tmp_path: Path) -> None:
     assert ours["cpu_ns"].null_count() == theirs["cpu_ns"].isna().sum() > 0
 
 
-def test_library_of_the_step_table_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The imported library is used, else the installed one. An error lists the choices."""
+def test_step_table_uses_the_imported_or_installed_dataframe_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If there is none, an error lists the choices."""
     watch = perf.watch()
     assert isinstance(watch.step_table(), pandas.DataFrame)
     with monkeypatch.context() as only_polars:
@@ -145,10 +147,10 @@ def test_library_of_the_step_table_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("why", ["not begun", "off", "refused"])
-def test_results_without_recording_have_a_reason(
+def test_results_without_recording_have_the_reason(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The script continues and gets the reason. Values are None, never 0."""
+    """The script continues. Values are None, never 0."""
     if why == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     folder = tmp_path / "runs"
@@ -178,7 +180,7 @@ def test_results_without_recording_have_a_reason(
 
 
 def test_results_of_a_nested_watch_are_those_of_the_outer_one(tmp_path: Path) -> None:
-    """This holds while both are open, and after the inner one has ended."""
+    """The same holds after the inner watch has ended."""
     with training(tmp_path) as loop:
         with perf.watch(loop.model) as inner:
             loop.train(5)
@@ -192,7 +194,7 @@ def test_results_of_a_nested_watch_are_those_of_the_outer_one(tmp_path: Path) ->
 
 
 def test_results_without_a_sidecar_have_a_remedy(tmp_path: Path) -> None:
-    """The message says what to do. After that, the results exist."""
+    """After the remedy was applied, the results exist."""
     with training(tmp_path, sidecar=False) as loop:
         loop.train(5)
         missing = loop.watch.summary().missing
@@ -209,7 +211,7 @@ def test_results_without_a_sidecar_have_a_remedy(tmp_path: Path) -> None:
     assert loop.watch.summary().steps == len(loop.watch.step_table("pandas")) == 5
 
 
-def test_killed_sidecar_is_started_again(tmp_path: Path) -> None:
+def test_killed_sidecar_is_started_again_for_results(tmp_path: Path) -> None:
     """The results have all steps, including those that the killed sidecar had not read."""
     with training(tmp_path) as loop:
         loop.train(5)
@@ -218,10 +220,10 @@ def test_killed_sidecar_is_started_again(tmp_path: Path) -> None:
         assert loop.watch.summary().steps == 10
 
 
-def test_last_results_are_shown_if_the_sidecar_does_not_answer(
+def test_last_results_are_returned_if_the_sidecar_does_not_respond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait is limited. After it, the last written results are shown."""
+    """The wait is limited."""
     with training(tmp_path) as loop:
         loop.train(5)
         assert loop.watch.summary().steps == 5
@@ -235,8 +237,8 @@ def test_last_results_are_shown_if_the_sidecar_does_not_answer(
             os.kill(pid, signal.SIGCONT)
 
 
-def test_watch_without_calls_has_no_mailbox(tmp_path: Path) -> None:
-    """Without calls, a watch has no mailbox and does no work for it at steps' ends."""
+def test_watch_without_requests_for_results_has_no_mailbox(tmp_path: Path) -> None:
+    """The watch does no work for a mailbox at steps' ends."""
     with training(tmp_path) as loop:
         loop.train(3)
         works = set(loop.watch._session.step_callbacks._throttled.values()) | set(
@@ -254,12 +256,11 @@ class TestChild:
     """The process that computes results after a run has ended."""
 
     def test_error_line_of_the_results_process_is_shown(self, tmp_path: Path) -> None:
-        """The error is the process's line, without its name."""
+        """The line is shown without the process's name."""
         with pytest.raises(RunStoreError, match=r"^/.* is not a run directory"):
             child.output("results", str(tmp_path), "cell")
 
-    def test_results_process_is_ended_on_timeout(self, tmp_path: Path) -> None:
-        """The process is ended, and the message says so."""
+    def test_results_process_is_killed_on_timeout_with_a_message(self, tmp_path: Path) -> None:
         with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
             child.output("results", str(tmp_path), "cell", timeout_s=0.001)
 
@@ -275,8 +276,10 @@ class TestChild:
         assert made["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_other_text_than_results_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sidecar that could not make a report writes the reason in a line, which is shown."""
+def test_line_of_the_results_process_that_is_no_result_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sidecar that could not make a report writes the reason in a line."""
     monkeypatch.delenv(RAISE, raising=False)
     for text in ("torchlens_perf: no report: <disk> full\n", "[]", "{}", "12"):
         found = ask.parsed(text)

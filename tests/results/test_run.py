@@ -23,14 +23,14 @@ from torchlens_perf.store.samples import PROCESSES, SampleWriter
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a finished run of four ranks, of which rank 2 is slow."""
+    """Return a finished run of four ranks, in which rank 2 is slow."""
     path = tmp_path_factory.mktemp("planted") / "run"
     with LiveSimulation(path, 4, "constant:rank=2,share=0.3,phase=forward") as live:
         live.goes_on(8)
     return perf.load(path)
 
 
-def test_finished_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None:
+def test_loaded_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None:
     found = planted.summary()
 
     assert (found.ranks, found.steps, found.running) == (4, 256, False)
@@ -49,8 +49,10 @@ def test_finished_run_has_verdicts_numbers_tables_and_report(planted: Run) -> No
     assert "Rank 2" in planted._repr_mimebundle_()["text/plain"]
 
 
-def test_table_without_rows_is_empty(planted: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A run without GPUs has an empty table of them. Another name raises an error."""
+def test_table_of_a_loaded_run_without_such_data_is_empty(
+    planted: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run without GPUs has an empty table of them. An unknown table name raises an error."""
     assert planted.table("gpus", "pyarrow").num_rows == 0
     assert "has no gpus yet" in caplog.text
     with pytest.raises(
@@ -60,14 +62,14 @@ def test_table_without_rows_is_empty(planted: Run, caplog: pytest.LogCaptureFixt
         planted.table("modules")
 
 
-def test_missing_run_directory_raises(tmp_path: Path) -> None:
-    """A folder that is not a run directory, and a missing one, each give one clear line."""
+def test_loading_a_missing_run_directory_raises(tmp_path: Path) -> None:
+    """A folder that is not a run directory raises too. Each error is one line."""
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RunStoreError, match="is no run directory: it has no folder nodes"):
             perf.load(folder)
 
 
-def test_run_directory_without_data_has_a_reason(tmp_path: Path) -> None:
+def test_loaded_run_without_data_has_a_reason(tmp_path: Path) -> None:
     """Nothing is saved yet. summary() gives the reason and raises nothing, report() raises."""
     (tmp_path / "run" / "nodes").mkdir(parents=True)
     made = perf.load(tmp_path / "run")
@@ -79,9 +81,7 @@ def test_run_directory_without_data_has_a_reason(tmp_path: Path) -> None:
 
 
 def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During recording, saved data are shown without a wait for the end. Right after the end, all
-    data are.
-    """
+    """During recording, saved data are returned at once. After the end, all data are returned."""
     with training(tmp_path) as loop:
         loop.train(30)
         # The data have been saved.
@@ -100,15 +100,15 @@ def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.M
     assert (ended.steps, ended.running) == (42, False)
 
 
-def test_results_right_after_the_end_are_complete(tmp_path: Path) -> None:
-    """The sidecar is still writing, so the call waits for it."""
+def test_loading_right_after_the_end_waits_for_the_sidecar(tmp_path: Path) -> None:
+    """The sidecar is still writing."""
     with perf.watch(dir=tmp_path, report="off") as watch:
         Loop(watch).train(17)
 
     assert perf.load(watch.run_dir).summary().steps == 17
 
 
-def test_loading_imports_no_torch(planted: Run, tmp_path: Path) -> None:
+def test_loading_a_run_imports_no_torch(planted: Run, tmp_path: Path) -> None:
     """A process that only reads a run has neither torch nor a watch."""
     code = (
         "import sys, torchlens_perf as perf\n"
@@ -119,7 +119,7 @@ def test_loading_imports_no_torch(planted: Run, tmp_path: Path) -> None:
     assert done.stdout == "4 False False\n", done.stderr
 
 
-def test_process_table_has_the_recorded_sample(tmp_path: Path) -> None:
+def test_process_table_of_a_loaded_run_has_the_recorded_sample(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     sample = ProcessSample(3, 5, 7, cpu_ns=11)
     SampleWriter(run, "node-0").write({PROCESSES: [sample]}, 1 << 20)

@@ -1,4 +1,4 @@
-"""A finished run in a folder, and one server for all tests that change nothing of it."""
+"""A finished run in a folder, and one server for all tests that change nothing in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = 3
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one run, named "done": rank 3 of 4 was slow."""
+    """Return a folder with one run, named "done", in which rank 3 of 4 was slow."""
     folder = tmp_path_factory.mktemp("runs")
     fault = f"constant:rank={SLOW},share=0.4,phase=forward,since=20"
     # A run can have only one sidecar at a time, so each process simulates its own run.

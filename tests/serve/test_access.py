@@ -1,6 +1,4 @@
-"""Access control: only requests with the token, one of the server's names and its own origin are
-served.
-"""
+"""Access control: requests need the token, one of the server's host names and its own origin."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_foreign_host_header_is_refused(viewer: Viewer, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "LOCALHOST:{port}", "[::1]:80"])
-def test_own_names_are_accepted_with_any_port(viewer: Viewer, host: str) -> None:
+def test_own_host_names_are_accepted_with_any_port(viewer: Viewer, host: str) -> None:
     """A tunnel can use any port."""
     assert viewer.ask("/", Host=host.format(port=viewer.address.port)).status == 200
 
@@ -153,7 +151,7 @@ def test_other_http_methods_get_status_405(viewer: Viewer, method: str) -> None:
     assert answer.status == 405
 
 
-# -- numbers and names
+# -- invalid numbers and names
 
 
 _LONG = "9" * 5000
@@ -166,7 +164,9 @@ _NUMBERS = ("9999999999999999999999", "18446744073709551616", "92233720368547758
     "path", ["/runs/done/api/step/{}", "/runs/done/api/captures/{}", "/runs/done/captures/x/{}/trace.json.gz",
              "/runs/{}/", "/runs/{}/api/contents", "/runs/done/captures/{}/0/trace.json.gz", "/static/{}", "/{}"],
 )  # fmt: skip
-def test_invalid_number_is_a_client_error(viewer: Viewer, path: str, number: str) -> None:
+def test_invalid_number_in_an_address_is_a_client_error(
+    viewer: Viewer, path: str, number: str
+) -> None:
     answer = viewer.ask(path.format(number.replace(" ", "%20")))
     assert answer.status in range(400, 500), answer.text
 

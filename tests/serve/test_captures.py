@@ -1,4 +1,4 @@
-"""Captures by the page's form, of a job that really trains, and access to their files."""
+"""Captures requested by the page's form, of a real training job, and access to their files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,10 @@ def run_of(folder: Path) -> Path | None:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_training_job_are_captured_and_files_fetched(
+def test_ranks_of_a_training_job_are_captured_and_files_downloaded(
     training: tuple[Path, Path],
 ) -> None:
-    """The run is followed while it trains, ranks are captured, and their files are fetched, until
-    the run ends.
-    """
+    """The page follows the run while ranks are captured, until the run ends."""
     folder, stop = training
     run = eventually(lambda: run_of(folder))
     assert run
@@ -123,9 +121,9 @@ def test_invalid_capture_request_is_explained(
 
 @pytest.fixture(scope="module")
 def captured(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a capture of rank 2, whose trace is larger than a block.
+    """Return a run with a capture of rank 2, whose trace is larger than a block.
 
-    Rank 1 has not answered.
+    Rank 1 has not responded.
     """
     folder = tmp_path_factory.mktemp("captured")
     run = RunDirectory(folder / "run")
@@ -164,7 +162,7 @@ def holder(captured: Path) -> Iterator[Viewer]:
         yield server.viewer()
 
 
-def test_files_are_linked_and_complete(holder: Viewer, captured: Path) -> None:
+def test_capture_files_are_linked_and_downloaded_completely(holder: Viewer, captured: Path) -> None:
     """One file has several blocks. Words from a file are shown as text."""
     page = holder.page("run")
     (address,) = links(page, "captures/")

@@ -1,4 +1,4 @@
-"""Incomplete requests neither keep other clients out nor hold connections forever."""
+"""Incomplete requests neither keep other clients out nor occupy connections forever."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_open(connection: socket.socket) -> bool:
 def test_hundreds_of_unfinished_requests_do_not_block_viewers(
     connect: Connect, viewer: Viewer, begin: str
 ) -> None:
-    """There are more than any limit of the server.
+    """The requests exceed any limit of the server.
 
     Both an existing viewer and a new one are served.
     """
@@ -83,7 +83,9 @@ def test_connections_of_viewers_are_not_closed_for_unauthenticated_ones(
         "POST /runs/done/api/captures HTTP/1.1\r\nHost: {host}\r\n",
     ],
 )
-def test_unfinished_second_request_is_closed(connect: Connect, viewer: Viewer, second: str) -> None:
+def test_unfinished_second_request_of_a_viewer_is_closed(
+    connect: Connect, viewer: Viewer, second: str
+) -> None:
     """The first request on the connection had the token and was answered."""
     head = f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\n"
     connection = connect(f"GET /api/counts HTTP/1.1\r\n{head}\r\n")
@@ -92,10 +94,10 @@ def test_unfinished_second_request_is_closed(connect: Connect, viewer: Viewer, s
     assert eventually(lambda: not is_open(connection))
 
 
-def test_request_body_is_not_awaited(connect: Connect, viewer: Viewer) -> None:
+def test_response_does_not_wait_for_the_request_body(connect: Connect, viewer: Viewer) -> None:
     """No valid request has a body.
 
-    The server answers without reading it, and closes the connection.
+    The server responds without reading the body and closes the connection.
     """
     head = (
         f"Host: {viewer.host}\r\nTorchlens-Perf-Token: {viewer.token}\r\nOrigin:"
@@ -108,7 +110,7 @@ def test_request_body_is_not_awaited(connect: Connect, viewer: Viewer) -> None:
     assert eventually(lambda: not is_open(connection))
 
 
-def test_single_bytes_do_not_extend_the_time_limit_of_a_head(
+def test_single_bytes_do_not_extend_the_time_limit_of_request_headers(
     connect: Connect, viewer: Viewer
 ) -> None:
     connection = connect("GET / HTTP/1.1\r\n")

@@ -34,14 +34,14 @@ def viewer(server: PageServer) -> Viewer:
 
 @pytest.fixture
 def live(server: PageServer, request: pytest.FixtureRequest) -> Iterator[LiveSimulation]:
-    """A run with 32 known steps."""
+    """Return a run with 32 known steps."""
     with LiveSimulation(server.folder / request.node.name, 2) as run:
         run.goes_on()
         yield run
 
 
 def counts(viewer: Viewer, live: LiveSimulation) -> dict[str, int]:
-    """Return how often the run was looked at, and read."""
+    """Return how often the run was checked, and how often it was read."""
     found: dict[str, int] = viewer.json("/api/counts")["runs"][live.name]
     return found
 
@@ -52,13 +52,13 @@ def steps(viewer: Viewer, run: str) -> int:
 
 
 def newer(news: News, version: object) -> dict[str, object]:
-    """Wait for another version."""
+    """Wait for another version of the page."""
     while (now := news.next())["version"] == version:
         pass
     return now
 
 
-def test_each_state_is_a_new_version_until_the_run_ends(
+def test_each_new_state_is_a_new_page_version_until_the_run_ends(
     live: LiveSimulation, viewer: Viewer
 ) -> None:
     news = viewer.news(live.name)
@@ -77,8 +77,8 @@ def test_each_state_is_a_new_version_until_the_run_ends(
     assert 'data-live="ended"' in page
 
 
-def test_all_viewers_share_one_reading(live: LiveSimulation, viewer: Viewer) -> None:
-    """Each change is read once for twenty viewers. Loading the page does not read it again."""
+def test_each_change_is_read_once_for_twenty_viewers(live: LiveSimulation, viewer: Viewer) -> None:
+    """Loading the page does not read the run again."""
     began_s = time.monotonic()
     viewers = [viewer.news(live.name) for _ in range(20)]
     (version,) = {news.next()["version"] for news in viewers}
@@ -92,8 +92,8 @@ def test_all_viewers_share_one_reading(live: LiveSimulation, viewer: Viewer) -> 
     assert last["looks"] <= 2 + (time.monotonic() - began_s) / LOOK_INTERVAL_S
 
 
-def test_run_is_not_read_while_no_viewer_asks(live: LiveSimulation, viewer: Viewer) -> None:
-    """A viewer who comes later receives the newest data."""
+def test_run_is_not_read_while_it_has_no_viewer(live: LiveSimulation, viewer: Viewer) -> None:
+    """A later viewer receives the newest data."""
     version = viewer.news(live.name).next()["version"]
     looks = counts(viewer, live)["looks"]
     time.sleep(3 * LOOK_INTERVAL_S)
@@ -103,7 +103,7 @@ def test_run_is_not_read_while_no_viewer_asks(live: LiveSimulation, viewer: View
 
 
 def test_stalled_viewer_does_not_block_others(live: LiveSimulation, viewer: Viewer) -> None:
-    """The stalled viewer either does not read the page, or sends half a request."""
+    """A viewer may not read the page, or may send only half a request."""
     host, port = viewer.host.split(":")
     with contextlib.ExitStack() as leaving:
         head = f"Host: {viewer.host}\r\n{TOKEN_HEADER}: {viewer.token}\r\n\r\n"
@@ -137,8 +137,8 @@ def test_silent_run_is_reported_in_the_page_and_in_the_list(
     assert newer(news, now["version"])["problem"] == ""
 
 
-def test_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer) -> None:
-    """The list continues to work. A later run of the same name is served."""
+def test_page_of_a_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer) -> None:
+    """The list of runs still works. A later run of the same name is served."""
     news = viewer.news(live.name)
     news.next()
     copy = live.run.path.with_name("copy")
@@ -155,8 +155,8 @@ def test_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer) -> None:
     assert viewer.ask(f"/runs/{live.name}/").status == 200
 
 
-def test_damaged_state_keeps_the_previous_page(live: LiveSimulation, viewer: Viewer) -> None:
-    """The page shows the reason. It is renewed once the file is valid again."""
+def test_damaged_state_file_keeps_the_previous_page(live: LiveSimulation, viewer: Viewer) -> None:
+    """The page shows the reason. The page is renewed once the file is valid again."""
     news = viewer.news(live.name)
     version = news.next()["version"]
     (state,) = live.run.nodes.glob("*.json")

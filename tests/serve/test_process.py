@@ -1,4 +1,4 @@
-"""The server's process: start, output, end, and a disk that does not answer."""
+"""The server's process: start, output, end, and a disk that does not respond."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_signal_ends_the_server_at_once(runs: Path, number: signal.Signals) -> N
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
-def test_killed_server_leaves_no_reader(runs: Path) -> None:
+def test_killed_server_leaves_no_reader_process(runs: Path) -> None:
     with PageServer(runs) as server:
         server.viewer().page("done")
         readers = server.children()
@@ -72,7 +72,7 @@ def test_listens_on_loopback_by_default(runs: Path) -> None:
         assert [line.split()[1].partition(":")[0] for line in found] == ["0100007F"]
 
 
-def test_stderr_has_the_number_of_runs_and_how_to_end(runs: Path) -> None:
+def test_stderr_has_the_number_of_runs_and_how_to_end_the_server(runs: Path) -> None:
     """stdout has only the address, for scripts."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torchlens_perf", "serve", str(runs)],
@@ -86,7 +86,9 @@ def test_stderr_has_the_number_of_runs_and_how_to_end(runs: Path) -> None:
     assert said == f"torchlens-perf: 1 run in {runs}; Ctrl-C ends the server\n"
 
 
-def test_readers_do_not_import_modules_from_the_current_folder(runs: Path, tmp_path: Path) -> None:
+def test_reader_processes_do_not_import_modules_from_the_current_folder(
+    runs: Path, tmp_path: Path
+) -> None:
     """The folder may have files with the names of standard modules."""
     for name in ("pickle", "queue", "random", "types", "anyio", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
@@ -101,7 +103,7 @@ def test_readers_do_not_import_modules_from_the_current_folder(runs: Path, tmp_p
 
 
 def test_remote_access_needs_two_options(runs: Path) -> None:
-    """The server then prints a warning, and accepts the names of this host."""
+    """With both options the server prints a warning, and accepts the names of this host."""
     with PageServer(runs, "--host", "0.0.0.0", "--allow-remote") as server:
         assert server.stranger().address.hostname == socket.gethostname().lower()
         port = server.stranger().address.port
@@ -115,11 +117,8 @@ def test_remote_access_needs_two_options(runs: Path) -> None:
     assert "can be reached from other machines" in said
 
 
-def test_invalid_arguments_fail_with_one_line(runs: Path, tmp_path: Path) -> None:
-    """Examples: a used port, a missing folder, a public address without its option.
-
-    The exit code is 2.
-    """
+def test_invalid_arguments_fail_with_one_line_and_exit_code_2(runs: Path, tmp_path: Path) -> None:
+    """Examples are a used port, a missing folder, and a public address without its option."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, word in (
             ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 takes a free one"),
@@ -173,7 +172,7 @@ def test_invalid_http_is_refused_without_output(runs: Path) -> None:
         assert server.said() == ""
 
 
-# -- a disk that does not answer
+# -- a disk that does not respond
 
 
 @pytest.fixture
@@ -194,9 +193,9 @@ def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, 
 
 @pytest.mark.slow
 def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, str]]) -> None:
-    """Its viewer receives an error.
+    """Viewers of that run receive an error, while other runs and the list are served.
 
-    Other runs and the list are served. The run is served again when the disk answers.
+    The run is served again when the disk responds.
     """
     folder, flag, environment = hanging
     with PageServer(folder, **environment) as server:

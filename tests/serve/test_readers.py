@@ -1,4 +1,4 @@
-"""Reader processes: their number is bounded, and they are killed when they take too long."""
+"""Reader processes of the server: limited in number, and killed when they take too long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG_S, LONGEST_S = 600.0, 60.0
 _T = TypeVar("_T")
 
 
-# -- what readers do here: they import this file
+# -- functions that reader processes run: they import this file
 
 
 def pid_and_priority() -> tuple[int, int]:
@@ -70,7 +70,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_readers_have_the_lowest_priority_and_are_reused() -> None:
+def test_reader_processes_have_the_lowest_priority_and_are_reused() -> None:
     async def work(readers: Readers) -> list[tuple[int, int]]:
         return [await readers.call(pid_and_priority, within_s=LONGEST_S) for _ in range(2)]
 
@@ -90,7 +90,7 @@ def test_readers_have_the_lowest_priority_and_are_reused() -> None:
         (ZeroDivisionError, 500),
     ],
 )
-def test_errors_of_readers_become_messages_with_a_status(
+def test_errors_of_readers_become_messages_with_an_http_status(
     kind: type[Exception], status: int
 ) -> None:
     async def work(readers: Readers) -> ReadError:
@@ -103,8 +103,11 @@ def test_errors_of_readers_become_messages_with_a_status(
     assert "why?[2J?so" in str(error)
 
 
-def test_errors_and_dead_readers_become_read_errors() -> None:
-    """One error cannot be pickled, and one reader dies. The next call uses a new reader."""
+def test_unusual_errors_and_dead_readers_become_read_errors() -> None:
+    """One error cannot be pickled, and one reader process dies.
+
+    The next call uses a new process.
+    """
 
     async def work(readers: Readers) -> list[str]:
         said = []
@@ -120,7 +123,7 @@ def test_errors_and_dead_readers_become_read_errors() -> None:
     assert "was killed" in dead
 
 
-def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+def test_reader_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     """Its caller receives an error, concurrent callers are told that readers are busy, and later
     ones are served.
     """
@@ -144,7 +147,7 @@ def test_reader_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert eventually(lambda: is_gone(int(mark.read_text())))
 
 
-def test_closing_cancels_running_calls(tmp_path: Path) -> None:
+def test_closing_the_readers_cancels_running_calls(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     async def work(readers: Readers) -> None:

@@ -1,5 +1,6 @@
-"""The content that the server sends: the list, a run's page and its data, for valid and damaged
-folders.
+"""The content that the server sends:
+
+the list, a run's page and its data, also of damaged folders.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def cells(page: str) -> list[dict[str, str]]:
     return [{key: re.sub(r"<[^>]*>", "", text).strip() for key, text in row} for row in found]
 
 
-def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
-    """Status, cost, step time and the verdict are the same as in the report."""
+def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
+    viewer: Viewer, runs: Path
+) -> None:
+    """All values equal those of the report."""
     text = viewer.list()
     (row,) = cells(text)
     held = contents(RunDirectory(runs / "done"))["report"]
@@ -53,7 +56,7 @@ def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
     assert "Next:" not in text
 
 
-def test_page_equals_the_file_page(viewer: Viewer, runs: Path) -> None:
+def test_served_page_equals_the_page_file(viewer: Viewer, runs: Path) -> None:
     """The page and the JSON have the contents of the file.
 
     Only scripts and styles are loaded by address.
@@ -77,7 +80,7 @@ def test_page_equals_the_file_page(viewer: Viewer, runs: Path) -> None:
         assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
 
 
-def test_client_without_gzip_receives_plain_text(viewer: Viewer) -> None:
+def test_client_without_gzip_receives_uncompressed_data(viewer: Viewer) -> None:
     plain, packed = viewer.ask("/runs/done/"), viewer.ask("/runs/done/", accept_encoding="gzip, br")
     assert plain.body == gzip.decompress(packed.body)
     assert (plain.headers.get("content-encoding"), packed.headers["content-encoding"]) == (
@@ -86,7 +89,7 @@ def test_client_without_gzip_receives_plain_text(viewer: Viewer) -> None:
     )
 
 
-def test_any_recorded_step_is_served_span_by_span(viewer: Viewer) -> None:
+def test_any_recorded_step_is_served_with_all_its_spans(viewer: Viewer) -> None:
     """A step that was not recorded has an empty result."""
     step = viewer.json("/runs/done/api/step/50")
     (row,) = step["steps"]
@@ -125,9 +128,9 @@ def test_run_names_in_addresses_cannot_leave_the_folder(path: bytes, name: str) 
 
 
 def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs: Path) -> None:
-    """An unreadable run is listed with the reason.
+    """An unreadable run is listed with the reason. Any folder name is shown as text.
 
-    Any folder name is shown as text. Links are not runs.
+    Links are not runs.
     """
     folder = tmp_path / "runs"
     shutil.copytree(runs / "done", folder / "good")
@@ -180,7 +183,7 @@ def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs
         assert "<script>alert" not in viewer.ask('/?search="><script>alert(1)</script>').text
 
 
-def test_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
+def test_run_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
     """Each column sorts in both directions. A run without a value comes last."""
     shutil.copytree(runs / "done", tmp_path / "slow")
     with LiveSimulation(tmp_path / "live", 2) as live:
@@ -223,7 +226,7 @@ def test_address_without_a_page_leads_to_the_list(viewer: Viewer, path: str) -> 
     assert "<html" not in viewer.ask(path).text
 
 
-def test_served_folder_can_be_a_run(runs: Path) -> None:
+def test_served_folder_can_be_a_single_run(runs: Path) -> None:
     """The run is listed by its name, and no other name is accepted."""
     with PageServer(runs / "done") as server:
         viewer = server.viewer()
@@ -232,7 +235,7 @@ def test_served_folder_can_be_a_run(runs: Path) -> None:
         assert viewer.ask("/runs/nodes/").status == 404
 
 
-def test_many_runs_are_shown_a_page_at_a_time(tmp_path: Path, runs: Path) -> None:
+def test_list_of_many_runs_is_shown_in_pages(tmp_path: Path, runs: Path) -> None:
     """The newest runs come first.
 
     Only visible runs are read, so a folder of many thousand is listed at once.

@@ -193,7 +193,7 @@ def test_missed_slow_link_has_a_reason(
     assert planted["why_not"].startswith(why)
 
 
-def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_lists_found_and_missed_faults(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
     assert (
         simulate(
@@ -228,8 +228,8 @@ def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) 
     assert f"```\n{found}\nconstant:rank=5{missed}\n```" in ACCURACY.read_text()
 
 
-def test_one_verdict_counts_for_one_fault_of_a_rank(answer: Any) -> None:
-    """A rank with two faults at a time has one verdict. Only the fault in its phase is found.
+def test_one_verdict_finds_only_one_of_two_faults_of_a_rank(answer: Any) -> None:
+    """A rank with two faults at a time has one verdict, which finds the fault in its phase.
 
     Faults of two different ranks are both found.
     """
@@ -264,7 +264,7 @@ def test_fault_of_all_ranks_counts_neither_as_found_nor_as_missed(answer: Any) -
 
 
 def test_verdict_that_matches_no_fault_is_listed() -> None:
-    """A verdict does not match if it is on another rank, or on the right rank too early."""
+    """The verdict is on another rank, or on the right rank too early."""
     past = {
         "kind": "straggler_ended",
         "phase": "forward",
@@ -306,7 +306,7 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With this many ranks, the page's tables omit some. Its texts name ranks without verdicts."""
+    """The page's tables omit some of this many ranks. Its texts mention ranks without verdicts."""
     out = tmp_path / "run"
     topology, fault = "dp=32,tp=8", "constant:rank=77,share=0.3"
     assert (
@@ -328,7 +328,7 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     assert "Rank 77" in frame
 
 
-def test_low_limit_of_open_files_is_an_error(
+def test_low_limit_of_open_files_is_an_error_of_simulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: (256, 256))

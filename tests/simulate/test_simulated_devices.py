@@ -1,4 +1,4 @@
-"""Simulated ranks whose work is on a device. They are judged by the device's clock.
+"""Simulated ranks on devices, which are judged by the device's clock.
 
 Device times are reported late, or are missing.
 """
@@ -41,7 +41,7 @@ FAULTS = [
 
 
 def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findings:
-    """Record a run with this fault and device, and return the sidecar's findings."""
+    """Record a run with the given fault and device, and return the sidecar's findings."""
     run = make_run(folder)
     made = simulation(*([fault] if fault else []), noise=0.05)
     record(made, STEPS, run, "note", device)
@@ -53,7 +53,7 @@ def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findin
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_device_run_has_the_same_verdicts_as_a_cpu_run(fault: str, tmp_path: Path) -> None:
-    """Faults on a device are not visible in the host's times. Verdicts are the same as on a CPU."""
+    """Faults on a device are not visible in the host's times."""
     found = recorded(tmp_path, fault, SimulatedDevice())
     expected = judged(simulation(*([fault] if fault else []), noise=0.05), STEPS)
 
@@ -62,7 +62,7 @@ def test_device_run_has_the_same_verdicts_as_a_cpu_run(fault: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("late_steps", [0, 7, 64])
-def test_rank_is_named_when_device_times_are_late_or_missing(
+def test_slow_rank_is_reported_with_late_or_missing_device_times(
     late_steps: int,
     tmp_path: Path,
 ) -> None:
@@ -77,7 +77,7 @@ def test_rank_is_named_when_device_times_are_late_or_missing(
 
 
 def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path: Path) -> None:
-    """The report names no slow rank, and does not claim that no rank is slow."""
+    """The report has no slow rank, and does not claim that no rank is slow."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
     report = build(run.run_id, node_state.load_all(run))
@@ -88,12 +88,12 @@ def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path:
 
 
 def test_replay_has_the_same_verdicts_as_the_live_run(tmp_path: Path) -> None:
-    """Findings that are rebuilt from the stored records are judged by the device's clock too."""
+    """Findings of a replay are judged by the device's clock in the stored records."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05))
     (live,) = node_state.load_all(run)
     (path,) = run.nodes.glob("*.json")
-    # Delete the live state, so that the second one is the replay's.
+    # Delete the live state, so that the second state is the replay's.
     path.unlink()
     replay(run, None)
     (again,) = node_state.load_all(run)
@@ -122,7 +122,7 @@ def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any], 
     return states[0].findings, checked(build(run.run_id, states)), run
 
 
-def test_no_rank_is_named_when_hosts_run_ahead(tmp_path: Path) -> None:
+def test_no_rank_is_reported_when_hosts_run_ahead_of_their_devices(tmp_path: Path) -> None:
     """All ranks but the last wait in communication for more than half of the step.
 
     The bottleneck is the launch of the kernels nevertheless.
@@ -140,7 +140,7 @@ def test_no_rank_is_named_when_hosts_run_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "data", "host"])
-def test_slow_host_costs_its_excess_time(phase: str, tmp_path: Path) -> None:
+def test_cost_of_a_slow_host_is_its_excess(phase: str, tmp_path: Path) -> None:
     """The excess is 20 ms of 200.
 
     Other hosts begin to wait for room in their devices' queues, which is not work.
@@ -154,10 +154,10 @@ def test_slow_host_costs_its_excess_time(phase: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("each_step", [True, False])
-def test_page_compares_hosts_for_each_step_if_there_are_few(
+def test_page_compares_hosts_for_each_step_of_a_short_run(
     each_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 would have ten times the work of other ranks if device times were compared.
+    """By device times, rank 2 would have ten times the work of other ranks.
 
     With more steps than the limit, the page has no excess of single steps.
     """

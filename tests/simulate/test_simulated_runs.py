@@ -1,6 +1,6 @@
 """Runs of simulated ranks: their files, the `simulate` command, and the verdicts.
 
-Verdicts on files and on rows in memory must be the same.
+Verdicts on files and on step bins in memory must be the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_recorded_steps_are_those_simulated(tmp_path: Path) -> None:
+def test_recorded_steps_equal_the_simulated_ones(tmp_path: Path) -> None:
     """Durations, parts, workload and flags in the ring file are exact to the nanosecond.
 
     The groups of the mesh are described as by a real rank.
@@ -117,7 +117,7 @@ def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None
         assert np.abs(first - second).max() < 100, group
 
 
-def test_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> None:
+def test_simulated_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> None:
     """A key that is added to the recorder must be added to simulated ranks too."""
     run = make_run(tmp_path)
     real = Rank(run, 0)
@@ -139,8 +139,10 @@ def test_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: Path) -> No
     "fault",
     ["constant:rank=3,share=0.1,phase=forward,since=64", "moving:ranks=1+4,share=0.1,every=70", ""],
 )
-def test_files_and_rows_have_the_same_verdicts(fault: str, tmp_path: Path) -> None:
-    """One run goes through ring files and the sidecar, the other goes directly to the detector."""
+def test_simulated_files_and_bins_in_memory_have_the_same_verdicts(
+    fault: str, tmp_path: Path
+) -> None:
+    """One run uses ring files and the sidecar; the other one uses the detector directly."""
     run = make_run(tmp_path)
     faults = [fault] if fault else []
     record(simulation(*faults, noise=0.05), 160, run, "note")
@@ -152,8 +154,8 @@ def test_files_and_rows_have_the_same_verdicts(fault: str, tmp_path: Path) -> No
     assert from_files.rows == from_rows.rows
 
 
-def test_slower_modules_of_a_slow_rank_are_found(tmp_path: Path) -> None:
-    """The sidecar finds them itself, without the report's tables."""
+def test_slower_modules_of_a_slow_rank_are_found_by_the_sidecar(tmp_path: Path) -> None:
+    """The tables of a report are not needed."""
     run = make_run(tmp_path)
     record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
     state = node_state.load_all(run)[0]
@@ -166,7 +168,7 @@ def test_slower_modules_of_a_slow_rank_are_found(tmp_path: Path) -> None:
     assert min(group.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)
 
 
-def test_all_recorded_steps_are_stored(tmp_path: Path) -> None:
+def test_all_steps_recorded_by_a_simulation_are_stored(tmp_path: Path) -> None:
     """No record is lost, and no ring file remains."""
     run = make_run(tmp_path)
     # A ring file has room for fewer steps than these.
@@ -188,7 +190,7 @@ def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel's figures are those of the simulating process and not of a simulated rank."""
+    """The kernel's numbers are those of the simulating process and not of a simulated rank."""
     # A simulation is short: without this, the sidecar might not sample the process at all.
     monkeypatch.setattr(host_signals, "_MIN_INTERVAL_S", 0.0)
     run = make_run(tmp_path)
@@ -198,7 +200,7 @@ def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(
     assert [process.cpu_wait for process in state.processes.values()] == [[0.0, 0.0]] * 2
 
 
-def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
+def test_slow_link_is_found_in_simulated_files(tmp_path: Path) -> None:
     """Collectives of simulated ranks are matched. The verdict is a slow group, not a slow rank."""
     run = make_run(tmp_path)
     record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
@@ -216,7 +218,7 @@ def test_slow_link_is_found_in_files(tmp_path: Path) -> None:
         ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance", (2,)),
     ],
 )
-def test_slow_link_and_imbalance_raise_one_alert(
+def test_slow_link_and_imbalance_raise_one_alert_each(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
@@ -248,11 +250,11 @@ def command(*arguments: str) -> int:
     return code
 
 
-def test_command_writes_a_run_and_its_report(
+def test_simulate_command_writes_a_run_and_its_report(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The report names the planted rank and says that the run is simulated."""
+    """The report has the planted rank and says that the run is simulated."""
     out = tmp_path / f"{tmp_path.name}-run"
     fault = "constant:rank=3,share=0.25,phase=forward,since=40"
     assert (
@@ -267,7 +269,9 @@ def test_command_writes_a_run_and_its_report(
     assert "Rank 3" in RunDirectory(out).report.read_text()
 
 
-def test_rows_of_hundreds_of_ranks_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_rank_of_hundreds_of_simulated_ranks_is_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Each pipeline stage is judged separately."""
     fault = "constant:rank=300,share=0.08,since=64"
     assert (
@@ -302,7 +306,7 @@ def test_rows_of_hundreds_of_ranks_are_judged(capsys: pytest.CaptureFixture[str]
         (["--ranks", "1"], "no two ranks do the same work"),
     ],
 )
-def test_command_gives_the_reason_when_nothing_is_comparable(
+def test_simulate_command_gives_the_reason_when_nothing_is_comparable(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("--rows", *arguments) == 0
@@ -314,7 +318,7 @@ def test_command_gives_the_reason_when_nothing_is_comparable(
 
 
 def test_slow_node_costs_as_much_as_all_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """This is true during and after the fault. The text names the last slow step as its end."""
+    """The cost is the same during and after the fault. The text ends with the last slow step."""
     assert (
         command(
             "--rows", "--ranks", "32", "--fault", "node:node=1,share=0.1,since=64", "--spread", "0"
@@ -339,10 +343,10 @@ def test_slow_node_costs_as_much_as_all_its_ranks(capsys: pytest.CaptureFixture[
     assert min(map(float, costs_ms)) > 15
 
 
-def test_short_steps_are_joined_into_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 2 ms are judged about sixteen at a time, as in a real run.
+def test_short_steps_are_joined_into_step_bins(capsys: pytest.CaptureFixture[str]) -> None:
+    """About sixteen steps of 2 ms are one bin, as in a real run.
 
-    An incomplete last row is dropped.
+    An incomplete last bin is dropped.
     """
     assert (
         command(
@@ -393,7 +397,9 @@ def test_short_steps_are_joined_into_rows(capsys: pytest.CaptureFixture[str]) ->
         ([], "--out DIR is missing"),
     ],
 )
-def test_wrong_arguments_raise_an_error_of_one_line(arguments: list[str], message: str) -> None:
+def test_wrong_arguments_of_simulate_raise_an_error_of_one_line(
+    arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         command(*arguments)
 
@@ -401,7 +407,7 @@ def test_wrong_arguments_raise_an_error_of_one_line(arguments: list[str], messag
     assert "\n" not in str(raised.value)
 
 
-def test_existing_run_directory_is_not_overwritten(tmp_path: Path) -> None:
+def test_simulate_does_not_overwrite_a_run_directory(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(
         TorchlensPerfError, match="is a run directory already: choose another --out"
@@ -409,7 +415,7 @@ def test_existing_run_directory_is_not_overwritten(tmp_path: Path) -> None:
         command("--out", str(run.path))
 
 
-def test_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
+def test_simulated_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
     """The times are equal both by the sidecar's monotonic clock and by the wall clock."""
     run = make_run(tmp_path)
     record(simulation(), 20, run, "note")
@@ -425,7 +431,7 @@ def test_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
     assert len({since for _, since in times.values()}) == 1
 
 
-def test_rows_and_out_together_are_an_error(tmp_path: Path) -> None:
+def test_simulate_options_rows_and_out_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rows writes no files: leave out --rows or --out"):
         command("--rows", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,6 @@
 """Simulated training has the planted faults and no others.
 
-Its ranks wait for each other, and its noise is as recorded.
+Its ranks wait for each other, and its noise was recorded in real runs.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
 def test_steps_last_equally_long_on_all_ranks(
     dp: int, tp: int, pp: int, noise: float, seed: int, faults: list[str]
 ) -> None:
-    """A step is work and waiting, in any job, with any noise and faults. Waiting is never negative.
+    """A step is work and waiting, in any job, with any noise and faults.
 
-    Tensor-parallel waiting is a part of it.
-    Without pipeline stages, all ranks wait for the last gradients.
+    Waiting is never negative, and tensor-parallel waiting is a part of it. Without pipeline stages,
+    all ranks wait for the last gradients.
     """
     topology = Topology(dp, tp, pp)
     # Small topologies have no rank 3, so faults are planted on the last rank.
@@ -96,7 +96,7 @@ def test_same_seed_makes_the_same_run() -> None:
     assert (first.block(0).parts_ns != first.block(1).parts_ns).mean() > 0.5
 
 
-def test_noise_is_an_excerpt_of_recordings() -> None:
+def test_simulated_noise_consists_of_excerpts_of_recordings() -> None:
     """A rank's deviations are the sum of two unbroken excerpts.
 
     One is of a recorded rank, the other is of the deviations common to a recorded run.
@@ -152,19 +152,16 @@ def test_fault_slows_only_its_ranks_and_steps(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NO_RANK_AT_FAULT)
-def test_fault_of_no_rank_changes_the_run(text: str) -> None:
-    """Slow links, pauses of all ranks and variable lengths change step times. No rank is slow."""
+def test_fault_without_a_slow_rank_changes_step_times(text: str) -> None:
+    """Examples are slow links, pauses of all ranks and variable sequence lengths."""
     changed, clean = simulation(text), simulation()
 
     assert changed.slow_ranks(20) == frozenset()
     assert np.abs(changed.block(0).duration_ns - clean.block(0).duration_ns).max() > 0.05 * WORK_NS
 
 
-def test_slow_link_makes_steps_longer_without_work() -> None:
-    """Every step is longer by the time of the slow group's transfer.
-
-    The work of all ranks stays the same.
-    """
+def test_slow_link_makes_steps_longer_without_more_work() -> None:
+    """Every step is longer by the time of the slow group's transfer."""
     slow, clean = simulation("link:rank=3,share=0.2").block(0), simulation().block(0)
 
     assert (slow.parts_ns == clean.parts_ns).all()
@@ -206,7 +203,7 @@ def test_steps_with_pauses_are_flagged_as_garbage_collection() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_rows_equal_those_that_the_sidecar_makes(width: int) -> None:
+def test_simulated_step_bins_equal_those_that_the_sidecar_makes(width: int) -> None:
     steps = simulation(
         "variable_length:reported=yes", "pauses:share=0.2", topology=Topology(2, 2, 2)
     ).block(2)
@@ -238,8 +235,8 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
     assert (topology.host(3), topology.host(4)) == ("node-0000", "node-0001")
 
 
-def test_recorded_noise_is_complete_and_centred() -> None:
-    """The recorded noise in the package has no gaps, and its profile sums up to the work."""
+def test_recorded_noise_in_the_package_is_complete_and_centred() -> None:
+    """The recorded noise has no gaps, and its profile sums up to the work."""
     noise = recorded_noise()
 
     assert np.isfinite(noise.individual).all()

@@ -65,7 +65,7 @@ class Drawn:
     ) -> list[str]:
         """Wait until the text is on the screen, with single spaces.
 
-        Raise AssertionError with the screen's text otherwise.
+        Raises AssertionError with the screen's text after a timeout.
         """
         for _ in range(round(timeout_s / LOOK_S)):
             lines = self.lines()
@@ -77,7 +77,7 @@ class Drawn:
 
 
 def text_of(svg: str) -> list[str]:
-    """Return the lines of a picture, each with as many columns as were drawn."""
+    """Return the lines of a screenshot, each with as many columns as were drawn."""
     found: dict[float, list[tuple[float, str]]] = {}
     for kind, x, y, text in re.findall(
         r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', svg

@@ -16,7 +16,10 @@ from torchlens_perf.verdicts.words.report import Report
 
 
 def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: int) -> View:
-    """Return the view of a live run. options: those of LiveSimulation."""
+    """Return the view of a live run.
+
+    `options` are those of LiveSimulation.
+    """
     with LiveSimulation(path, ranks, *faults, **options) as live:
         live.goes_on(blocks)
         return RunReader(live.run).look()

@@ -1,4 +1,4 @@
-"""The application's logic, key by key, on runs that start, continue, end and disappear."""
+"""The application `top`, key by key, on runs that start, continue, end and disappear."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from torchlens_perf.top.text import Terminal
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
-    """Four ranks on two nodes; rank 3 is slow from step 64 to step 160."""
+    """Return a run of four ranks on two nodes.
+
+    Rank 3 is slow from step 64 to step 160.
+    """
     fault = "constant:rank=3,share=0.3,phase=forward,since=64,until=160"
     with LiveSimulation(tmp_path / "run", 4, fault, node_size=2) as running:
         yield running
 
 
-def test_screen_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
-    """The screen waits, shows the first steps, the slow rank, its end, and the end of the run."""
+def test_top_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
+    """The screen waits, and then shows the first steps, the slow rank, its end, and the end of the
+    run.
+    """
 
     async def scenario() -> None:
         async with Drawn(live.run.path.with_name("nowhere"), live.run.path.parent) as drawn:
@@ -47,7 +52,7 @@ def test_screen_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_keys_do_what_the_help_says(live: LiveSimulation) -> None:
+def test_each_key_of_top_does_what_the_help_says(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
@@ -84,7 +89,7 @@ def chosen(lines: list[str]) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("▶")), -1)
 
 
-def test_cursor_stays_on_its_rank(live: LiveSimulation) -> None:
+def test_cursor_stays_on_its_rank_when_rows_move(live: LiveSimulation) -> None:
     """The rank in the last row becomes slow, and moves to the first row."""
 
     async def scenario() -> None:
@@ -101,7 +106,7 @@ def test_cursor_stays_on_its_rank(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_all_of_512_ranks_can_be_reached(tmp_path: Path) -> None:
+def test_all_of_512_ranks_can_be_selected(tmp_path: Path) -> None:
     """The slow rank comes first, and the number of others is shown."""
 
     async def scenario() -> None:
@@ -123,7 +128,7 @@ def test_all_of_512_ranks_can_be_reached(tmp_path: Path) -> None:
     runs(scenario)
 
 
-def test_removed_or_damaged_files_keep_the_last_view(live: LiveSimulation) -> None:
+def test_last_view_stays_if_files_are_removed_or_damaged(live: LiveSimulation) -> None:
     """A line states the problem until it is solved."""
 
     async def scenario() -> None:
@@ -147,7 +152,7 @@ def test_removed_or_damaged_files_keep_the_last_view(live: LiveSimulation) -> No
     runs(scenario)
 
 
-def test_live_run_is_chosen_from_the_list(tmp_path: Path) -> None:
+def test_live_run_can_be_chosen_from_the_list(tmp_path: Path) -> None:
     """The key `r` shows the list again, and another run can be chosen."""
 
     async def scenario() -> None:
@@ -171,7 +176,7 @@ def test_live_run_is_chosen_from_the_list(tmp_path: Path) -> None:
 
 
 def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
-    """Even if one of them ends."""
+    """The list stays even if one of these runs ends."""
 
     async def scenario() -> None:
         with (
@@ -193,7 +198,7 @@ def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
 
 
 def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
-    """The list is empty before."""
+    """The list of runs is empty before."""
 
     async def scenario() -> None:
         async with Drawn(None, tmp_path / "runs") as drawn:
@@ -209,7 +214,9 @@ def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "size", [(1, 1), (40, 10), *long(((20, 4),), ((69, 19),), ((110, 20),), ((200, 60),))]
 )
-def test_screens_fit_every_terminal_size(live: LiveSimulation, size: tuple[int, int]) -> None:
+def test_screens_of_top_fit_every_terminal_size(
+    live: LiveSimulation, size: tuple[int, int]
+) -> None:
     """No line is wider than the terminal, and the keys stay visible, also after a change of
     size.
     """
@@ -231,7 +238,7 @@ def test_screens_fit_every_terminal_size(live: LiveSimulation, size: tuple[int, 
     runs(scenario)
 
 
-def test_screens_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> None:
+def test_screens_of_top_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(
@@ -246,8 +253,8 @@ def test_screens_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> No
     runs(scenario)
 
 
-def test_long_texts_scroll(live: LiveSimulation) -> None:
-    """If there are more lines than room, the title has the visible range, and arrow keys scroll."""
+def test_long_texts_scroll_with_arrow_keys(live: LiveSimulation) -> None:
+    """The title has the visible range of lines."""
 
     async def scenario() -> None:
         live.goes_on(4)
@@ -266,7 +273,7 @@ def test_long_texts_scroll(live: LiveSimulation) -> None:
 def test_error_of_the_reading_thread_ends_the_program(
     live: LiveSimulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the screen would show old data."""
+    """Without the reading thread, the screen would show old data."""
 
     def broken(self: object) -> None:
         raise ZeroDivisionError("planted")

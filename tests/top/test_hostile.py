@@ -1,4 +1,4 @@
-"""No text in a run directory can control the terminal or break the screen."""
+"""No text in a run directory can control the terminal or break a screen of top."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOST = "node-0000"
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A live node's state, of two nodes' ranks, one of them slow."""
+    """Return a live node's state with ranks of two nodes, one of which is slow."""
     folder = tmp_path_factory.mktemp("hostile")
     with LiveSimulation(folder / "run", 4, "constant:rank=3,share=0.3", node_size=2) as live:
         live.goes_on(3)
@@ -80,7 +80,7 @@ def test_any_text_of_a_state_is_drawn_as_text(
 @pytest.mark.parametrize(
     "text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000]
 )
-def test_names_cannot_control_the_terminal(
+def test_hostile_names_cannot_control_the_terminal(
     text: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
     """The names of program, host, modules and open spans are hostile at the same time."""
@@ -108,7 +108,9 @@ def test_run_folders_may_have_any_name(name: str, problem: str) -> None:
 
 
 def test_folders_that_are_not_runs_do_not_break_the_list(tmp_path: Path) -> None:
-    """Files, empty folders, links, a run without a state, and an unreadable one."""
+    """The examples are files, empty folders, links, a run without a state, and an unreadable
+    one.
+    """
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "begins" / "nodes").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The screens show the facts of the report in its words, and no invented values."""
+"""The screens of top show the facts of the report in its words, and no invented values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANG = HangEvidence("missing", 42.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f"
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> View:
-    """Four ranks on two nodes, of which rank 3 is slow."""
+    """Return the view of four ranks on two nodes, in which rank 3 is slow."""
     folder = tmp_path_factory.mktemp("frame")
     return view_of(
         folder / "run", 4, "constant:rank=3,share=0.3,phase=forward", blocks=3, node_size=2
@@ -58,7 +58,7 @@ def with_report(view: View, **parts: Any) -> View:
     return dataclasses.replace(view, report=report, headlines=tuple(headlines(report)))
 
 
-def test_headline_is_first(view: View) -> None:
+def test_headline_of_the_first_verdict_is_at_the_top(view: View) -> None:
     """A line has status, rank, phase and first step.
 
     Cost, evidence, action and a command follow.
@@ -76,7 +76,7 @@ def test_headline_is_first(view: View) -> None:
         assert of.command in text
 
 
-def test_every_rank_has_a_row_with_its_difference(view: View) -> None:
+def test_every_rank_has_a_row_with_its_difference_to_others(view: View) -> None:
     table, ranks = rank_list(view)
     cells = next(each for each in table.columns if each.title == "vs others").texts()
 
@@ -90,7 +90,7 @@ def test_every_rank_has_a_row_with_its_difference(view: View) -> None:
         assert all(f" {cell} " in rows[rank] for rank, cell in zip(ranks, cells, strict=True))
 
 
-def test_few_ranks_have_a_bar_of_phases_each(view: View) -> None:
+def test_each_of_few_ranks_has_a_bar_of_its_phases(view: View) -> None:
     lines = screen(view)
 
     assert [line.split()[:2] for line in lines if line.startswith("  rank ")][1:] == [
@@ -99,8 +99,8 @@ def test_few_ranks_have_a_bar_of_phases_each(view: View) -> None:
     assert "█ forward" in joined(lines)
 
 
-def test_breakdown_has_the_cpu_contention_of_the_verdict(view: View) -> None:
-    """The parts of the rank's screen add up to its step."""
+def test_rank_breakdown_has_the_cpu_contention_of_the_verdict(view: View) -> None:
+    """The parts on the rank's screen add up to its step."""
     ranks: Any = report_of(view)["ranks"]
     first = ranks[3]["typical"]
     lack = {part: 0.5 * first["parts"].get(part, 0.0) for part in ("forward", "backward")}
@@ -112,7 +112,7 @@ def test_breakdown_has_the_cpu_contention_of_the_verdict(view: View) -> None:
     assert "CPU contention" in joined(screen(found))
 
 
-def test_small_screen_keeps_headline_and_ranks(view: View) -> None:
+def test_small_terminal_shows_headline_and_ranks(view: View) -> None:
     for width, height in ((80, 23), (60, 23), (40, 15)):
         lines = screen(view, width, height)
         assert len(lines) <= height
@@ -120,8 +120,8 @@ def test_small_screen_keeps_headline_and_ranks(view: View) -> None:
         assert len(joined(lines)) > 100
 
 
-def test_large_screen_shows_tables_of_the_report(view: View) -> None:
-    """Less than half of it is empty."""
+def test_large_terminal_also_shows_tables_of_the_report(view: View) -> None:
+    """Less than half of the screen is empty."""
     lines = screen(view, 120, 60)
 
     assert any(line.startswith("  Modules") for line in lines)
@@ -131,15 +131,17 @@ def test_large_screen_shows_tables_of_the_report(view: View) -> None:
 
 @pytest.mark.parametrize("width", [1, 10, 20, 40, 80, 200])
 @pytest.mark.parametrize("terminal", [UNICODE, ASCII])
-def test_no_line_is_wider_than_the_terminal(view: View, width: int, terminal: Terminal) -> None:
+def test_no_line_of_the_overview_is_wider_than_the_terminal(
+    view: View, width: int, terminal: Terminal
+) -> None:
     lines = frame(view, width, terminal)
 
     assert max(map(len, lines)) <= width
     assert terminal is UNICODE or all(line.isascii() for line in lines)
 
 
-def test_other_findings_have_a_line_each(view: View) -> None:
-    """At most three are shown, then their number. Ended ones are called earlier."""
+def test_up_to_three_other_findings_have_a_line_each(view: View) -> None:
+    """Further findings are counted. Ended ones are called earlier."""
     over = [
         verdict("straggler_ended", f"Rank {rank} was slow.", rank=rank, since_step=8)
         for rank in range(4)
@@ -153,7 +155,7 @@ def test_other_findings_have_a_line_each(view: View) -> None:
 def test_title_shows_whether_the_run_is_live(view: View) -> None:
     """A live run has the time of the newest data.
 
-    An ended one has its end and the number of dead ranks.
+    An ended run has its end and the number of dead ranks.
     """
     assert overview.run_state(view)[0].startswith("LIVE ")
     run = {"live": False, "ended": "2026-11-23T09:00:00+00:00"}
@@ -167,8 +169,8 @@ def test_title_shows_whether_the_run_is_live(view: View) -> None:
     assert overview.run_state(with_report(view, died=[2]))[0].endswith(", rank 2 died")
 
 
-def test_hang_shows_stacks_and_no_pace(view: View) -> None:
-    """A hanging run has no steps per second, and no time left."""
+def test_hanging_run_shows_stacks_instead_of_its_pace(view: View) -> None:
+    """The pace is the steps per second and the time left."""
     hangs = with_report(
         view,
         verdicts=[verdict("hang", "No step for 42 s.", rank=1, evidence=HANG)],
@@ -187,7 +189,7 @@ def test_hang_shows_stacks_and_no_pace(view: View) -> None:
     ]
 
 
-def test_time_left_needs_a_total_number_of_steps(view: View) -> None:
+def test_time_left_is_shown_only_with_a_total_number_of_steps(view: View) -> None:
     told = with_report(view, total_steps=1000)
 
     assert "left" not in joined(screen(view))
@@ -232,9 +234,7 @@ def test_ranks_are_listed_without_values_before_the_first_step(view: View) -> No
 
 
 def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> None:
-    """The screen has the current activity, phases and modules compared with other ranks, and
-    collectives.
-    """
+    """Phases and modules are compared with those of other ranks."""
     now = {"step": 97, "step_s": 0.12, "inside": ["backward", "wait"], "inside_s": 0.1}
     ranks: Any = [{**rank, "now": now} for rank in report_of(view)["ranks"]]
     lines = of_rank(with_report(view, ranks=ranks), 3)
@@ -255,7 +255,7 @@ def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> 
     assert any("allreduce" in line for line in lines)
 
 
-def test_rank_screen_shows_death_and_open_span(view: View) -> None:
+def test_screen_of_a_dead_rank_shows_its_death_and_open_span(view: View) -> None:
     ranks: Any = [
         {**rank, "state": "died", "inside": ["forward GPT"]} for rank in report_of(view)["ranks"]
     ]
@@ -267,8 +267,8 @@ def test_rank_screen_without_data_says_so(view: View) -> None:
     assert of_rank(view, 7)[0].startswith("No data of rank 7")
 
 
-def test_ranks_that_do_other_work_are_not_compared(tmp_path: Path) -> None:
-    """In a pipeline of two stages, a rank is compared with the other rank of its stage."""
+def test_rank_is_compared_only_with_ranks_of_its_pipeline_stage(tmp_path: Path) -> None:
+    """The pipeline has two stages of two ranks."""
     found = view_of(tmp_path / "run", 6, blocks=2, stages=2)
 
     assert "median of 2 ranks that do the same work" in joined(of_rank(found, 0))
@@ -279,13 +279,13 @@ def test_findings_on_a_rank_are_on_its_screen(view: View) -> None:
     assert not any("SLOW RANK" in line for line in of_rank(view, 2))
 
 
-def test_all_findings_have_their_duration(view: View) -> None:
+def test_screen_of_all_findings_has_their_durations(view: View) -> None:
     text = joined(plain(overview.all_findings(view, 100)))
 
     assert re.search(r"held in \d+ of \d+ windows of \d+ steps, since step 0", text)
 
 
-def test_times_of_other_days_have_the_day() -> None:
+def test_times_of_other_days_are_shown_with_the_date() -> None:
     assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len(
         "12:00:00"
     )

@@ -1,4 +1,4 @@
-"""Progress, speed and time left, shown only if they are known."""
+"""Progress, speed and time left of a run, shown only if they are known."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def test_time_left_is_remaining_steps_times_mean_step() -> None:
     assert progress(400, 1000) == "400 of 1,000 steps (40%)"
 
 
-def test_recent_steps_give_a_second_time_left_if_they_differ() -> None:
+def test_second_time_left_is_shown_if_recent_steps_differ() -> None:
     assert left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
     assert left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
 
 
-def test_single_slow_window_does_not_change_the_pace() -> None:
+def test_single_slow_window_does_not_change_the_time_left() -> None:
     assert left_s(400, 1000, 0.5, (0.5,) * 15 + (0.58,)) == (300.0,)
 
 
-def test_no_time_left_without_a_valid_total() -> None:
-    """The total is missing or too small, or no step was made."""
+def test_no_time_left_is_shown_without_a_valid_total() -> None:
+    """The total is missing or too small, or no step has ended."""
     assert left_s(400, None, 0.5, ()) == left_s(0, 1000, 0.5, ()) == ()
     assert left_s(400, 1000, None, ()) == left_s(1001, 1000, 0.5, ()) == ()
 
 
-def test_progress_shows_that_there_were_more_steps_than_expected() -> None:
+def test_progress_says_if_the_run_makes_more_steps_than_expected() -> None:
     assert progress(1001, 1000) == "1,001 steps, more than the 1,000 expected"
     assert progress(1, None) == "1 step"
 
@@ -60,7 +60,7 @@ def test_time_left_is_rounded_to_suitable_units(seconds: float, text: str) -> No
 
 
 def test_curve_has_its_lowest_block_at_the_lowest_value() -> None:
-    """The lowest value is the lowest block, the highest value the highest one."""
+    """The highest value has the highest block."""
     assert curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
     assert curve([1, 1, 4, 4], 2) == ["▁█"]
     assert curve([1, 4], 6) == ["▁▁▁███"]
@@ -69,15 +69,15 @@ def test_curve_has_its_lowest_block_at_the_lowest_value() -> None:
 
 
 def test_upper_line_of_a_curve_continues_the_lower_one() -> None:
-    """The upper line continues where the lower one is full."""
+    """The upper line has a block only if the lower one is full."""
     assert curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
 
 
-def test_current_pace_comes_from_the_last_minute_of_looks() -> None:
-    """Before the first looks, it comes from the newest window."""
+def test_current_pace_is_computed_from_readings_of_the_last_minute() -> None:
+    """At first, it is computed from the newest window."""
     seen, second = SeenSteps(), 10**9
     assert seen.add("a", 10, 100 * second) is None
-    # The time since the first look is too short.
+    # The time since the first reading is too short.
     assert seen.add("a", 12, 102 * second) is None
     assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
     assert seen.add("a", 20, 105 * second) == pytest.approx(0.5)
@@ -88,10 +88,10 @@ def test_current_pace_comes_from_the_last_minute_of_looks() -> None:
     assert seen.add("another process", 5, 300 * second) is None
 
 
-def test_pace_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
+def test_pace_line_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
     """The run is slower from its middle on.
 
-    The rate is that of the newest window or of recent looks.
+    The rate is that of the newest window or of recent readings.
     """
     report = report_of(view_of(tmp_path / "run", 4, "constant:rank=3,share=0.5,since=64", blocks=4))
     words, seen, now_s = pace_words(report, None), pace_words(report, 0.25), step_times(report)[-1]

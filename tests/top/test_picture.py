@@ -1,4 +1,7 @@
-"""The picture in docs/guides/top.md, drawn by the application. PICTURE=1 draws it again."""
+"""The screenshot of top in docs/guides/top.md.
+
+PICTURE=1 draws it again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PICTURE = ROOT / "docs" / "images" / "top.svg"
 SIZE = (112, 32)
 
 
-def test_documented_picture_has_the_current_titles_and_keys(
+def test_documented_screenshot_has_the_current_titles_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The picture loads no font from the network."""
@@ -60,7 +63,10 @@ def _without_fonts(picture: str) -> str:
 
 
 def _fixed(lines: list[str]) -> list[str]:
-    """Return titles and keys. Other text depends on verdicts and numbers."""
+    """Return titles and keys.
+
+    Other text depends on verdicts and numbers.
+    """
     titles = [
         line for line in lines if re.match(r"  (Typical|Modules|Collectives|rank +step)", line)
     ]

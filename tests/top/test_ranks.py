@@ -1,5 +1,6 @@
-"""The table of ranks: the report's figures, slow ranks first, and each rank's difference from other
-ranks.
+"""The table of ranks in top:
+
+the report's numbers, slow ranks first, and differences between ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {})
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> View:
-    """Four ranks, of which rank 3 is slow."""
+    """Return the view of four ranks, in which rank 3 is slow."""
     folder = tmp_path_factory.mktemp("ranks")
     return view_of(folder / "run", 4, "constant:rank=3,share=0.3", blocks=3, node_size=2)
 
@@ -39,7 +40,7 @@ def column(table: Table, title: str) -> Column:
     return next(each for each in table.columns if each.title.strip() == title)
 
 
-def test_slow_rank_is_first_and_marked(view: View) -> None:
+def test_slow_rank_is_the_first_row_and_marked(view: View) -> None:
     table, ranks = rank_list(view)
 
     assert ranks[0] == 3
@@ -55,14 +56,14 @@ def test_ranks_can_be_sorted_by_number(view: View) -> None:
     assert column(table, "rank").values == [0, 1, 2, 3]
 
 
-def test_figures_of_ranks_equal_the_report(view: View) -> None:
+def test_numbers_of_ranks_equal_those_of_the_report(view: View) -> None:
     report, (table, _) = rank_table(report_of(view)), rank_list(view)
     assert report is not None
 
     assert column(table, "compute").texts() == column(report, "compute").texts()
 
 
-def test_difference_is_to_the_median_of_the_other_ranks(view: View) -> None:
+def test_difference_of_a_rank_is_to_the_median_of_the_other_ranks(view: View) -> None:
     """For the slow rank, this is the median of the three others."""
     table, _ = rank_list(view)
     compute: Any = column(table, "compute").values
@@ -80,14 +81,14 @@ def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
     assert excess[0] == -excess[1] > 0
 
 
-def test_ranks_that_do_other_work_are_not_compared(tmp_path: Path) -> None:
-    """Each stage of the pipeline has a single rank, so there is nothing to compare with."""
+def test_rank_without_others_in_its_pipeline_stage_has_no_difference(tmp_path: Path) -> None:
+    """Each stage of the pipeline has a single rank."""
     table, _ = rank_list(view_of(tmp_path / "run", 2, blocks=2, stages=2))
 
     assert column(table, "vs others").texts() == ["-", "-"]
 
 
-def test_rank_that_others_wait_for_is_first(view: View) -> None:
+def test_rank_that_others_wait_for_in_a_hang_is_first(view: View) -> None:
     """The table also has the open spans of each rank."""
     hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
     ranks: Any = [
@@ -102,8 +103,7 @@ def test_rank_that_others_wait_for_is_first(view: View) -> None:
     assert column(table, "inside").values[:2] == ["not timed", "x"]
 
 
-def test_ranks_without_a_step_are_listed(view: View) -> None:
-    """This is the case of a hang in the first step."""
+def test_ranks_that_hang_in_their_first_step_are_listed(view: View) -> None:
     ranks: Any = [{**rank, "typical": None} for rank in report_of(view)["ranks"]]
     table, order = rank_list(with_report(view, ranks=ranks))
 
@@ -112,7 +112,7 @@ def test_ranks_without_a_step_are_listed(view: View) -> None:
 
 
 def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
-    """The other ranks keep their figures."""
+    """The other ranks keep their numbers."""
     ranks: Any = [
         {**rank, "typical": None} if rank["rank"] == 1 else rank
         for rank in report_of(view)["ranks"]
@@ -137,7 +137,7 @@ def test_excess_over_the_run_is_drawn_as_blocks() -> None:
     assert blocks([], 8) == ""
 
 
-def test_recently_slow_rank_is_visible_in_the_latest_window(tmp_path: Path) -> None:
+def test_recently_slow_rank_has_an_excess_in_the_latest_window(tmp_path: Path) -> None:
     """A typical step of the run hardly shows it. Ranks without excess have no value."""
     table, ranks = rank_list(
         view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8)
@@ -168,7 +168,7 @@ def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:
 
 
 def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
-    """4096 ranks are ordered and compared in less than two seconds, also on a busy machine."""
+    """The limit also holds on a busy machine."""
     first: Any = report_of(view)["ranks"][0]
     ranks: Any = [{**first, "rank": rank} for rank in range(4096)]
     many = dataclasses.replace(with_report(view, ranks=ranks, verdicts=[]), populations={})
@@ -179,7 +179,7 @@ def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
     assert time.process_time() - began_s < 2
 
 
-def test_ranks_are_those_of_the_evidence() -> None:
+def test_ranks_of_a_verdict_are_those_of_its_evidence() -> None:
     """Without evidence, it is the verdict's own rank, or no rank for a verdict on the job."""
     assert ranks_of(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
     assert ranks_of(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)

@@ -1,4 +1,4 @@
-"""Reading a live run: content, frequency, and messages if there are no new data."""
+"""How top reads a live run: what it reads and how often, and messages if there are no new data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_reader_waits_for_the_run_directory(tmp_path: Path) -> None:
     assert (view.trouble, report_of(view)["steps"]["count"]) == ("", 32)
 
 
-def test_only_changed_files_are_read(live: LiveSimulation) -> None:
+def test_unchanged_files_are_not_read_again(live: LiveSimulation) -> None:
     """Without changes, the view is the same object."""
     live.goes_on()
     other = add_node(live.run, 1)
@@ -101,7 +101,7 @@ def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: st
     assert reader.look().trouble == ""
 
 
-def test_inconsistent_files_are_reported_as_trouble(live: LiveSimulation) -> None:
+def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> None:
     live.goes_on()
     path = live.run.node_state(HOST)
     good = path.read_bytes()
@@ -119,7 +119,7 @@ def test_inconsistent_files_are_reported_as_trouble(live: LiveSimulation) -> Non
 
 
 def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None:
-    """The message says that the figures are old. If the directory returns, it is read again."""
+    """The message says that the numbers are old. If the directory returns, it is read again."""
     live.goes_on()
     reader = RunReader(live.run, monotonic=Clock())
     report = report_of(reader.look())
@@ -148,15 +148,15 @@ def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> N
     assert reader.look().trouble == ""
 
 
-def test_old_file_is_reported_as_silent_at_once(live: LiveSimulation) -> None:
-    """For example if the run was killed an hour ago."""
+def test_run_whose_file_is_old_is_silent_at_once(live: LiveSimulation) -> None:
+    """The run may have been killed an hour ago."""
     live.goes_on()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
     assert "no new data from node-0000 for 1 hour or more" in reader.look().trouble
 
 
-def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
+def test_run_whose_sidecar_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
     """Sidecars of many ranks write less often.
 
     Silence begins at three times the longest interval.
@@ -174,7 +174,7 @@ def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> Non
     assert "no new data" in reader.look().trouble
 
 
-def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:
+def test_ended_run_is_not_silent(live: LiveSimulation) -> None:
     live.goes_on()
     live.ends()
     clock = Clock()
@@ -184,8 +184,8 @@ def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:
     assert (reader.look().trouble, reader.look().has_ended) == ("", True)
 
 
-def test_large_runs_are_read_more_rarely(live: LiveSimulation) -> None:
-    """A look of ten seconds is followed by forty seconds of rest: at most a fifth of a core."""
+def test_run_that_takes_long_to_read_is_read_more_rarely(live: LiveSimulation) -> None:
+    """A reading of ten seconds is followed by forty seconds of rest: at most a fifth of a core."""
     live.goes_on()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)

@@ -1,6 +1,4 @@
-"""The real program in a real terminal: drawing, resizing, missing colour or Unicode, and its
-end.
-"""
+"""The program top in a real terminal: drawing, resizing, missing colour or Unicode, and its end."""
 
 from __future__ import annotations
 
@@ -30,14 +28,14 @@ TOP = f"{sys.executable} -m torchlens_perf top"
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation]:
-    """A live run of eight ranks, of which rank 3 is slow."""
+    """Return a live run of eight ranks, in which rank 3 is slow."""
     path = tmp_path_factory.mktemp("terminal") / "run"
     with LiveSimulation(path, 8, "constant:rank=3,share=0.3,phase=forward", node_size=4) as live:
         live.goes_on(4)
         yield live
 
 
-def test_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
+def test_top_of_a_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
     """The screen shows the training process's progress, time left, current activity, and end."""
     runs, stop = tmp_path / "runs", tmp_path / "stop"
     with open(tmp_path / "log", "wb") as log:
@@ -87,9 +85,7 @@ def test_live_run_shows_progress_activity_and_end(tmp_path: Path) -> None:
 def test_slow_rank_cost_and_action_are_not_cut_off(
     planted: LiveSimulation, size: tuple[int, int]
 ) -> None:
-    """The slow rank, its cost and the action are completely visible, with all ranks, parts and
-    keys.
-    """
+    """All ranks, parts and keys are visible at the same time."""
     with Tmux(*size) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees("q quit")
@@ -112,11 +108,12 @@ def test_slow_rank_cost_and_action_are_not_cut_off(
 
 @pytest.mark.long
 def test_screen_adapts_to_a_resized_terminal(planted: LiveSimulation) -> None:
-    """The size changes while it runs, to small and large sizes."""
+    """The size changes while the program runs, to small and large sizes."""
 
     def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
-        """Return True if a screen of this size is complete: its first line is as wide as the
-        terminal.
+        """Return True if a screen of this size is complete:
+
+        its first line is as wide as the terminal.
         """
         return len(shown) == lines and len(shown[0]) == columns and shown[-1].endswith(keys)
 
@@ -134,7 +131,7 @@ def test_screen_adapts_to_a_resized_terminal(planted: LiveSimulation) -> None:
 
 
 def test_slow_rank_is_recognizable_without_colour(planted: LiveSimulation) -> None:
-    """With NO_COLOR there is no colour, and the slow rank is still recognizable."""
+    """NO_COLOR is set."""
     with Tmux(environment={"NO_COLOR": "1"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         lines = terminal.sees("SLOW RANK rank 3")
@@ -152,7 +149,7 @@ def test_slow_rank_is_recognizable_without_colour(planted: LiveSimulation) -> No
 
 @pytest.mark.long
 def test_screen_is_ascii_in_the_c_locale(planted: LiveSimulation) -> None:
-    """With LC_ALL=C everything is ASCII, even if the terminal supports Unicode."""
+    """The terminal supports Unicode, but LC_ALL is C."""
     with Tmux(environment={"LC_ALL": "C"}) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         lines = terminal.sees("SLOW RANK rank 3")
@@ -163,7 +160,7 @@ def test_screen_is_ascii_in_the_c_locale(planted: LiveSimulation) -> None:
 
 
 @pytest.mark.parametrize("end", ["C-c", *long("SIGTERM", "C-z")])
-def test_terminal_is_restored_after_the_end(planted: LiveSimulation, end: str) -> None:
+def test_terminal_is_restored_after_the_end_of_top(planted: LiveSimulation, end: str) -> None:
     """The program ends by Ctrl-C or SIGTERM, or is suspended by Ctrl-Z."""
     with Tmux() as terminal:
         terminal.type("echo before", "Enter")

@@ -1,4 +1,4 @@
-"""Lines fit the terminal's width and character set, and bars are exact."""
+"""Lines of top fit the terminal's width and character set, and bars are exact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ texts = st.one_of(
     terminal=st.builds(Terminal, st.booleans()),
     no_wrap=st.booleans(),
 )
-def test_no_line_is_wider_than_the_terminal(
+def test_no_wrapped_line_is_wider_than_the_terminal(
     text: str, width: int, terminal: Terminal, no_wrap: bool
 ) -> None:
     lines = terminal.lines([Text(text.replace("\n", " "), no_wrap=no_wrap)], width)
@@ -44,7 +44,7 @@ def test_wrapped_text_keeps_all_words() -> None:
     assert " ".join(each.plain.strip() for each in Terminal().lines([Text(words)], 9)) == words
 
 
-def test_wrapped_lines_are_indented_as_the_first() -> None:
+def test_wrapped_lines_are_indented_like_the_first() -> None:
     assert [each.plain.rstrip() for each in Terminal().lines([Text("  one two three")], 10)] == [
         "  one two",
         "  three",
@@ -55,19 +55,19 @@ def test_wrapped_lines_are_indented_as_the_first() -> None:
     ("columns", "expected"),
     [(0, ""), (0.01, "▏"), (0.13, "▏"), (0.52, "▌"), (1, "█"), (2.7, "██▊"), (-3, "")],
 )
-def test_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
+def test_length_of_a_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
     """A value above 0 never has an empty bar."""
     assert bar(columns) == expected
 
 
-def test_small_shares_have_different_bars() -> None:
+def test_small_shares_have_bars_of_different_length() -> None:
     """The shares are 1.3 %, 5.2 % and 27 % of twelve columns, the width of bars in the table of
     ranks.
     """
     assert len({bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
 
 
-def test_differences_have_a_sign() -> None:
+def test_differences_are_shown_with_a_sign() -> None:
     column = signed("vs others", [0.05, -0.02, 0.00001, None], 0.1)
 
     assert column.texts() == ["+50.0", "-20.0", "<0.1", "-"]
@@ -79,7 +79,7 @@ def table(rows: int) -> Table:
     return Table("ranks", "Ranks", columns, frozenset({2}))
 
 
-def test_selected_rows_keep_slow_marks_and_units() -> None:
+def test_selected_row_keeps_its_slow_mark_and_units() -> None:
     found = part(table(200), [3, 2])
 
     assert (list(found.columns[0].values), found.slow) == ([3, 2], frozenset({1}))
@@ -87,7 +87,7 @@ def test_selected_rows_keep_slow_marks_and_units() -> None:
 
 
 @pytest.mark.parametrize(("at", "first"), [(0, 0), (50, 48), (199, 195)])
-def test_selected_row_is_visible(at: int, first: int) -> None:
+def test_selected_row_of_a_long_table_is_visible(at: int, first: int) -> None:
     """With 200 rows and room for five, the selected row has the mark and its number is in the
     title.
     """
@@ -99,7 +99,7 @@ def test_selected_row_is_visible(at: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 19])
-def test_selected_row_is_marked_if_names_are_folded(at: int) -> None:
+def test_selected_row_is_marked_if_names_are_wrapped(at: int) -> None:
     """On 40 columns a name takes two lines.
 
     Only complete rows are shown, and no more lines than fit.
@@ -119,13 +119,13 @@ def test_parts_that_do_not_fit_in_a_line_are_left_out() -> None:
     assert fitting(["a long first part"], 3) == "a long first part"
 
 
-def test_rule_is_as_wide_as_the_terminal() -> None:
+def test_horizontal_rule_is_as_wide_as_the_terminal() -> None:
     assert [rule("step\x1b[2J", width).cell_len for width in (20, 40)] == [20, 40]
     assert "\x1b" not in rule("step\x1b[2J", 40).plain
 
 
 def test_ascii_bars_and_charts_have_distinct_characters() -> None:
-    """Bars and charts have distinct ASCII characters, so lengths remain comparable."""
+    """Lengths remain comparable."""
     (found,) = Terminal(ascii_only=True).lines([line("▶ ██▌ ▁▄█ Größe …")], 40)
 
     assert found.plain == "> ##- _~# Gr??e ~"
@@ -143,7 +143,9 @@ def test_ascii_bars_and_charts_have_distinct_characters() -> None:
     ],
     ids=str,
 )
-def test_unicode_depends_on_the_locale(environment: dict[str, str], is_ascii: bool) -> None:
+def test_unicode_is_used_only_if_the_locale_supports_it(
+    environment: dict[str, str], is_ascii: bool
+) -> None:
     """Python may replace the C locale by UTF-8, so the environment at process start counts."""
     program = "from torchlens_perf.top.text import of_environment; print(of_environment())"
     environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}

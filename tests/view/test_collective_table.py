@@ -1,4 +1,4 @@
-"""The table of collectives names the rank that arrives last, even if it is rank 0."""
+"""The table of collectives has the rank that arrives last, even if it is rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchlens_perf.view.collective_table import collective_table
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_collective_table_shows_the_last_rank(rank: int, tmp_path: Path) -> None:
+def test_collective_table_shows_the_rank_that_arrives_last(rank: int, tmp_path: Path) -> None:
     report = simulated(tmp_path, f"constant:rank={rank},share=0.3")
     for row in report["collectives"]:
         row["slowest_rank"] = rank if row["slowest_rank"] is not None else None

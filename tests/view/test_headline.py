@@ -1,4 +1,4 @@
-"""The headline of each kind of verdict, from the reports that the golden files keep."""
+"""The headline of each kind of verdict, from the reports in the golden files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def first(report: Report) -> Headline:
     return headlines(report, "runs/x")[0]
 
 
-def test_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None:
+def test_headline_of_a_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None:
     found = first(simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward"))
 
     assert (found.status, found.severity) == ("SLOW RANK", BAD)
@@ -52,14 +52,14 @@ def test_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None
     assert "Next:" not in found.sentence
 
 
-def test_slow_node_names_its_ranks(tmp_path: Path) -> None:
+def test_headline_of_a_slow_node_has_its_ranks(tmp_path: Path) -> None:
     found = first(simulated(tmp_path, "node:node=1,share=0.15", ranks=16))
 
     assert found.status == "SLOW NODE"
     assert dict(found.facts)["ranks"] == "8-15 (node-0001)"
 
 
-def test_run_without_finding_is_ok(tmp_path: Path) -> None:
+def test_run_without_finding_has_status_ok(tmp_path: Path) -> None:
     report = simulated(tmp_path)
     whole = overall(headlines(report))
 
@@ -67,7 +67,7 @@ def test_run_without_finding_is_ok(tmp_path: Path) -> None:
     assert (whole.status, whole.severity, whole.cost) == ("OK", GOOD, "")
 
 
-def test_too_few_steps_are_not_compared(tmp_path: Path) -> None:
+def test_run_with_too_few_steps_has_status_not_compared(tmp_path: Path) -> None:
     found = next(each for each in headlines(simulated(tmp_path, steps=12)) if each.kind == "none")
 
     assert (found.status, found.severity) == ("NOT COMPARED", NEUTRAL)
@@ -88,7 +88,7 @@ def test_command_profiles_the_next_run_when_the_job_has_ended(tmp_path: Path) ->
     assert headlines(report, "x")[0].command.startswith("export TORCHLENS_PERF_CAPTURE=verdict")
 
 
-def test_the_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
+def test_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
     slow, *_ = headlines(report)
     fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", "", is_over=False)

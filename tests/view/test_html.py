@@ -60,7 +60,7 @@ def tags_of(text: str) -> set[str]:
     return found
 
 
-def test_card_shows_each_fact_once() -> None:
+def test_card_of_a_verdict_shows_each_fact_once() -> None:
     words = text_of(card(SLOW, "verdict-1"))
 
     for fact in (
@@ -77,19 +77,19 @@ def test_card_shows_each_fact_once() -> None:
     assert "Next: profile it." in words
 
 
-def test_card_without_cost_has_no_number() -> None:
+def test_card_of_a_verdict_without_cost_has_no_number() -> None:
     made = card(dataclasses.replace(SLOW, cost_s_per_step=None), "verdict-1")
 
     assert "lost per step" not in text_of(made)
 
 
-def test_command_can_be_copied_as_it_is() -> None:
+def test_command_in_a_card_can_be_copied_unchanged() -> None:
     (command,) = card(SLOW, "verdict-1").iter("code")
 
     assert command.text == SLOW.command
 
 
-def test_line_has_status_facts_and_cost_in_its_summary() -> None:
+def test_verdict_line_has_status_facts_and_cost_in_its_summary() -> None:
     summary = line(SLOW, "verdict-2").find("summary")
 
     assert summary is not None
@@ -98,7 +98,7 @@ def test_line_has_status_facts_and_cost_in_its_summary() -> None:
     assert words.endswith("22.9 ms per step = 27% of step time")
 
 
-def test_rows_after_the_first_ones_are_in_the_page_behind_a_checkbox() -> None:
+def test_further_rows_of_a_table_are_hidden_behind_a_checkbox() -> None:
     made = table(RANKS)
     rows = list(made.iter("tr"))[1:]
     (checkbox,), (label,) = made.iter("input"), made.iter("label")
@@ -113,7 +113,7 @@ def test_short_table_has_no_checkbox() -> None:
     assert list(table(dataclasses.replace(RANKS, first=None)).iter("input")) == []
 
 
-def test_numbers_are_right_aligned_with_their_unit_in_the_head() -> None:
+def test_numbers_are_right_aligned_with_their_unit_in_the_header() -> None:
     made = table(RANKS)
     heads = list(made.iter("th"))[:3]
 
@@ -123,13 +123,13 @@ def test_numbers_are_right_aligned_with_their_unit_in_the_head() -> None:
     assert [text_of(cell) for cell in list(made.iter("td"))[1:4:2]] == ["249", NOT_MEASURED]
 
 
-def test_elements_replace_the_text_of_a_column() -> None:
+def test_html_elements_replace_the_text_of_a_column() -> None:
     links = [tag("a", "run", href=f"#{at}") for at in range(10)]
 
     assert len(list(table(RANKS, {"host": links}).iter("a"))) == 10
 
 
-def test_long_text_keeps_the_whole_in_a_title() -> None:
+def test_shortened_text_has_the_whole_text_as_its_title() -> None:
     name = "layers." * 40
     made = table(Table("modules", "Modules", [Column("module", [name], Quantity.TEXT)]))
     (short,) = made.iter("span")
@@ -138,7 +138,7 @@ def test_long_text_keeps_the_whole_in_a_title() -> None:
     assert short.get("title") == name
 
 
-def test_hostile_text_is_escaped() -> None:
+def test_hostile_text_is_escaped_in_html() -> None:
     facts = (("rank", HOSTILE),)
     bad = dataclasses.replace(SLOW, facts=facts, sentence=HOSTILE, action=HOSTILE, command=HOSTILE)
     spec = Table(

@@ -1,4 +1,4 @@
-"""Columns as text: one unit, three digits, and no measured value shown as zero."""
+"""Columns of tables as text: one unit, three digits, and no measured value shown as zero."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_quantities_other_than_durations_have_their_units() -> None:
     assert Column("memory", [1.5e9], Quantity.BYTES).heading == "memory"
 
 
-def test_name_that_drives_a_terminal_is_made_printable() -> None:
+def test_name_that_controls_a_terminal_is_made_printable() -> None:
     assert "\x1b" not in Column("host", ["a\x1b[2J"], Quantity.TEXT).texts()[0]
 
 
-def test_head_keeps_the_slow_rows_that_it_contains() -> None:
+def test_shortened_table_keeps_its_slow_rows() -> None:
     table = Table(
         "ranks", "Ranks", [Column("rank", [3, 0, 1], Quantity.NUMBER)], slow=frozenset({0, 2})
     )
@@ -45,7 +45,7 @@ def test_head_keeps_the_slow_rows_that_it_contains() -> None:
     assert table.head(2).rows == 2
 
 
-def test_column_takes_the_unit_of_a_given_duration() -> None:
+def test_column_uses_the_unit_of_a_given_duration() -> None:
     column = Column("data", [0.0002, 0.0], unit_of=0.03)
 
     assert column.heading == "data ms"
@@ -64,7 +64,7 @@ def test_rank_number_is_formatted_without_a_thousands_separator() -> None:
     assert Column("host", ["a", None], Quantity.TEXT).is_text
 
 
-def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
+def test_hidden_rows_are_counted_with_their_range() -> None:
     ranks = Column("rank", [3, 0, 1, 2], Quantity.TEXT)
     table = Table(
         "ranks",
@@ -79,14 +79,14 @@ def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
     assert table.rest(4) == ""
 
 
-def test_range_of_hidden_rows_has_its_own_unit() -> None:
+def test_range_of_hidden_rows_has_a_suitable_unit() -> None:
     compute = Column("compute", [2.0, 0.005, 0.006])
     table = Table("ranks", "Ranks", [compute], noun="rank", ranged="compute")
     assert compute.unit == "s"
     assert table.rest(1) == "2 more ranks, compute 5.00 to 6.00 ms"
 
 
-def test_large_numbers_have_no_exponent() -> None:
+def test_large_numbers_are_formatted_without_an_exponent() -> None:
     assert Column("signal", [4540.2, 0.0123, 1576], Quantity.NUMBER).texts() == [
         "4,540",
         "0.0123",

@@ -29,7 +29,7 @@ def column(table: Table, title: str) -> Column:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Rank 3 of 16 is slow in forward."""
+    """Return the tables of a run of 16 ranks, in which rank 3 is slow in forward."""
     return simulated(
         tmp_path_factory.mktemp("slow"), "constant:rank=3,share=0.25,phase=forward", ranks=16
     )
@@ -40,7 +40,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return simulated(tmp_path_factory.mktemp("clean"), ranks=16)
 
 
-def test_slow_rank_is_the_first_row(slow: Report) -> None:
+def test_slow_rank_is_the_first_row_of_the_rank_table(slow: Report) -> None:
     table = found(slow, "ranks")
 
     assert column(table, "rank").values[0] == 3
@@ -50,7 +50,7 @@ def test_slow_rank_is_the_first_row(slow: Report) -> None:
     assert compute[0] > compute[1] >= compute[2]  # type: ignore[operator]
 
 
-def test_table_of_many_equal_ranks_shows_four_and_sums_up_the_rest(clean: Report) -> None:
+def test_table_of_many_equal_ranks_shows_four_and_summarizes_the_rest(clean: Report) -> None:
     table = found(clean, "ranks")
 
     assert (table.rows, table.first, table.slow) == (16, 4, frozenset())
@@ -58,7 +58,7 @@ def test_table_of_many_equal_ranks_shows_four_and_sums_up_the_rest(clean: Report
     assert table.rest(4).endswith(" ms")
 
 
-def test_first_rows_have_healthy_ranks_even_if_many_are_slow(tmp_path: Path) -> None:
+def test_first_rows_include_healthy_ranks_even_if_many_are_slow(tmp_path: Path) -> None:
     table = found(simulated(tmp_path, "node:node=1,share=0.15", ranks=16), "ranks")
 
     assert table.first == 8
@@ -67,7 +67,7 @@ def test_first_rows_have_healthy_ranks_even_if_many_are_slow(tmp_path: Path) -> 
     assert len(table.slow) == 8
 
 
-def test_columns_of_a_rank_have_one_unit(slow: Report) -> None:
+def test_columns_of_the_rank_table_have_one_unit(slow: Report) -> None:
     units = {each.unit for each in found(slow, "ranks").columns} - {""}
 
     assert units == {"ms"}
@@ -110,14 +110,14 @@ def test_small_collective_has_no_bandwidth(slow: Report) -> None:
     ]
 
 
-def test_one_process_has_no_columns_of_several_ranks(tmp_path: Path) -> None:
+def test_tables_of_one_process_have_no_columns_for_several_ranks(tmp_path: Path) -> None:
     made = tables(simulated(tmp_path, ranks=1))
 
     assert not TITLES_OF_SEVERAL_RANKS & {each.title for table in made for each in table.columns}
     assert "collectives" not in [table.key for table in made]
 
 
-def test_stall_of_one_rank_names_the_rank(tmp_path: Path) -> None:
+def test_stall_of_one_rank_is_shown_with_the_rank(tmp_path: Path) -> None:
     table = found(simulated(tmp_path, "stalls:rank=3,share=3,every=40"), "outlier_steps")
 
     assert 3 in column(table, "caused by rank").values
@@ -133,7 +133,7 @@ def test_keys_are_unique_and_columns_have_all_rows(slow: Report) -> None:
 
 
 def test_columns_of_a_rank_add_up_to_its_step() -> None:
-    """CPU contention has its own column and is in no phase."""
+    """CPU contention is a separate column and in no phase."""
     steps = [{**BASE, "forward": 24.0, "cpu": 20.0}] * 60
     table = found(build("r", [node([steps])]), "ranks")
     seconds = {

@@ -102,7 +102,7 @@ class TestPlantedJobs:
         assert text.count("\n") <= SHORT_LINES_OK
 
     def test_slow_loader_is_shown_before_the_line_on_slow_ranks(self) -> None:
-        """The bottleneck comes before the line that no rank is slow."""
+        """That line says that no rank is slow."""
         loops = [[{**BASE, "data": 14.0}] * 100] * 2
         text = short(node(loops, findings(last_step=99, compared=2)))
 
@@ -127,7 +127,7 @@ class TestPlantedJobs:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("seed", range(8))
-def test_run_without_finding_is_short(seed: int, columns: int) -> None:
+def test_full_report_of_a_run_without_open_finding_is_short(seed: int, columns: int) -> None:
     """The loops have evaluation, noise, and slow ranks, waits and hangs that are over."""
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, 300, 8)
@@ -148,14 +148,14 @@ def test_run_without_finding_is_short(seed: int, columns: int) -> None:
     assert "\n  data lost " in text
 
 
-def test_sections_without_data_are_left_out() -> None:
+def test_report_omits_sections_without_data() -> None:
     text = short(node([usual(60)] * 8, findings(last_step=59)), 120)
 
     assert text.count("\n") <= 12
     assert not re.search("earlier|data lost|also|Typical step", text)
 
 
-def test_64_ranks_with_a_slow_one_fit_30_lines(tmp_path: Path) -> None:
+def test_report_of_64_ranks_with_a_slow_one_fits_30_lines(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=13,share=0.25", ranks=64, steps=64)
     text = short(report)
 
@@ -167,8 +167,8 @@ def test_64_ranks_with_a_slow_one_fit_30_lines(tmp_path: Path) -> None:
     assert "\n  56 more ranks, compute " in whole
 
 
-def test_run_with_all_findings_fits_30_lines() -> None:
-    """Fewer ranks are shown if other lines take the room."""
+def test_report_of_a_run_with_all_findings_fits_30_lines() -> None:
+    """Fewer ranks are shown if other lines need the room."""
     slow = [episode(rank, 20, last_step=159) for rank in range(4)]
     past = [episode(rank, 20, 50) for rank in range(4, 8)]
     seen = Diagnosis(
@@ -191,7 +191,7 @@ def test_run_with_all_findings_fits_30_lines() -> None:
     )
 
 
-def test_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
+def test_length_of_a_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25", ranks=8)
     report["ranks"] = [{**report["ranks"][at % 8], "rank": at} for at in range(1024)]
     report["run"]["world_size"] = report["run"]["ranks_seen"] = 1024
@@ -201,7 +201,7 @@ def test_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
     assert render(report, LONG, columns=100, color=False).count("\n") <= 110
 
 
-def test_verdicts_after_the_third_are_named() -> None:
+def test_verdicts_after_the_third_are_only_named() -> None:
     slow = findings(*(episode(rank, 20, last_step=159) for rank in range(4)), last_step=159)
     text = short(node([usual(160)] * 8, slow))
 
@@ -209,7 +209,7 @@ def test_verdicts_after_the_third_are_named() -> None:
     assert "\n  also        SLOW RANK\n" in text
 
 
-def test_second_and_third_verdict_have_one_line() -> None:
+def test_second_and_third_verdict_have_one_line_each() -> None:
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
     for every, begin, more, flag in (
         (20, 10, 300.0, Flag.EVALUATION),
@@ -227,7 +227,7 @@ def test_second_and_third_verdict_have_one_line() -> None:
     )
 
 
-def test_ended_verdicts_are_one_line() -> None:
+def test_ended_verdicts_are_shown_in_one_line() -> None:
     over = [{**BASE, "data": 20.0 if step < 320 else 1.0} for step in range(400)]
     slow = findings(episode(3, 20, 50), episode(2, 60, 90), last_step=159)
     text = short(node([usual(160)] * 4, slow))
@@ -314,8 +314,11 @@ def test_run_that_ended_in_a_hang_is_shown_as_hanging() -> None:
 
 
 @pytest.mark.parametrize("html", [True, False])
-def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
-    """Its colours follow its terminal. report.txt has the full report without colours."""
+def test_rank_0_prints_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
+    """Its colours are those that its terminal supports.
+
+    report.txt has the full report without colours.
+    """
     rank = Rank(run, 0, 1)
     rank.steps(50, forward=4, backward=6)
     rank.close()
@@ -337,7 +340,7 @@ def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: P
     assert "  Typical step" in whole
 
 
-def test_colours_have_one_meaning(tmp_path: Path) -> None:
+def test_each_colour_has_one_meaning(tmp_path: Path) -> None:
     """The status has the colour of its severity, each part of a bar its own, and the slow row that
     of the status.
     """
@@ -345,7 +348,7 @@ def test_colours_have_one_meaning(tmp_path: Path) -> None:
     text = render_short(report, LONG, columns=80, color=True)
 
     assert "\x1b[1;31mSLOW RANK" in text
-    assert re.search("\x1b\\[32m█+\x1b\\[0m\x1b\\[34m█+", text)  # forward, backward
+    assert re.search("\x1b\\[32m█+\x1b\\[0m\x1b\\[34m█+", text)  # Forward and backward.
     assert "▓" not in text
     assert re.search("\x1b\\[1;31m +3", text)
 

@@ -1,4 +1,4 @@
-"""The theme covers all parts of a step, in the style sheet and for scripts."""
+"""The theme has a colour for all parts of a step, in the style sheet and for scripts."""
 
 from __future__ import annotations
 
