@@ -1,4 +1,5 @@
 """Analysis of records.
 
-Pure functions and values: they read no file except a node's state, no clock and no process.
+The functions here are pure. They read no clock and no process, and no file except a node's saved
+state.
 """

@@ -1,4 +1,4 @@
-"""Match the records of several ranks by sequence number, for one sequence of operations. Pure.
+"""Match the records of several ranks by sequence number. All functions are pure.
 
 Times are in ns. An operation whose end was not recorded has a duration of -1 (NOT_ENDED).
 """
@@ -16,11 +16,11 @@ from torchlens_perf.analysis.collectives.semantics import GroupKey
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Largest number of operations of a channel that wait for a rank's record.
+# Largest number of incomplete operations that a channel keeps.
 MAX_PENDING = 4096
 NOT_ENDED = -1
-# A rank's record of an operation. `call_ns`: duration of the issuing call; `signature` and `row`:
-# see join.py.
+# A rank's record of an operation. `call_ns` is the duration of the issuing call. join.py explains
+# `signature` and `row`.
 CALL = np.dtype(
     [
         ("sequence", np.int64), ("start_ns", np.int64), ("duration_ns", np.int64), ("bytes", np.int64),
@@ -32,11 +32,13 @@ CALL = np.dtype(
 
 
 def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Return calls in one array.
+    """Concatenate arrays of calls.
 
-    They are copied as bytes, because NumPy copies structures field by field, ten times slower.
+    The calls are copied as bytes, because NumPy copies structured arrays field by field, which is
+    ten times slower.
 
-    For the same reason, select calls with take() and compress() instead of an index.
+    Indexing a structured array is slow for the same reason, so select calls with take() and
+    compress().
     """
     return np.concatenate([part.view(f"V{CALL.itemsize}") for part in parts]).view(CALL)
 
@@ -45,28 +47,29 @@ def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
 class Counts:
     """Results of joining the operations of a group or a pair.
 
-    Fields named `*_records` count records, the others operations.
+    Fields named `*_records` count records. All other fields count operations.
     """
 
     joined: int = 0
     unjoined: int = 0
-    """Operations that lack a rank's record: the rank left, made another number of steps, or lost
-    the record.
+    """Operations without a record of every rank: a rank exited, made a different number of steps,
+    or lost the record.
     """
     mismatched: int = 0
-    """Operations whose ranks differ in operation, dtype, root or bytes, or that have two records of
-    a rank.
+    """Operations in which the ranks' names, dtypes, roots or bytes differ, or a rank has two
+    records.
     """
     unended: int = 0
-    """Operations whose records have all arrived, but some of them without an end."""
+    """Operations with a record of every rank, at least one of which has no end time."""
     late_records: int = 0
-    """Records that came after their operation had been dropped."""
+    """Records that arrived after their operation had been dropped."""
     unmatched_records: int = 0
-    """Records that cannot be matched by their numbers.
+    """Records that cannot be matched by sequence number:
 
-    These are messages to a rank that receives from any source, and operations of groups whose ranks
-    count from different starts. They also include kernels whose times contradict that all ranks
-    waited for each other.
+    - messages to a rank that receives from any source;
+    - operations of groups whose ranks began to count at different operations;
+    - kernels that ended on one rank before they began on another, although all ranks must wait for
+      each other.
     """
 
     def plus(self, other: Counts) -> Counts:
@@ -80,22 +83,22 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class ChannelState:
-    """Saved state of a channel. Pending records are not saved and count as unjoined."""
+    """Saved state of a channel. Pending records are not saved, and their operations count as
+    unjoined.
+    """
 
     group: GroupKey
     pair: tuple[int, int] | None
     ordered: bool
     counts: Counts
     floor: int | None
-    """Last sequence number of which a successor must not join records, because they are incomplete;
-    None if all may be joined.
+    """Last sequence number that a restored channel must not join, because some of its records were
+    not saved; None if all operations may be joined.
     """
 
 
 class Channel:
-    """One sequence of operations: a group's collectives, or the messages from one rank to
-    another.
-    """
+    """Sequence of the collectives of a group, or of the messages from one rank to another."""
 
     def __init__(self, group: GroupKey, pair: tuple[int, int] | None) -> None:
         self.group = group
@@ -103,7 +106,7 @@ class Channel:
         self.counts = Counts()
         # True while sequence numbers show which records belong together.
         self.ordered = True
-        # Operations up to this number are not joined anymore.
+        # Operations up to this sequence number are no longer joined.
         self._floor: int | None = None
         self._newest: int | None = None
         self._seen: set[int] = set()
@@ -111,7 +114,7 @@ class Channel:
         self._pending = np.zeros(0, CALL)
 
     def add(self, rank: int, rows: npt.NDArray[np.void]) -> None:
-        """Add calls of one rank, with 32-bit sequence numbers. They are kept until join()."""
+        """Queue calls of one rank, which have 32-bit sequence numbers, for join()."""
         if not self.ordered:
             self.counts.unmatched_records += len(rows)
             return
@@ -120,7 +123,7 @@ class Channel:
         self._queue.append(rows)
 
     def _unwrapped(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return sequence numbers that do not wrap at 32 bits."""
+        """Convert 32-bit sequence numbers, which wrap, to 64-bit numbers that do not wrap."""
         if self._newest is None:
             self._newest = int(sequences[0])
         ahead = (sequences - self._newest + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -129,7 +132,10 @@ class Channel:
         return numbers
 
     def disorder(self) -> None:
-        """Stop joining, because sequence numbers do not show which records belong together."""
+        """Stop joining and drop the pending records.
+
+        Call it if sequence numbers do not show which records belong to the same operation.
+        """
         if self.ordered:
             self.ordered = False
             self.counts.unmatched_records += len(self._rows())
@@ -140,18 +146,18 @@ class Channel:
 
     @property
     def pending_operations(self) -> int:
-        """Number of operations that lack a rank's record so far."""
+        """Number of operations that still have no record of at least one rank."""
         return len(np.unique(self._rows()["sequence"]))
 
     def state(self) -> ChannelState:
-        """Return the state for go_on_from()."""
+        """Return the state that restore() reads."""
         floors = [] if self._floor is None else [self._floor]
         floor = max([*floors, *self._rows()["sequence"].tolist()], default=None)
         counts = self.counts.plus(Counts(unjoined=self.pending_operations))
         return ChannelState(self.group, self.pair, self.ordered, counts, floor)
 
     def go_on_from(self, earlier: ChannelState) -> None:
-        """Continue after an earlier channel of the same group and pair."""
+        """Continue from the saved state of a channel with the same group and pair."""
         self.counts, self.ordered = (
             dataclasses.replace(earlier.counts),
             self.ordered and earlier.ordered,
@@ -159,11 +165,11 @@ class Channel:
         self._floor = self._newest = earlier.floor
 
     def ranks(self, local: set[int]) -> tuple[int, ...]:
-        """Return the members whose records come to this node.
+        """Return the members that run on this node.
 
-        For a pair these are sender and receiver.
+        The members of a pair are its sender and receiver.
 
-        Without known members, return the ranks seen so far.
+        If the members are not known, return all ranks that have added calls.
         """
         members = self.pair or self.group.ranks
         return (
@@ -173,11 +179,13 @@ class Channel:
         )
 
     def join(self, ranks: tuple[int, ...], left: set[int]) -> npt.NDArray[np.void]:
-        """Remove and return the operations that have a record of every rank; shape [operations,
+        """Remove complete operations from the queue and return them, with shape [operations,
         ranks].
 
-        Records of other ranks are dropped. left: ranks that send no more records. Operations that
-        lack theirs are dropped.
+        An operation is complete if it has a record of each of `ranks`. Records of ranks that are
+        not in `ranks` are dropped.
+
+        left: ranks that have exited. Operations without a record of one of these ranks are dropped.
         """
         nothing = np.zeros((0, len(ranks)), CALL)
         if not self._queue and not (left and len(self._pending)):
@@ -199,7 +207,7 @@ class Channel:
             if not len(rows):
                 return nothing
         places = (rows["sequence"] - rows["sequence"].min()) * len(ranks) + column
-        # Each rank's records are almost sorted, so a stable sort merges them fast.
+        # Each rank's records are almost sorted. NumPy's stable sort merges such runs fast.
         order = np.argsort(places, kind="stable")
         rows, column, places = rows.take(order), column[order], places[order]
         starts = np.flatnonzero(np.diff(places // len(ranks), prepend=-1))

@@ -1,17 +1,18 @@
-"""Find ranks whose device is behind when all hosts have issued everything. Pure.
+"""Find ranks whose device is behind although all hosts have issued the same operations. Pure.
 
 The operations that a host has issued do not show the progress of its device. A kernel that never
-ends on one rank stops all devices at the next collective. Two sources show that, without the
-training thread, which may be blocked:
+ends on one rank stops all devices at the next collective. Two sources show the device's progress
+even if the training thread is blocked:
 
 1. NCCL's thread reports which collectives' kernels have started. If a rank's kernel has not started
-   while other ranks' kernels have, the rank's device has not reached that collective. 2. At each
-   step's end, a rank records the last mark that its device has reached. For a blocked thread this
-   is old, and thus a lower bound. A device only counts as stuck if a much later poll found it at
-   the same mark.
+   while other ranks' kernels have, the rank's device has not reached that collective.
+2. At each step's end, a rank polls its device and records the last mark (start or end of a timed
+   span) that the device has reached. The record of a blocked thread is old, so its mark is a lower
+   bound. A device only counts as stuck if a much later poll found it at the same mark.
 
-In a loop that waits for its device in each step, the last poll is older than the kernel that hangs,
-so both sources fail. Python stacks then only show that the hosts wait for their devices.
+Neither source helps if the training loop waits for its device in each step, because the last poll
+is older than the hanging kernel. Python stacks then show that the hosts wait for their devices, but
+not which device is stuck.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-# A working device passes every mark within this number of usual steps.
+# A device that stays at one mark for longer than this multiple of the usual step time is stuck.
 STOOD_STEPS = 2.0
-# .cpu() and .to() are not included: a normal checkpoint may spend a long time in them, copy after
-# copy.
+# .cpu() and .to() are not included, because a normal checkpoint makes many such copies and may
+# spend a long time in them.
 _WAITS = re.compile(r"\.(item|tolist|synchronize)\(|(?<![\w.])(float|int|bool)\(")
 
 
@@ -34,19 +35,19 @@ class DevicePlace:
 
     step: int
     place: int
-    """Number of the mark within the step; 0 is the start of the step."""
+    """Index of the mark in the step; 0 is the start of the step."""
     mark: str
-    """Description such as "the beginning of the forward pass"; "" if not known."""
+    """Description of the mark, such as "the beginning of the forward pass"; "" if not known."""
     stood_s: float
     """Time in seconds from the first to the last poll that found the device at this mark."""
     kind: int = 0
-    """Kind of the mark's span; 0 if not known."""
+    """`ring.Kind` of the span that the mark starts or ends; 0 if not known."""
     is_end: bool = False
     """True if the mark is the end of the span, False if it is the start."""
 
 
 class RankProgress(Protocol):
-    """The fields of hang.Progress that this module uses. They are documented there."""
+    """The fields of hang.Progress that this module uses."""
 
     @property
     def usual_step_s(self) -> float: ...
@@ -62,32 +63,32 @@ class RankProgress(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceFinding:
-    """Result of comparing devices."""
+    """Result of comparing the progress of the ranks' devices."""
 
     kind: str
-    """One of four results.
+    """One of four kinds:
 
     - kernel: the kernel of `group` and `sequence` has not started.
-    - mark: the devices of `ranks` have not passed a mark that others have.
+    - mark: the devices of `ranks` have not passed a mark that all other devices have passed.
     - level: all devices are stuck at the same mark.
-    - unknown: the hosts were blocked before they could poll.
+    - unknown: the hosts were blocked before they could poll their devices.
     """
     ranks: tuple[int, ...] = ()
-    """Ranks whose devices are behind the others'; empty for level and unknown."""
+    """Ranks whose devices are behind; empty for `level` and `unknown`."""
     group: str = ""
     sequence: int = -1
     places: Mapping[int, DevicePlace] = dataclasses.field(default_factory=dict)
-    """Last marks by rank, for mark and level."""
+    """For `mark` and `level`: the last mark of each rank's device."""
     waits_in: str = ""
-    """For unknown: the line of code in which all hosts wait for their devices; "" if there is no
-    single one.
+    """For `unknown`: the line of code in which all hosts wait for their devices; "" if the hosts
+    wait in different lines.
     """
     asked: tuple[int, ...] = ()
-    """Ranks whose stacks were read. The others are in the same place."""
+    """Ranks whose Python stacks were read. All other ranks have the same open spans."""
 
 
 def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Compare the devices of these ranks, whose hosts are stuck.
+    """Compare the progress of the ranks' devices. All hosts of these ranks are stuck.
 
     Return None if no device is known.
     """
@@ -101,15 +102,15 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
 
 
 def is_device_wait(source: str) -> bool:
-    """Return True if a long-running line of code waits for the process's device."""
+    """Return True if this line of code waits until the device has finished its work."""
     return _WAITS.search(source) is not None
 
 
 def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Find ranks whose kernels are behind in a group and ahead in no group.
+    """Find ranks whose kernels are behind in at least one group and ahead in no group.
 
-    A group only counts if all of its ranks have issued the same operations and report the start of
-    kernels.
+    A group is only compared if all of its ranks have issued the same operations and report when
+    kernels start.
     """
     behind: dict[int, tuple[str, int]] = {}
     ahead: set[int] = set()
@@ -139,9 +140,9 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
 
 
 def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Find stuck devices that all others have passed.
+    """Find stuck devices that are behind all other devices.
 
-    The marks of stuck devices are exact, while the marks of other devices are lower bounds.
+    The last mark of a stuck device is exact. For any other device, it is a lower bound.
     """
     places = {rank: each.device for rank, each in ranks.items() if each.device is not None}
     if len(places) < max(2, len(ranks)):

@@ -1,20 +1,22 @@
-"""Find out which ranks block a job that finishes no step, and what they were doing.
+"""Find the ranks that block a job that no longer finishes steps, and the code they are in.
 
-Pure: it uses no file, process or clock. `words/hang.py` writes the texts. The rules, in this order:
+The functions are pure. They use no file, process or clock. `words/hang.py` writes the texts. The
+rules are applied in this order:
 
 1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write
    records, as in an evaluation, there is no hang.
-2. A process that died, is stopped or is in a debugger is blamed, whatever it has issued: a
-   collective that it has entered cannot end without it. The same holds for a node that stopped
-   reporting when the steps ended. The state of other ranks is a consequence.
-3. Ranks that issued different operations under the same number of a group are reported as a
-   mismatch of order.
-4. Otherwise sequence numbers are compared. In a group, all ranks wait for those that are furthest
-   behind. A rank that is behind in some group and ahead in no group does not wait for others, so it
-   is blamed. If every rank that is behind is ahead elsewhere, they wait for each other in a cycle.
+2. A process that died, is stopped or is in a debugger is blamed, whichever collectives it has
+   issued. No collective that it has entered can end without it. A node that stopped reporting at
+   the time of the last step is blamed, too. The state of other ranks is only a consequence.
+3. If ranks issued different operations under the same sequence number of a group, a mismatch of
+   operations is reported.
+4. Otherwise sequence numbers are compared. In each group, all ranks wait for the ranks that are
+   furthest behind. A rank that is behind in at least one group and ahead in no group does not wait
+   for others, so it is blamed. If every rank that is behind in one group is ahead in another group,
+   the ranks wait for each other in a cycle.
 5. Otherwise all ranks have entered all collectives. Ranks whose devices are behind are blamed
-   (device_progress.py). Without such ranks no rank is blamed. The reason is then the network, a
-   device, hosts waiting for devices in an unknown state, or a pause of all ranks.
+   (device_progress.py). If no device is behind, no rank is blamed. The reason may be the network, a
+   device, hosts that wait for devices in an unknown state, or a pause of all ranks.
 """
 
 from __future__ import annotations
@@ -30,21 +32,23 @@ from torchlens_perf.analysis.collectives.device_progress import (
 from torchlens_perf.run.ring import CAPTURING
 
 MIN_S = 10.0
-# Multiple of the usual step. A larger one would leave little of the 600 s after which NCCL's
-# watchdog ends a job.
+# Multiple of the usual step time. NCCL's watchdog ends a job after 600 s, and a larger multiple
+# would leave little of that time.
 FACTOR = 5.0
-# Limit without a usual step time, half of those 600 s. Building, compiling and loading take
-# minutes, and differ by rank.
+# Limit while the usual step time is not known: half of the 600 s of NCCL's watchdog. Building,
+# compiling and loading take minutes, and ranks differ.
 FIRST_STEPS_S = 300.0
-# Time that writing a capture may take. All ranks wait for the rank that writes.
+# Time that writing a capture may take. All other ranks wait for the rank that writes it.
 CAPTURE_S = 120.0
-# Nodes report their progress every second or two.
+# Age of a node's last report from which the node counts as silent. Nodes report their progress
+# every second or two.
 SILENT_S = 5.0
 # The span of Work.wait and wait_tensor.
 WAIT = "wait"
 _STOPPED = ("stopped", "traced")
 ENDED = ("dead", "closed")
-# DDP's reducer waits in C++, inside of the backward pass.
+# Innermost spans of a rank that may wait in a collective. DDP's reducer waits in C++, inside the
+# backward pass.
 _COMMUNICATING = (WAIT, "backward")
 
 
@@ -57,50 +61,58 @@ class Progress:
     step: int
     """Index of the current step."""
     since_step_s: float
-    """Seconds since its last step ended, or since recording started. Grows after a rank has ended,
-    but not while its node is silent.
+    """Seconds since the rank's last step ended, or since recording started. The value grows after
+    the rank has ended, but not while its node is silent.
     """
     report_age_s: float
-    """Seconds since this was reported. 0 for a rank of this node. Grows while its node is silent.
+    """Seconds since the rank's node reported this state; 0 for ranks of this node. The value grows
+    while the rank's node is silent.
     """
     usual_step_s: float
     """Median step time in seconds; 0 if unknown, as in the first steps."""
     issued: Mapping[str, int]
     """For each group, the sequence number of the last collective that the rank issued.
 
-    Collectives count when they are entered, not when they return. Absent or -1: no collective so
-    far. Point-to-point operations are not included, because their numbers are not comparable
-    between ranks.
+    A collective counts as issued when the rank enters it. A group that is missing or has -1 has no
+    collective so far. Point-to-point operations are not included, because their sequence numbers
+    are not comparable between ranks.
     """
     inside: tuple[str, ...]
-    """Names of open spans, outermost first, without the step."""
+    """Names of the open spans, outermost first. The span of the step is left out."""
     state: str
     """State of the process: "running", "stopped", "traced", "uninterruptible", "dead", "closed"
     (the watch ended) or "unknown".
     """
     operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
-    """For each group, the names of its last collectives as far as known, such as {57: "allreduce"}.
+    """For each group, the names of its last collectives by sequence number, as far as known, such
+    as {57: "allreduce"}.
     """
     since_mark_s: float | None = None
-    """Seconds from the last record to this report; None if not known. Then only steps count."""
+    """Seconds from the rank's last record to this report; None if not known. Without it, only
+    `since_step_s` is used.
+    """
     all_groups: bool = True
     """True if `issued` has all groups of the rank. False if the ring's table of groups was full, or
-    if ranks count a group's collectives from different starts.
+    if ranks began to count a group's collectives at different operations.
     """
     began: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Same as `issued`, for the last collective whose kernel has started on the device. Absent: not
-    reported.
+    """For each group, the sequence number of the last collective whose kernel has started on the
+    device. Groups that do not report kernels are missing.
     """
     device: DevicePlace | None = None
-    """Last known mark of the device; None without a device, or if it is not timed."""
+    """Last mark that the device is known to have reached; None if there is no device or it is not
+    timed.
+    """
     waits_in: str | None = None
-    """Line of code in which the host waits for its device, from its Python stack; "" for none; None
-    if not known.
+    """Line of code, from the Python stack, in which the host waits for its device; "" if it does
+    not wait; None if not known.
     """
 
     @property
     def quiet_s(self) -> float:
-        """Seconds without any record."""
+        """Seconds since the last record, or since the last step if the time of the last record is
+        not known.
+        """
         return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
@@ -119,88 +131,89 @@ class BlockingRank:
 
     progress: Progress
     problem: str
-    """One of: dead, stopped, traced, silent (its node), closed, busy (it writes records), device
-    (its device is behind), stuck.
+    """One of: dead, stopped, traced, silent (its node does not report), closed, busy (it still
+    writes records), device (its device is behind), stuck.
     """
     missing: Collective | None
-    """The first collective that others have entered and this rank has not; None if it has entered
-    all.
+    """The first collective that other ranks have entered and this rank has not; None if it has
+    entered every collective.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """A period without steps, and its cause."""
+    """A period in which ranks finish no step, and its cause."""
 
     kind: str
-    """Kind of the hang.
+    """One of these kinds:
 
-    - dead, stopped: state of the blocking processes.
+    - dead, stopped: the blocking processes have died or are stopped.
     - silent: a node does not report.
     - missing: blocking ranks have not entered a collective.
-    - busy: the same, but they still write records.
-    - uneven: the same, but they have ended.
-    - device: all have entered, but some devices are behind.
-    - mismatch: ranks differ in the order of collectives, or in operations.
-    - together: all ranks have entered. The cause is the network or a device.
-    - blocked: all hosts are in the same place and wait for their devices.
-    - unheard: all reporting ranks have entered. Others do not report.
-    - apart: ranks are in different places, and no collective shows which ones wait.
+    - busy: blocking ranks have not entered a collective, but they still write records.
+    - uneven: blocking ranks ended without entering a collective.
+    - device: all ranks have entered every collective, but some devices are behind.
+    - mismatch: ranks issued collectives in different orders, or different operations.
+    - together: all ranks have entered the collective. The cause is the network or a device.
+    - blocked: all hosts wait for their devices in the same line of code.
+    - unheard: all ranks that report have entered the collective. Other ranks do not report.
+    - apart: ranks have different open spans, and no collective shows which ranks wait.
     - alone: one rank is stuck, while others continue or have ended.
-    - pause: all ranks are in the same place.
+    - pause: all ranks have the same outermost open span.
     """
     since_s: float
-    """Seconds without a step of any rank that is not in `moving`."""
+    """Seconds in which no rank, except those in `moving`, has finished a step."""
     usual_s: float
     """Usual step time in seconds; 0 if not known yet."""
     step: int
     """Current step of the rank that is furthest ahead."""
     blocking: tuple[BlockingRank, ...]
     waiting: tuple[int, ...]
-    """Ranks that wait, in `collective` if it is set."""
+    """Ranks that wait. If `collective` is set, they wait in it."""
     collective: Collective | None
-    """The collective in which they wait. A blocking rank has not entered it; for `together`, all
-    ranks have.
+    """The collective in which `waiting` ranks wait. Blocking ranks have not entered it. For the
+    kind `together`, all ranks have.
     """
     cycle: tuple[tuple[int, Collective], ...]
-    """For a mismatch of order: each rank waits in its collective for the next rank, the last one
-    for the first.
+    """For a mismatch of order: each rank waits in its collective for the next rank, and the last
+    rank waits for the first.
     """
     operations: Mapping[str, tuple[int, ...]]
     """For a mismatch of operations: the ranks that issued each operation as `collective`."""
     places: Mapping[tuple[str, ...], tuple[int, ...]]
     """Living ranks by open spans, outermost first."""
     asleep: tuple[int, ...]
-    """Living ranks in uninterruptible sleep: in storage or a driver."""
+    """Living ranks in uninterruptible sleep, which is usually a wait for storage or a driver."""
     unheard: tuple[int, ...]
-    """Members of a group or of the run without recent state."""
+    """Members of a group or of the run whose state was not reported recently."""
     moving: tuple[int, ...]
-    """Ranks that still finish steps. The other fields do not cover them."""
+    """Ranks that still finish steps. All other fields leave these ranks out."""
     ended: tuple[int, ...]
     """Ranks whose recording ended, normally or not."""
     look_at: tuple[int, ...]
     """Living ranks whose Python stacks should be read, most informative first."""
     key: Hashable
-    """Key of the finding, to report each one once. It changes with every step.
+    """Key that identifies the hang, which is reported once per key. The key contains the current
+    step.
 
-    A pause or a busy rank keeps its key over steps, and gets a new one each time its duration has
-    doubled. Checkpoints of 40 s are thus not reported each time.
+    Hangs of the kinds `pause` and `busy` have keys without the step, which change each time the
+    hang's duration has doubled. A checkpoint that always takes 40 s is thus reported only once.
     """
 
     devices: DeviceFinding | None = None
-    """Progress of the devices, if all ranks have entered all collectives; None without devices or
-    if not compared.
+    """Result of comparing the devices. None without devices, or if some rank has not entered a
+    collective.
     """
 
     @property
     def alarm(self) -> bool:
-        """True if action is needed. False if the job may normally behave like this."""
+        """True if the hang needs action. False for kinds that also occur in healthy jobs."""
         return self.kind not in ("pause", "busy")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Front:
-    """A collective that some members of its group have entered and others have not."""
+    """A collective that only some members of its group have entered."""
 
     collective: Collective
     # The members that are furthest behind.
@@ -212,9 +225,10 @@ class _Front:
 def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
     """Return the number of seconds without a step that counts as a hang.
 
-    It is max(10 s, factor times the usual step of the slowest rank).
+    The limit is `factor` times the usual step of the slowest rank, but at least MIN_S.
 
-    Without a usual step it is FIRST_STEPS_S, unless a process has died or is stopped.
+    While no usual step is known, the limit is FIRST_STEPS_S. If a process has died or is stopped,
+    it is MIN_S.
     """
     ranks = list(progress)
     usual_s = max((each.usual_step_s for each in ranks), default=0.0)
@@ -229,11 +243,11 @@ def find_hang(
     *,
     silent_s: float = SILENT_S,
 ) -> Hang | None:
-    """Return why no step is finished; None while the limit is not reached.
+    """Find out why the job no longer finishes steps. Return None before the limit is reached.
 
-    progress: all ranks of the run's last attempt. groups: members by group name. For a missing
-    group, they are the ranks that have used it. silent_s: age of progress above which a node counts
-    as silent.
+    - progress: all ranks of the run's last attempt.
+    - groups: members by group name. The members of a missing group are the ranks that have used it.
+    - silent_s: age of the last report above which a node counts as silent.
     """
     ranks = [progress[rank] for rank in sorted(progress)]
     limit = limit_s(ranks)
@@ -251,8 +265,8 @@ def find_hang(
         return None
     moving = tuple(each.rank for each in live.values() if each.since_step_s <= limit)
     if moving:
-        # Ranks that still move may stop soon, and their state will then show more. A stuck rank
-        # without an open span may have no work.
+        # Ranks that still finish steps may stop soon, and their state will then show more. A stuck
+        # rank without an open span may simply have no work.
         stuck = [live[rank] for rank in still]
         if any(live[rank].since_step_s > limit / 2 for rank in moving) or not any(
             each.inside or each.state in _STOPPED for each in stuck
@@ -260,8 +274,8 @@ def find_hang(
             return None
         live = {rank: each for rank, each in live.items() if rank not in moving}
     since_s = min(each.since_step_s for each in live.values())
-    # The job continued without ranks that ended long before the last step, and this analysis
-    # without nodes that stopped reporting long before it.
+    # Ranks that ended long before the last step are left out, because the job continued without
+    # them. Nodes that stopped reporting long before the last step are left out, too.
     last_sign_s = {
         each.rank: each.report_age_s + (each.since_step_s if each.state in ENDED else 0.0)
         for each in ranks
@@ -305,19 +319,19 @@ def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
 
 
 def _collective_with_name(group: str, sequence: int, ranks: Iterable[Progress]) -> Collective:
-    """Return the collective, with its name if the ranks agree on it."""
+    """Return the collective, with its operation if all ranks that know it report the same name."""
     names = {each.operations.get(group, {}).get(sequence, "") for each in ranks} - {""}
     return Collective(group, sequence, names.pop() if len(names) == 1 else "")
 
 
 def _open_where(each: Progress) -> tuple[str, ...]:
-    """Return the open spans without the wait. The collective shows already where the rank waits."""
+    """Return the open spans, without an innermost wait, which the collective already shows."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A hang and the state of the ranks."""
+    """The state of the ranks in a hang, from which its cause is determined."""
 
     ranks: list[Progress]
     # Ranks that are alive, reported recently, and are not moving.
@@ -374,7 +388,7 @@ class _Case:
     def _blame_ranks(self, kind: str, blocking: list[Progress]) -> Hang:
         ranks = {each.rank for each in blocking}
         live = self.live.keys() - ranks
-        # The group in which most ranks wait for the blocking ranks represents all groups.
+        # Report the group in which most ranks wait for the blocking ranks.
         fronts = [front for front in self.fronts if front.behind & ranks and front.ahead & live]
         main = max(
             fronts,
@@ -386,7 +400,9 @@ class _Case:
         )
 
     def _mismatched_operations(self) -> Hang | None:
-        """Find the first number of a group under which ranks issued different operations."""
+        """Find the first sequence number under which ranks of a group issued different
+        operations.
+        """
         for group in sorted({group for each in self.known.values() for group in each.operations}):
             issued: dict[int, dict[str, list[int]]] = {}
             for rank, each in self.known.items():
@@ -405,9 +421,10 @@ class _Case:
         return None
 
     def _wait_cycle(self) -> Hang:
-        """Return the cycle.
+        """Return a hang of kind "mismatch" with the cycle of ranks that wait for each other.
 
-        Every rank that is behind is ahead elsewhere, so following the waits leads back to a rank.
+        Every rank that is behind in one group is ahead in another, so following the waits leads
+        back to a rank of the path.
         """
         rank, path = min(self.fronts[0].ahead), dict[int, Collective]()
         while rank not in path:
@@ -422,8 +439,8 @@ class _Case:
         )
 
     def _all_entered(self) -> Hang:
-        """Return the finding if every collective was entered by all of its members or
-        by no member.
+        """Classify a hang in which every collective was entered by all of its members or by
+        none.
         """
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
@@ -440,7 +457,7 @@ class _Case:
             return self._make_hang(
                 kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices
             )
-        # The devices have not finished the work that was issued.
+        # No device has finished the work that its host has issued.
         if devices is not None and devices.kind == "level":
             return self._make_hang(
                 "together", [], ranks, self._last_collective(), look_at=ranks, devices=devices
@@ -450,7 +467,8 @@ class _Case:
             return self._make_hang(
                 kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices
             )
-        # Ranks that do not wait come first, and among them those whose place fewest ranks share.
+        # Ranks that do not wait come first. Among them, ranks come first whose open spans few other
+        # ranks share.
         crowd = {place: len(there) for place, there in self._ranks_by_place().items()}
         odd = sorted(
             self.live.values(),

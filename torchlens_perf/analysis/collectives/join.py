@@ -1,11 +1,12 @@
-"""Join the ranks' records of a collective, and add up their statistics. Pure.
+"""Join the records that all ranks have of the same collective, and sum up statistics. Pure.
 
 Records are joined by group and sequence number.
 
-No shared clock is needed, because each rank's own duration is enough (semantics.py). Records are
-not joined if they differ in members, generation, name or bytes, or if the node's clock excludes one
-operation (_possible). Incomplete operations, after a rank has left or lost a record, are dropped
-and counted. Memory and time thus stay bounded.
+No clock that all nodes share is needed, because the durations on each rank are enough
+(semantics.py). Records are not joined if they differ in members, generation, name or bytes. They
+are also not joined if their times show that they are not of one operation (_has_possible_times).
+Operations that stay incomplete, because a rank exited or lost a record, are dropped and counted,
+which bounds memory and time.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ if TYPE_CHECKING:
 _ANY_SOURCE = "recv_any_source"
 _NOT_LEARNT, _NONE = -2, -1
 _CLOCK_SLACK_NS = 100_000
-# Kernel times are placed on the host's time line by rank, with an error up to the delay of the
-# rank's NCCL thread.
+# Each rank converts kernel times to its host's clock. The error is at most the delay of the rank's
+# NCCL thread.
 _DEVICE_SLACK_NS = 5_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """Properties that must be equal on all ranks."""
+    """Properties of a call that must be equal on all ranks of an operation."""
 
     row: int
     root: int | None
@@ -63,7 +64,7 @@ class _Signature:
 
 @dataclasses.dataclass(frozen=True)
 class JoinState:
-    """Saved state of a join."""
+    """Saved state of a CollectiveJoin."""
 
     generation: int
     outdated_records: int
@@ -75,7 +76,7 @@ class JoinState:
 
 
 class Joined(Protocol):
-    """Callback for operations of one kind that all of `ranks` have issued and ended."""
+    """Callback for joined operations with the same key, each of which all `ranks` have finished."""
 
     def __call__(
         self,
@@ -85,21 +86,24 @@ class Joined(Protocol):
         root: int | None,
         /,
     ) -> None:
-        """calls: channel.CALL, shape [operations, ranks]. root: column of the root."""
+        """Handle joined operations.
+
+        calls: array of channel.CALL, shape [operations, ranks]. root: column of the root.
+        """
 
 
 class CollectiveJoin:
-    """Join of the records of this node's ranks. One thread.
+    """Joins the records of this node's ranks. Use it from one thread only.
 
     add() stores records, and join() joins complete operations.
 
-    Results cover the newest generation of processes (statistics/restarts.py). Counting starts again
-    with a restart, which may have other ranks. join() leaves at most MAX_PENDING incomplete
+    Results cover the newest generation of processes (statistics/restarts.py). A restart, after
+    which ranks may differ, resets all counts. join() keeps at most MAX_PENDING incomplete
     operations of each group.
     """
 
     def __init__(self, joined: Joined | None = None) -> None:
-        """joined: called with all joined operations, in addition to the sums."""
+        """joined: callback for all joined operations."""
         self._joined = joined
         # Number of records of earlier generations.
         self.outdated_records = 0
@@ -109,8 +113,8 @@ class CollectiveJoin:
         self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
-        # By rank and process, an array that maps name ids to channel, signature and row; _NONE
-        # without one.
+        # For each rank and process, an array that maps name ids to channel, signature and row. The
+        # value _NONE means that there is none.
         self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
         self._channels: list[Channel] = []
         self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
@@ -121,15 +125,15 @@ class CollectiveJoin:
         # Groups with known members, by name.
         self._groups: dict[str, set[GroupKey]] = {}
         self._uncounted: list[npt.NDArray[np.void]] = []
-        # Ranks that receive from any source.
+        # Ranks that receive messages from any source.
         self._from_any: set[tuple[GroupKey, int]] = set()
 
     # -- input
 
     def set_ranks(self, ranks: Iterable[int], generation: int = 0) -> None:
-        """Set this node's ranks.
+        """Add ranks to the set of this node's ranks.
 
-        An operation is joined once the records of all of its local members have arrived.
+        An operation is joined once all of its members on this node have added their records.
         """
         if self._accepts_generation(generation):
             self._local.update(ranks)
@@ -146,15 +150,15 @@ class CollectiveJoin:
     ) -> None:
         """Add records of one rank, of any kind and in any order.
 
-        Steps that must not count, such as the warm-up, are left out by the caller.
+        The caller leaves out steps that must not count, such as the warm-up.
 
         - records: dtype ring.record_dtype(). A record's name_id is an index in `names`.
         - groups: process groups that the rank has published, such as {"0": {"ranks": "0-3",
           "description": "default_pg"}}.
-        - generation: number of the node's processes, from Generations.
-        - process: the process that `names` belong to (Identity.key).
-        - held_up: True for records that a capture delayed. Their operations are joined, but their
-          waits are ignored.
+        - generation: number of the process's generation, see Generations.
+        - process: Identity.key of the process that `names` belong to.
+        - held_up: True for records that a capture delayed. Their operations are joined, but not
+          added to the statistics.
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
@@ -186,9 +190,9 @@ class CollectiveJoin:
             self._channels[index].add(rank, calls.take(chosen))
 
     def end(self, rank: int, generation: int = 0) -> None:
-        """Note that the rank's process has ended and all of its records were added.
+        """Mark the rank as ended, after all of its records were added.
 
-        Operations that lack one are dropped.
+        Operations without a record of this rank are dropped.
         """
         if generation == self.generation:
             self._left.add(rank)
@@ -213,7 +217,8 @@ class CollectiveJoin:
         missing = max(0, max(len(names), int(name_ids.max()) + 1) - len(known))
         known = np.concatenate([known, np.full((missing, 3), _NOT_LEARNT, np.int64)])
         self._places[rank, process] = known
-        # Names of groups whose members may still be published.
+        # Ids of names whose group has no published members so far. The members may still be
+        # published.
         passing = []
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
             if known[name_id, 2] == _NOT_LEARNT:
@@ -230,7 +235,7 @@ class CollectiveJoin:
         return found
 
     def _group(self, rank: int, name: str, groups: Mapping[str, ProcessGroup]) -> GroupKey:
-        """Return the group as the rank published it, or else as another of its members did."""
+        """Return the group as published by the rank, or else by another member of the group."""
         published = groups.get(name)
         if published is not None:
             key = GroupKey(name, published["ranks"], published["description"])
@@ -264,8 +269,8 @@ class CollectiveJoin:
     def _channel(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
         """Return the index of a channel.
 
-        Both taps number collectives by group, and messages by pair and direction, whatever their
-        types.
+        Every backend counts the collectives of a group in one sequence, and the messages of a pair
+        in one sequence for each direction. The type of the operation does not matter.
         """
         index = self._channel_of.setdefault((group, pair), len(self._channels))
         if index == len(self._channels):
@@ -277,8 +282,8 @@ class CollectiveJoin:
     def _receives_from_any(self, group: GroupKey, rank: int) -> None:
         """Stop joining messages to a rank that has received from any source.
 
-        Their sources are not known, so the positions of other messages in their sequences are not
-        known either.
+        The sources of such messages are not known, so the rank's receives cannot be assigned to the
+        senders' sequences.
         """
         self._from_any.add((group, rank))
         for channel in self._channels:
@@ -288,7 +293,7 @@ class CollectiveJoin:
     # -- joining
 
     def join(self) -> None:
-        """Join complete operations and drop hopeless ones.
+        """Join complete operations, and drop operations that can no longer become complete.
 
         Call it after adding every rank's new records.
         """
@@ -299,7 +304,8 @@ class CollectiveJoin:
                 self._rows[index].count(calls.take(chosen))
         for channel in self._channels:
             if not channel.group.ranks and self._groups.get(channel.group.name):
-                # Several groups have this name, and these records' group is not known.
+                # Several groups share this name, and these records do not show which group they
+                # belong to.
                 channel.disorder()
             ranks = channel.ranks(self._local)
             calls = channel.join(ranks, self._left)
@@ -309,7 +315,9 @@ class CollectiveJoin:
     def _add_joined(
         self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
     ) -> None:
-        """Add complete operations to the sums; shape [operations, ranks]."""
+        """Check complete operations and add them to the statistics. calls: shape [operations,
+        ranks].
+        """
         codes, sizes = calls["signature"], calls["bytes"]
         same = (codes == codes[:, :1]).all(axis=1)
         operations = (self._rows[signature.row].key.operation for signature in self._signatures)
@@ -325,7 +333,8 @@ class CollectiveJoin:
             channel.disorder()
             channel.counts.unmatched_records += calls.size
             return
-        # A single kernel time may be wrong, because its rank's NCCL thread reported it late.
+        # A single impossible kernel time does not disorder the channel, because the rank's NCCL
+        # thread may have reported it late.
         channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
         channel.counts.joined += int(possible.sum())
         calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
@@ -333,12 +342,12 @@ class CollectiveJoin:
             self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
     def _has_possible_times(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return for each operation whether its times are possible.
+        """Return for each operation whether its times may be those of one operation.
 
-        No rank leaves before all have arrived, unless the operation allows it.
+        In most operations, no rank may leave before all ranks have arrived.
 
-        gloo's counter includes messages. If ranks had sent different numbers of messages before the
-        watch, they count collectives from different starts, and equal numbers are different calls.
+        Gloo's counter includes point-to-point messages. If ranks had sent different numbers of
+        messages before the watch started, equal sequence numbers belong to different collectives.
         """
         waits = [
             ends_after_all_have_come(self._rows[each.row].key.operation)
@@ -372,29 +381,29 @@ class CollectiveJoin:
     # -- output
 
     def has_all(self, members: Sequence[int]) -> bool:
-        """Return True if all members are ranks of this node: each operation is joined
-        completely.
+        """Return True if all members are ranks of this node, so operations are joined over all
+        ranks.
         """
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
-        """Return statistics by operation, dtype and group, as of the last join().
+        """Return statistics by operation, dtype and group. They are updated by join().
 
-        Do not modify them.
+        The returned list must not be modified.
         """
         return self._rows
 
     def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
-        """Return what became of the operations of each group and of each pair."""
+        """Return how many operations of each group and pair were joined or dropped."""
         return {
             (channel.group, channel.pair): dataclasses.replace(channel.counts)
             for channel in self._channels
         }
 
     def uncomparable(self) -> set[str]:
-        """Return the names of groups whose ranks count from different starts.
+        """Return the names of groups whose ranks began to count at different operations.
 
-        Their sequence numbers are not comparable.
+        Sequence numbers of these groups are not comparable between ranks.
         """
         return {
             channel.group.name
@@ -403,11 +412,13 @@ class CollectiveJoin:
         }
 
     def pending_operations(self) -> int:
-        """Return the number of operations of all groups that lack a rank's record so far."""
+        """Return the number of operations of all groups that still have no record of at least one
+        rank.
+        """
         return sum(channel.pending_operations for channel in self._channels)
 
     def state(self) -> JoinState:
-        """Return the state for going_on_from(). Pending operations count as unjoined."""
+        """Return the state that from_state() reads. Pending operations count as unjoined."""
         return JoinState(
             self.generation,
             self.outdated_records,
@@ -442,7 +453,7 @@ class CollectiveJoin:
 def _indexes_by_value(
     values: npt.NDArray[np.signedinteger[Any]],
 ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """Yield each non-negative value with the indexes that have it, in their order."""
+    """Yield each non-negative value with the ascending indexes of its occurrences."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1 << 40))
@@ -454,7 +465,9 @@ def _indexes_by_value(
 def _sender_and_receiver(
     rank: int, operation: Operation, group: GroupKey
 ) -> tuple[int, int] | None:
-    """Return sender and receiver of a message; None if they are not known."""
+    """Return sender and receiver of a message; None for other operations, or if the peer is not
+    known.
+    """
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.member(operation.peer)

@@ -1,15 +1,14 @@
-"""Semantics of c10d operations: which ranks wait for which, and thus what their durations show.
+"""Semantics of c10d operations: which ranks wait for which other ranks. Pure.
 
-Pure.
+A record has the duration of an operation, and its start by the clock of the rank. What can be
+concluded from the durations on all ranks depends on the operation. No rank leaves an all-reduce
+before the last rank has arrived, but the root of a broadcast may leave before any other rank has
+arrived. This module has a rule for each operation, and a text that says what the durations cannot
+show.
 
-A record has the start of an operation by the clock of its rank, and its duration. The conclusions
-from all ranks' durations depend on the operation. No rank leaves an all-reduce before the last rank
-has come, but the root of a broadcast may leave before any other has come. Each operation has a rule
-here, and a text on what its durations cannot show.
-
-Bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). Algorithm bandwidth is size divided
-by time. Bus bandwidth multiplies it by a factor for the data that the operation moves, which makes
-it comparable to the hardware's.
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there). Algorithm bandwidth is size
+divided by time. Bus bandwidth is algorithm bandwidth times a factor that depends on the operation.
+It is comparable to the bandwidth of the hardware.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class GroupKey:
-    """One process group. The name is not unique: groups created by one split share a name."""
+    """One process group. Its name is not unique: groups created by one split share a name."""
 
     name: str
     ranges: str
@@ -46,7 +45,7 @@ class GroupKey:
     def member(self, position: int | None) -> int | None:
         """Return the global rank at a position in the group.
 
-        Without known members, return the position.
+        If the members are not known, return the position itself.
         """
         if position is None or not self.ranks:
             return position
@@ -54,45 +53,47 @@ class GroupKey:
 
 
 class OperationKey(NamedTuple):
-    """One row of the statistics: an operation with its dtype on a group or a pair of its ranks."""
+    """Key of one row of the statistics: an operation with its dtype on a group, or on a pair of
+    ranks.
+    """
 
     operation: str
     dtype: str
     group: GroupKey
     pair: tuple[int, int] | None = None
-    """Sender and receiver."""
+    """Sender and receiver of a message; None for collectives."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that take part; empty if not known."""
+        """Ranks that take part in the operation; empty if not known."""
         return self.group.ranks if self.pair is None else self.pair
 
 
 SEND_RECV = "send/recv"
-"""The name of a send together with its receive."""
+"""Operation name of a send that is joined with its receive."""
 _NAME = re.compile(r"(\S+) group=(.*?)(?: dtype=(\S+))?(?: (root|peer)=(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """The content of a record's name."""
+    """The parsed name of a COLLECTIVE record."""
 
     operation: str
     """Name in c10d, such as "allreduce" or "reduce_scatter_base"."""
     group: str
-    """Name of the process group, which may not be unique, see GroupKey."""
+    """Name of the process group. It may not be unique, see GroupKey."""
     dtype: str = ""
     """Data type; "" for a barrier, and on ranks of a gather that receive nothing."""
     root: int | None = None
     """Position of the root in the group."""
     peer: int | None = None
-    """Position of the other rank of a send or receive in the group."""
+    """Position in the group of the other rank of a send or receive."""
 
 
 def parse(name: str) -> Operation | None:
     """Parse the name of a COLLECTIVE record, such as "allreduce group=0 dtype=float32".
 
-    Return None for any other name.
+    Return None if the name has another form.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -103,7 +104,7 @@ def parse(name: str) -> Operation | None:
 
 
 class Waits(Enum):
-    """Wait relation: which ranks wait for which."""
+    """Which ranks wait for which other ranks in an operation."""
 
     ALL = "all for all"
     RECEIVERS = "the receivers for the root"
@@ -113,9 +114,9 @@ class Waits(Enum):
 
 
 class Size(Enum):
-    """Relation of a record's bytes to the size that moves.
+    """How the size of an operation is computed from the bytes in the ranks' records.
 
-    The record has the bytes of the operation's first argument.
+    A record has the number of bytes of the operation's first argument.
     """
 
     TOTAL = "all of it, the same on each rank"
@@ -131,14 +132,14 @@ class Semantics:
     waits: Waits
     size: Size
     factor: str
-    """Name of the bus bandwidth's factor; "" for none."""
+    """Formula of the bus bandwidth's factor, a key in bus_factor(); "" if no data moves."""
     equal_bytes: bool = True
-    """True if all ranks must have the same bytes. If they differ, the ranks have issued different
-    operations.
+    """True if all ranks must have the same number of bytes. If the numbers differ, the ranks have
+    issued different operations.
     """
     equal_dtype: bool = True
     blocks: bool = False
-    """True if the caller always waits, whatever the record's flag is."""
+    """True if the caller always waits, even if the record is marked as asynchronous."""
 
 
 _REDUCE = Semantics(Waits.ALL, Size.TOTAL, "2(n-1)/n")
@@ -154,7 +155,7 @@ SEMANTICS = {
     "allgather_base": _ALLGATHER,
     "allgather_coalesced": _ALLGATHER,
     "allgather_into_tensor_coalesced": _ALLGATHER,
-    # With a list of tensors, each rank may receive another size.
+    # With a list of tensors, each rank may receive a different size.
     "reduce_scatter": dataclasses.replace(_REDUCE_SCATTER, equal_bytes=False),
     "reduce_scatter_base": _REDUCE_SCATTER,
     "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER,
@@ -165,7 +166,7 @@ SEMANTICS = {
     "broadcast": Semantics(Waits.RECEIVERS, Size.TOTAL, "1"),
     "scatter": Semantics(Waits.RECEIVERS, Size.PART, "(n-1)/n"),
     "reduce": Semantics(Waits.ROOT, Size.TOTAL, "1"),
-    # Only the root has the tensors that are gathered into.
+    # Only the root has the output tensors.
     "gather": Semantics(Waits.ROOT, Size.OWN, "(n-1)/n", equal_bytes=False, equal_dtype=False),
     "send": _PAIR,
     "recv": _PAIR,
@@ -175,24 +176,25 @@ _UNKNOWN = Semantics(Waits.UNKNOWN, Size.NONE, "", equal_bytes=False, equal_dtyp
 
 
 def semantics_of(operation: str) -> Semantics:
-    """Return the properties of an operation. An unknown one has no properties."""
+    """Return the semantics of an operation. For an unknown operation, nothing is concluded."""
     return SEMANTICS.get(operation, _UNKNOWN)
 
 
 def ends_after_all_have_come(operation: str) -> bool:
-    """Return True if an operation ends on each rank after all ranks have started it.
+    """Return True if no rank can finish the operation before all ranks have started it.
 
-    Parts of an all-to-all may be empty, so it is not included.
+    An all-to-all is not included, because some of its parts may be empty.
     """
     meaning = semantics_of(operation)
     return meaning.waits is Waits.ALL and meaning.equal_bytes
 
 
 def bus_factor(operation: str, ranks: int) -> float | None:
-    """Return bus bandwidth divided by algorithm bandwidth; None if no data moves.
+    """Return the factor by which bus bandwidth is larger than algorithm bandwidth; None if no data
+    moves.
 
-    Source: nccl-tests, doc/PERFORMANCE.md; for gather, scatter and send its sources (GatherGetBw,
-    ScatterGetBw, SendRecvGetBw).
+    The factors are those of doc/PERFORMANCE.md in nccl-tests. Those for gather, scatter and send
+    are in its source code (GatherGetBw, ScatterGetBw, SendRecvGetBw).
     """
     factors = {"2(n-1)/n": 2 * (ranks - 1) / ranks, "(n-1)/n": (ranks - 1) / ranks, "1": 1.0}
     return factors.get(semantics_of(operation).factor)
@@ -201,10 +203,10 @@ def bus_factor(operation: str, ranks: int) -> float | None:
 def size_bytes(
     operation: str, record_bytes: npt.NDArray[np.int64], ranks: int
 ) -> npt.NDArray[np.int64]:
-    """Return the size of each operation for computing bandwidth.
+    """Return the size of each operation, from which its bandwidth is computed.
 
-    record_bytes: shape [operations, ranks seen], bytes in each rank's record. ranks: size of the
-    group.
+    record_bytes: bytes in each rank's record, shape [operations, ranks that have a record]. ranks:
+    size of the group.
     """
     size = semantics_of(operation).size
     if size is Size.NONE:
@@ -218,24 +220,26 @@ def size_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """Conclusions from the durations of operations of one kind.
+    """Wait and transfer times, computed from the durations of operations of one kind.
 
-    Times in ns, one row per operation, one column per rank.
+    Times are in ns, with one row per operation and one column per rank.
 
-    A rank's real wait is between `wait_ns` and `wait_upper_bound_ns`, as far as the ranks' ends are
-    close to each other.
+    A rank's real wait is between `wait_ns` and `wait_upper_bound_ns`, if all ranks finish at about
+    the same time.
     """
 
     wait_ns: npt.NDArray[np.int64]
-    """Shape [operations, ranks]: wait that is certain."""
+    """Shape [operations, ranks]: lower bound of the wait."""
     wait_upper_bound_ns: npt.NDArray[np.int64]
-    """Shape [operations, ranks]: wait, plus any other reason why the rank's operation was longer
-    than another's.
+    """Shape [operations, ranks]: upper bound of the wait. It may include other reasons why the
+    operation took longer on this rank.
     """
     last: npt.NDArray[np.int64]
     """Shape [operations]: column of the last rank to arrive; -1 if it cannot be determined."""
     lag_ns: npt.NDArray[np.int64]
-    """Shape [operations]: its delay after the second to last; 0 if it cannot be determined."""
+    """Shape [operations]: delay of the last rank to arrive after the second to last; 0 if it cannot
+    be determined.
+    """
     transfer_ns: npt.NDArray[np.int64]
     """Shape [operations]: duration of the operation once all ranks had arrived; -1 if it cannot be
     determined.
@@ -243,13 +247,13 @@ class Attribution:
 
 
 def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | None) -> Attribution:
-    """Separate waiting from the transfer, and find the last rank to arrive.
+    """Split durations into wait and transfer, and find the last rank to arrive.
 
-    Operations whose semantics do not allow that have -1, 0 or an upper bound.
+    If the semantics of the operation do not allow this, values are -1, 0 or an upper bound.
 
-    duration_ns: shape [operations, ranks], from each rank's start to its end, for at least two
-    ranks. For SEND_RECV the columns are sender and receiver. root: column of the root; None without
-    one, or if it was not seen.
+    - duration_ns: time from each rank's start to its end, shape [operations, ranks], for at least
+      two ranks. For SEND_RECV, the columns are sender and receiver.
+    - root: column of the root; None if the operation has no root or the root has no column.
     """
     waits = semantics_of(operation).waits
     shortest = duration_ns.min(axis=1)
@@ -258,15 +262,15 @@ def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | No
     nobody = np.full(len(duration_ns), -1, np.int64)
     no_lag = np.zeros(len(duration_ns), np.int64)
     if waits is Waits.ALL:
-        # All end together, after the last has arrived and the transfer is done. The last to arrive
-        # has the shortest duration.
+        # All ranks finish together, once the last rank has arrived and the transfer is done. The
+        # last rank to arrive has the shortest duration.
         lag_ns = np.partition(duration_ns, 1, axis=1)[:, 1] - shortest
         last = np.where(lag_ns > 0, duration_ns.argmin(axis=1), -1)
         return Attribution(surplus, surplus, last, lag_ns, shortest)
     if waits is Waits.RECEIVERS:
-        # A receiver's excess over the shortest one is time in which only the root was missing. If
-        # all receivers waited equally for a late root, that looks the same as a root that left
-        # early. Only an upper bound is known.
+        # In the time by which a receiver exceeds the shortest receiver, only the root was missing.
+        # A late root for which all receivers waited equally cannot be distinguished from a root
+        # that left early, so only an upper bound is known.
         receivers = np.delete(duration_ns, root, axis=1) if root is not None else duration_ns
         transfer_ns = receivers.min(axis=1)
         wait_ns, upper_bound_ns = np.maximum(duration_ns - transfer_ns[:, None], 0), surplus
@@ -274,16 +278,16 @@ def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | No
             wait_ns[:, root] = 0
         return Attribution(wait_ns, upper_bound_ns, nobody, no_lag, transfer_ns)
     if waits is Waits.ROOT:
-        # Other ranks may leave when their part is sent, so the root's excess also includes its own
-        # work.
+        # Other ranks may leave when they have sent their parts, so the root's excess also includes
+        # the root's own work.
         if root is None:
             return Attribution(nothing, nothing, nobody, no_lag, nobody)
         upper_bound_ns = nothing.copy()
         upper_bound_ns[:, root] = surplus[:, root]
         return Attribution(nothing, upper_bound_ns, nobody, no_lag, duration_ns[:, root])
     if waits is Waits.PAIR and duration_ns.shape[1] == 2:
-        # A send that takes longer than its receive waited for the receiver. A shorter one may have
-        # been buffered.
+        # A send that takes longer than its receive has waited for the receiver. A send that takes
+        # less time may have been buffered.
         wait_ns = surplus.copy()
         wait_ns[:, 1] = 0
         receiver_last = wait_ns[:, 0] > 0
@@ -319,10 +323,12 @@ _CANNOT_TELL = {
 def cannot_tell(
     operation: str, *, overlapped: bool, all_seen: bool, ended: bool, by_device: bool = False
 ) -> tuple[str, ...]:
-    """Return a text on what the numbers of an operation do not show.
+    """Return texts that say what the numbers of an operation do not show.
 
-    overlapped: the operation was asynchronous. all_seen: all ranks of the group are on this node.
-    ended: ends were recorded. by_device: all times are kernel times by the device's clock.
+    - overlapped: the operation was asynchronous.
+    - all_seen: all ranks of the group are on this node.
+    - ended: the end of the operation was recorded.
+    - by_device: all times are kernel times by the device's clock.
     """
     if not ended:
         return (
@@ -357,11 +363,11 @@ def cannot_tell(
 
 
 def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return `operations` for Progress, for groups that have only issued one kind of collective.
+    """Return Progress.operations for groups in which only one kind of collective was issued.
 
-    The last is of that kind, too.
+    The last collective of such a group must be of that kind.
 
-    names: all names interned in the rank's ring, such as "allreduce group=0 dtype=float32".
+    names: all names in the rank's ring, such as "allreduce group=0 dtype=float32".
     """
     kinds: dict[str, set[str]] = {}
     for name in names:

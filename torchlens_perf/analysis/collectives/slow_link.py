@@ -1,12 +1,10 @@
-"""Find slow communication links by comparing groups, and pairs of ranks, that do the same work.
+"""Find slow links by comparing groups, and pairs of ranks, that do the same communication. Pure.
 
-Pure.
-
-The transfer time of an operation starts when its last rank has arrived, so slow ranks do not count.
-A group is slow if its transfers take far longer than those of its peers: groups with the same
-description, size, number of nodes, operation and similar bytes. Ranks or nodes that slow groups
-have in common are reported. A single group of all ranks has no peers, so a slow link cannot be
-distinguished from a slow network.
+The transfer time of an operation starts when its last rank has arrived, so a slow rank does not
+make a link look slow. A group is slow if its transfers take far longer than those of its peers:
+groups with the same description, size, number of nodes, operation and similar bytes. Ranks or nodes
+that all slow groups have in common are reported. A single group of all ranks has no peers, so a
+slow link cannot be distinguished from a slow network.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from torchlens_perf.run.sketch import Sketch
 
 _T = TypeVar("_T")
 
-# Smallest number of operations of a group that is judged, and of each of its peers.
+# Smallest number of operations that a group needs to be compared.
 MIN_OPERATIONS = 32
 MIN_PEERS = 2
 MIN_RATIO = 1.5
-# Multiple of the spread of the peers' medians.
+# Smallest excess over the peers' median, as a multiple of the spread of the peers' medians.
 SPREAD_FACTOR = 4.0
 
-# A large job has many rows of few groups.
+# Cached, because a large job has many rows of few groups.
 _members = functools.lru_cache(4096)(parse_ranges)
 _ONE_GROUP = (
     "all communication goes through one group: a slow link cannot be distinguished from a slow"
@@ -63,7 +61,7 @@ class SlowLink:
     operation: str
     dtype: str
     bytes: float
-    """Mean size of an operation in bytes."""
+    """Mean size of the operations in bytes."""
     operations: int
     transfer_ns: float
     """Median transfer time."""
@@ -74,10 +72,10 @@ class SlowLink:
     peers_busbw: float | None
     peers: int
     excess_ns: float
-    """Difference between the transfer time and that of the peers, per operation."""
+    """Difference between `transfer_ns` and `peers_transfer_ns`."""
     cost_ns: float
-    """Sum of the excess over the group's slow operations. It is the largest possible loss, as
-    operations may be overlapped.
+    """Sum of the excess over all operations of the link. It is an upper bound of the lost time,
+    because operations may overlap with other work.
     """
     overlapped: bool
     """True if the operation was asynchronous, so that other work may have hidden some of the cost.
@@ -89,9 +87,9 @@ class LinkFindings(Struct, frozen=True):
 
     links: tuple[SlowLink, ...]
     shared_ranks: tuple[int, ...]
-    """Ranks that several slow links have in common."""
+    """Ranks that all slow links have in common."""
     shared_nodes: tuple[str, ...]
-    """Nodes that several slow links have in common, if they share no rank."""
+    """Nodes that all slow links have in common, if they have no rank in common."""
     compared: int
     """Number of groups and pairs with enough operations and peers."""
     undecided: str
@@ -112,14 +110,14 @@ class LinkKey(Struct, array_like=True, frozen=True):
 
     @property
     def place(self) -> tuple[str, str, tuple[int, int] | None]:
-        """The group or the pair."""
+        """Identity of the group or pair, without the operation."""
         return self.group, self.ranges, self.pair
 
 
 class LinkStatistics(Struct, array_like=True, frozen=True):
-    """The values of a joined row that are needed for judging links.
+    """The statistics of one kind of operation on one link that slow_links() needs.
 
-    They are small enough for nodes to send. Times in ns.
+    Nodes send these statistics to each other, so they are small. Times are in ns.
     """
 
     key: LinkKey
@@ -127,10 +125,10 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
     """Number of joined operations."""
     bytes: int
     waits: int
-    """Number of waits. `wait_ns` is their median."""
+    """Number of waits, whose median is `wait_ns`."""
     wait_ns: float
     transfers: int
-    """Number of transfers. `transfer_ns` has their quartiles."""
+    """Number of transfers, whose quartiles are `transfer_ns`."""
     transfer_ns: tuple[float, float, float]
     asynchronous: bool
 
@@ -154,9 +152,9 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
         return self.mean_bytes / median_ns * 1e9 * factor
 
     def merged(self, other: LinkStatistics) -> LinkStatistics:
-        """Return the combination with another node's statistics on the same operations."""
+        """Return these statistics combined with another node's on the same operations."""
         more, waits = max(self, other, key=lambda each: each.joined), self.waits + other.waits
-        # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
+        # Each node's transfer time is an upper bound, so the smaller one is more exact.
         transfer = (
             other if other.transfers and not other.transfer_ns[1] >= self.transfer_ns[1] else self
         )
@@ -206,7 +204,9 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
 
 
 def merged_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
-    """Return the rows of several nodes as one list. Rows of a group that spans nodes are merged."""
+    """Concatenate the rows of several nodes. Rows of the same operation on the same group are
+    merged.
+    """
     found: dict[LinkKey, LinkStatistics] = {}
     for node in nodes:
         for each in node:
@@ -227,8 +227,8 @@ def slow_links(
 ) -> LinkFindings:
     """Find the slow links.
 
-    rows: of all nodes, see merged_links(). hosts: node of each rank. Ranks without a
-    known node count as being on one node.
+    rows: rows of all nodes, see merge_links(). hosts: node of each rank. All ranks that are not in
+    `hosts` count as being on one node.
     """
     hosts = hosts or {}
     # Candidates by the properties that peers must share.
@@ -255,8 +255,8 @@ def slow_links(
         return LinkFindings((), (), (), 0, undecided if groups or few else "")
     found: dict[tuple[str, tuple[int, ...]], SlowLink] = {}
     for alike in compared:
-        # This is a lower bound of the median of any candidate's peers. In thousands of groups, it
-        # excludes most at once.
+        # This lower bound of the median over any candidate's peers excludes most of the candidates
+        # fast, which matters with thousands of groups.
         usual_ns = sorted(each.row.transfer_ns[1] for each in alike)[len(alike) // 2 - 1]
         for index, each in enumerate(alike):
             if each.row.transfer_ns[1] < MIN_RATIO * usual_ns:
@@ -277,13 +277,14 @@ def slow_links(
 
 
 def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
-    """Return the candidate as a slow link if it is significantly slower than its peers."""
+    """Return a SlowLink if the candidate is significantly slower than its peers, else None."""
     each = candidate.row
     low_ns, transfer_ns, _ = each.transfer_ns
     medians = np.array([peer.transfer_ns[1] for peer in peers])
     usual_ns = float(np.median(medians))
     excess_ns = transfer_ns - usual_ns
-    # Sizes in an octave differ by up to a factor of two, so the time per byte must be long, too.
+    # Sizes in an octave differ by up to a factor of two, so the time per byte must exceed that of
+    # the peers, too.
     bytes_of_peers = np.array([peer.mean_bytes for peer in peers])
     by_bytes = 1.0
     if each.mean_bytes > 0 and (bytes_of_peers > 0).all():
@@ -298,8 +299,8 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
         return None
     if low_ns <= np.median([peer.transfer_ns[2] for peer in peers]):
         return None
-    # Ranks that arrive at different times are another finding. They may be too busy to make the
-    # transfer progress.
+    # If ranks arrive at different times, the link may not be the cause. Busy ranks may not find the
+    # time to drive the transfer.
     if each.wait_ns > max(
         excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))
     ):
@@ -328,7 +329,9 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
 def _shared_elements(
     links: Sequence[SlowLink], compared: Sequence[Sequence[_Candidate]], hosts: Mapping[int, str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return ranks, or else nodes, that slow links have in common, but not all of their peers."""
+    """Return the ranks, or else the nodes, that all slow links have in common, without those that
+    all of their peers have in common.
+    """
     if len(links) < 2:
         return (), ()
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]
@@ -348,6 +351,6 @@ def _nodes(ranks: Iterable[int], hosts: Mapping[int, str]) -> set[str]:
 
 
 def _only_in_slow(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
-    """Return the elements in all slow sets that are not in all fast ones."""
+    """Return the elements that are in every slow set, but not in every fast set."""
     usual = set[_T]().union(*fast[:1]).intersection(*fast)
     return slow[0].intersection(*slow) - usual

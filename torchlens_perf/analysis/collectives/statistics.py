@@ -1,9 +1,9 @@
-"""Statistics of one operation on one group over all ranks seen. Pure.
+"""Statistics of one operation on one group over all ranks that have records. Pure.
 
-They consist of sketches and totals, which merge by addition.
+The statistics consist of sketches and totals, so those of several nodes are merged by addition.
 
-They are kept per octave of the size, because buckets of 25 MB and of 1 MB have no common bandwidth.
-The table shows the octave with most bytes.
+Joined operations are split by size into octaves (factors of two), because messages of 25 MB and of
+1 MB have different bandwidths. The table shows the octave with most bytes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ TOTALS = (
     "exposed_lag_ns",
     "overlapped_lag_ns",
 )
-"""Sums for each rank. `last`: how often it arrived last. Lags: its delay after the second to last.
+"""Names of the sums that are kept for each rank.
+
+`last` is the number of operations in which the rank arrived last. Lags are the rank's delays after
+the second to last rank in these operations.
 """
 
 
 @dataclasses.dataclass
 class SizeStatistics:
-    """Joined operations whose sizes are in one octave. Times in ns."""
+    """Statistics of joined operations whose sizes are in one octave. Times are in ns."""
 
     joined: int = 0
     bytes: int = 0
-    """Sum of the sizes for computing bandwidth."""
+    """Sum of the operations' sizes, from which bandwidths are computed."""
     wait: Sketch = dataclasses.field(default_factory=Sketch)
     wait_upper_bound: Sketch = dataclasses.field(default_factory=Sketch)
     transfer: Sketch = dataclasses.field(default_factory=Sketch)
@@ -61,7 +64,7 @@ class SizeStatistics:
         overlapped: npt.NDArray[np.bool_],
         found: Attribution,
     ) -> None:
-        """Add operations.
+        """Add joined operations.
 
         sizes: shape [operations]. overlapped: shape [operations, ranks], True for calls that did
         not block.
@@ -96,12 +99,12 @@ class SizeStatistics:
         self.totals[np.searchsorted(self.ranks, ranks)] += totals
 
     def merge(self, other: SizeStatistics) -> None:
-        """Add another node's statistics on the same operations."""
+        """Merge another node's statistics on the same operations."""
         if other.joined > self.joined:
             self.joined, self.bytes = other.joined, other.bytes
         for name in ("wait", "wait_upper_bound"):
             getattr(self, name).merge(getattr(other, name))
-        # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
+        # Each node's transfer time is an upper bound, so the smaller one is more exact.
         if other.transfer.count and not other.transfer.quantile_ns(
             0.5
         ) >= self.transfer.quantile_ns(0.5):
@@ -115,27 +118,31 @@ class SizeStatistics:
 
 @dataclasses.dataclass
 class OperationStatistics:
-    """One operation on one group: all records, and the joined operations by size."""
+    """Statistics of one operation on one group: over all records, and over joined operations by
+    size.
+    """
 
     key: OperationKey
     records: int = 0
-    """Number of records of all ranks seen."""
+    """Number of records of all ranks."""
     ended: int = 0
-    """Number of these records that have an end."""
+    """Number of records that have an end time."""
     asynchronous: int = 0
     by_device: int = 0
-    """Number of ended records with kernel times from the device."""
+    """Number of records with an end time that have kernel times from the device."""
     bytes: int = 0
     issue: Sketch = dataclasses.field(default_factory=Sketch)
     """Durations of the issuing calls."""
     duration: Sketch = dataclasses.field(default_factory=Sketch)
-    """Durations of ended records, from the issue or the start of the kernel to the end."""
+    """Durations of records with an end time. They start with the issue of the operation, or with
+    its kernel.
+    """
     ranks: set[int] = dataclasses.field(default_factory=set)
-    """Ranks that had a record."""
+    """Ranks that have a record."""
     sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
 
     def count(self, calls: npt.NDArray[np.void]) -> None:
-        """Add records, joined or not, see channel.CALL."""
+        """Count records, whether they are joined or not. calls: array of channel.CALL."""
         ended = calls["duration_ns"] != NOT_ENDED
         self.ranks.update(np.flatnonzero(np.bincount(calls["rank"])).tolist())
         self.records += len(calls)
@@ -153,19 +160,21 @@ class OperationStatistics:
         return sum(size.joined for size in self.sizes.values())
 
     def size(self, octave: int) -> SizeStatistics:
-        """Return the statistics of one octave: sizes from 2**(octave - 1) on."""
+        """Return the statistics of one octave, created if missing. Its sizes start at 2**(octave -
+        1).
+        """
         return self.sizes.setdefault(octave, SizeStatistics())
 
     def main_size(self) -> SizeStatistics | None:
-        """The octave that has most bytes."""
+        """Return the statistics of the octave that has most bytes."""
         return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)
 
     def whole(self, name: str) -> Sketch:
-        """Return the sketch of that name over all sizes."""
+        """Return the sketch in the field `name` of SizeStatistics, merge_sketches over all sizes."""
         return merge_sketches(getattr(size, name) for size in self.sizes.values())
 
     def totals(self) -> dict[int, dict[str, int]]:
-        """For each rank, TOTALS over all sizes."""
+        """Return the sums of TOTALS for each rank, over all sizes."""
         both = SizeStatistics()
         for size in self.sizes.values():
             both._add_totals(size.ranks, size.totals)
@@ -175,8 +184,9 @@ class OperationStatistics:
         }
 
     def bandwidth(self, size: SizeStatistics) -> tuple[float, float] | None:
-        """Return algorithm and bus bandwidth in bytes per second, from the median transfer; None
-        without data or ends.
+        """Return algorithm and bus bandwidth in bytes per second, from the median transfer time.
+
+        Return None if the operation moves no data or has no transfer time.
         """
         factor = bus_factor(self.key.operation, len(self.key.members) or len(size.ranks))
         transfer_ns = size.transfer.quantile_ns(0.5)
@@ -186,7 +196,7 @@ class OperationStatistics:
         return algorithm, algorithm * factor
 
     def merge(self, other: OperationStatistics) -> None:
-        """Add another node's statistics. The ranks must differ."""
+        """Merge another node's statistics, which must be of other ranks."""
         self.records += other.records
         self.ended += other.ended
         self.asynchronous += other.asynchronous
@@ -203,7 +213,9 @@ class OperationStatistics:
 
 
 def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
-    """Return the rows of several nodes as one list. Rows of a group that spans nodes are merged."""
+    """Concatenate the rows of several nodes. Rows of the same operation on the same group are
+    merged.
+    """
     found: dict[OperationKey, OperationStatistics] = {}
     for node in nodes:
         for each in node:
@@ -212,7 +224,7 @@ def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[Op
 
 
 def describe(key: OperationKey) -> str:
-    """Return the row's ranks as text: "ranks 0-3", or "ranks 2 to 3" for a pair.
+    """Return the ranks of a row as text: "ranks 0-3", or "ranks 2 to 3" for a pair.
 
     The text is "group 7" if the ranks are not known.
     """
