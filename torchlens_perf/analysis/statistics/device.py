@@ -1,4 +1,4 @@
-"""Sketches of one rank's device times, and of the device's lag behind the host. Pure."""
+"""Statistics of one rank's device times, and of the device's lag behind the host. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-# A device that ends a phase at most this long after the host had no work left. An event on an idle
-# stream takes a few microseconds, the last kernels of a phase tens of microseconds.
+# A device that ends a phase within this time after the host had no more work queued. An event on an
+# idle stream takes a few microseconds. The last kernels of a phase take tens of microseconds.
 CAUGHT_UP_NS = 100_000
 _PHASES = {
     int(Kind.STEP): "step",
@@ -28,13 +28,13 @@ _PHASES = {
     int(Kind.BACKWARD): "backward",
     int(Kind.OPTIMIZER): "optimizer",
 }
-# Phases at whose ends the host has just issued work. A step's end may follow a wait for the device
-# (loss.item()).
+# Phases that end right after the host has issued work. The end of a step is not included, because
+# it may follow a wait for the device (loss.item()).
 _ISSUING = (int(Kind.FORWARD), int(Kind.BACKWARD))
 
 
 def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.int64]]:
-    """Return the device times of phases and steps among these records, by phase."""
+    """Return the device times of steps and phases in these records, by phase."""
     records = records[records["kind"] == Kind.DEVICE]
     found = {
         phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()
@@ -50,31 +50,34 @@ class DeviceStatistics:
     modules: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     sections: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     judged: Sketch = dataclasses.field(default_factory=Sketch)
-    """Training steps that the device has timed completely."""
+    """Durations of training steps for which all device times are known."""
     work: Sketch = dataclasses.field(default_factory=Sketch)
-    """The durations of `judged` without the stalls of the device's compute stream."""
+    """The durations in `judged` without the stalls of the device's compute stream."""
     parts: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """The parts of `judged`, see device_steps.py. A part counts from the first step on that has it.
-    """
+    """Times of the parts of the steps in `judged`, see device_steps.py."""
     behind: Sketch = dataclasses.field(default_factory=Sketch)
-    """Delay between the ends of forward or backward passes on the host and on the device."""
+    """Delay from the end of a forward or backward pass on the host to its end on the device."""
     caught_up: int = 0
-    """Number of those passes that the device ended within CAUGHT_UP_NS."""
+    """Number of forward and backward passes that the device ended within CAUGHT_UP_NS after the
+    host.
+    """
     stamped: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """Device sections, measured by stamps, also in captured graphs."""
+    """Times of device sections. They are measured by stamp kernels, which also run in captured
+    graphs.
+    """
     merged: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
-    """Device sections over all ranks, from the last window that was merged on the device; only on
-    rank 0.
+    """Statistics of device sections over all ranks, from the last window that was merged on the
+    device. They are only known on rank 0.
     """
     stamped_lost: int = 0
-    """Number of times of device sections that were overwritten on the device before they were
-    reduced.
+    """Number of measured times of device sections that were overwritten on the device before they
+    were reduced to a sketch.
     """
     stray_records: int = 0
-    """Number of records in windows of which other records were lost. Those windows do not count."""
+    """Number of records that were dropped, because other records of the same window were lost."""
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        """Add the DEVICE, SKETCH and MERGED records among these."""
+        """Add the DEVICE, SKETCH and MERGED records. All other records are ignored."""
         windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
         self.stray_records += stray
         self.stamped_lost += sum(window.lost for _, window in windows)
@@ -104,7 +107,7 @@ class DeviceStatistics:
     def add_steps(self, steps: StepTable) -> None:
         """Add steps by the device's clock, see device_steps.py.
 
-        Steps that do other work than training are skipped.
+        Steps with OTHER_WORK are skipped.
         """
         steps = steps.where((steps.flags & OTHER_WORK) == 0)
         for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
@@ -115,14 +118,15 @@ class DeviceStatistics:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the device has timed."""
+        """Number of steps for which the device's time is known."""
         return self.phases["step"].count if "step" in self.phases else 0
 
     @property
     def caught_up_share(self) -> float | None:
-        """Fraction of forward and backward passes that the device ended within CAUGHT_UP_NS.
+        """Fraction of forward and backward passes that the device ended within CAUGHT_UP_NS after
+        the host.
 
-        The value is None without passes.
+        The value is None if there are no passes.
         """
         return self.caught_up / self.behind.count if self.behind.count else None
 

@@ -1,16 +1,16 @@
-"""Work of each step by the device's clock, without waits of its compute stream. Pure.
+"""Compute the time of each step's parts by the device's clock. Pure.
 
-With a device, the host only issues work. Host times become equal on all ranks and do not show which
-rank is slow. The device's work is known from spans on its own time line: the step, its phases and
-its stalls. A stall is between two marks around a wait of the compute stream. Time outside of phases
-and stalls is the gap. The host's phases show what the device waited for in the gap. A slow loader
-does not delay a device that has work, and then it does not overlap the gap.
+With a device, the host only issues work, so host times are similar on all ranks and do not show
+which rank is slow. The device's work is known from spans on the device's own timeline: the step,
+its phases and its stalls. A stall is a wait of the compute stream, between two events recorded
+around the wait. The rest of the step is called the gap. Phases of the host show what the device
+waited for in the gap. A slow data loader only overlaps the gap if it delays the device.
 
 A part's device time includes launch gaps, in which the device was idle because the host had not
-issued work yet. A rank that waits for others in a collective has no launch gap afterwards, because
-its host continues meanwhile. Each part thus also has the host's time and the device's lag behind
-the host at the start of the part. With both, ranks are compared as if no rank had waited
-(verdicts/stragglers/own_time.py).
+issued work yet. A rank whose device waits in a collective has no launch gap afterwards, because the
+host continues to issue work. Each part therefore also has the host's issue time, and the device's
+lag behind the host at the start of the part. With these times, ranks are compared as if no rank had
+waited (verdicts/stragglers/own_time.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 _LONG_NS = np.int64(1) << 62
-# A step that is more than this many steps old no longer waits for its device time.
+# Steps that are older than this number of steps are dropped if they still have no device time.
 MAX_BEHIND_STEPS = 512
 _STALL = PARTS.index("communication")
 _PART_OF_SPAN = {kind: PARTS.index(part) for kind, part in PART_OF_SPAN.items()}
@@ -42,14 +42,14 @@ _DATA, _HOST = PARTS.index("data"), PARTS.index("host")
 _IN_GAP = np.isin(np.arange(len(PARTS)), (_DATA, _HOST))
 _PHASES = (int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.OPTIMIZER))
 _FEW_STEPS, _WARM_UP_STEPS, _KEPT_TIMES = 8, 3, 32
-# A device with a smaller lag has room in its queue.
+# The queue of a device with a smaller lag is not full.
 _QUEUED_NS = 500_000
 _CLEARLY_LESS, _LITTLE = 0.8, 0.2
 _PART_OF_GAP = {int(Kind.DATA): _DATA, int(Kind.WAIT): _STALL}
 
 
 class _Spans(NamedTuple):
-    """Intervals on the host's time line, each with its step. Columns of equal length."""
+    """Columns of spans, by the host's clock."""
 
     step: Integers
     kind: Integers
@@ -72,7 +72,8 @@ _NONE = _Spans(*(np.zeros(0, np.int64) for _ in _Spans._fields))
 
 
 class DeviceSteps:
-    """Join the device's times of a step, which arrive late, with the host's records of it.
+    """Joins the device's times of each step, which arrive late, with the host's records of the
+    step.
 
     For one process.
     """
@@ -80,7 +81,7 @@ class DeviceSteps:
     def __init__(self) -> None:
         # Steps without device time so far.
         self._hosts: list[StepTable] = []
-        # Waits and phases of the host in those steps.
+        # Waits and phases of the host in the steps of _hosts.
         self._on_host = _NONE
         # Spans of the device in incomplete steps.
         self._device = _NONE
@@ -89,12 +90,12 @@ class DeviceSteps:
         self._host_times = HostTimes()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
-        """Add records in their order, and the host's steps in them.
+        """Add records in the order of the ring, and the host's steps that these records contain.
 
         Return the steps whose device times are complete.
 
-        In these steps, durations and parts are the device's, and `communication` is its stalls. The
-        rest is the host's.
+        In the returned table, durations and parts are by the device's clock, and the
+        `communication` part is the device's stalls. All other columns are the host's.
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]
@@ -112,7 +113,8 @@ class DeviceSteps:
         done, newest = host.where(known), host.step[known].max(initial=-1)
         table = device_table(done, self._device, self._on_host, self._host_times)
         self._hosts = [host.where(~known & (host.step > oldest))]
-        # Times arrive in the order of steps, so steps before a complete step get no more times.
+        # Device times arrive in the order of steps, so no more times arrive for steps before a
+        # complete step.
         self._device = self._device.where(self._device.step > max(newest, oldest))
         waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
         self._on_host = self._on_host.where(waiting)
@@ -122,15 +124,16 @@ class DeviceSteps:
 def device_table(
     host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes
 ) -> StepTable:
-    """Return the steps of `host` by the device's clock, which has reported all of their spans.
+    """Replace the host's times of steps by the device's.
 
-    on_host: waits and phases of the host. host_times: state from earlier steps.
+    device: spans on the device, all of which have arrived for these steps. on_host: waits and
+    phases of the host. host_times: state from earlier steps.
     """
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
 
     def row_of(spans: _Spans) -> tuple[_Spans, Integers]:
-        """Return the spans that belong to these steps, and their rows in the table."""
+        """Return the spans that belong to steps of the table, and the row of each span."""
         at = np.searchsorted(numbers, spans.step)
         there = np.flatnonzero(
             (at < len(numbers)) & (numbers[np.minimum(at, len(numbers) - 1)] == spans.step)
@@ -164,14 +167,15 @@ def device_table(
     np.subtract.at(in_gap_ns, first, np.maximum(both_ns, 0))
     waited_ns = np.zeros_like(parts_ns)
     np.add.at(waited_ns, (rows, _parts(waits.kind, _PART_OF_GAP)), np.maximum(in_gap_ns, 0))
-    # A blocking collective inside of the loader is a wait for other ranks.
+    # Stalls come first, because a blocking collective inside the data loader is a wait for other
+    # ranks.
     for part in (_STALL, _DATA):
         taken_ns = np.minimum(waited_ns[:, part], gap_ns)
         parts_ns[:, part] += taken_ns
         gap_ns -= taken_ns
     parts_ns[:, _HOST] = gap_ns
-    # A lack of CPU time only delays a device that has no work: in the gap, or in a phase in which
-    # the host was less far ahead.
+    # A lack of CPU time only delays a device that runs out of work. This happens in the gap, or in
+    # a phase that starts with less lag than the lack of CPU time.
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
     issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
@@ -181,9 +185,9 @@ def device_table(
 
 
 class _Phases(NamedTuple):
-    """The phases of steps that both clocks have, by row of the table and in the host's order.
+    """Phases that were timed on both host and device, sorted by table row and start on the host.
 
-    Columns of equal length.
+    All columns except `lag_ns` have one entry per phase.
     """
 
     row: Integers
@@ -192,16 +196,17 @@ class _Phases(NamedTuple):
     """Shape [phases, 2]: start and end on the host."""
     device_ns: npt.NDArray[np.int64]
     lag_ns: npt.NDArray[np.int64]
-    """Shape [steps, parts]: the device's lag behind the host at the start of the part's phases;
-    _LONG_NS if not known.
+    """Shape [steps, parts]: sum of the device's lag behind the host at the start of each of the
+    part's phases; _LONG_NS if not known.
     """
 
     @classmethod
     def matched(
         cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int
     ) -> _Phases:
-        """Match phases of a kind by their order in the step, if both clocks have the same
-        number.
+        """Match the phases of host and device by their order in the step.
+
+        Phases of a kind are matched if host and device have the same number of them.
         """
         lag_ns = np.full((count, len(PARTS)), _LONG_NS)
         lag_ns[:, _IN_GAP] = 0
@@ -233,35 +238,37 @@ def _phase_ends(spans: _Spans) -> npt.NDArray[np.int64]:
 
 
 class HostTimes:
-    """The host's own time in each segment of a step, without the time that the device blocked it.
+    """Estimates the host's own time in each segment of a step, without time in which the device
+    blocked it.
 
     For one process.
 
     The device blocks the host in two ways:
 
     - The host waits until the device has finished all work (a blocking copy, `.item()`). The wait
-      is as long as the device's lag, so the host's time varies with the lag, or is about equal to
-      it. In that case, the lag is subtracted.
-    - The host waits for room in the device's queue. That requires that the device lags behind at
-      both ends of the segment and makes progress meanwhile. In that case, the newest times without
-      such a wait are used one after the other.
+      is as long as the device's lag, so the host's time varies with the lag or is about equal to
+      the lag. In that case, the lag is subtracted.
+    - The host waits for room in the device's queue. This requires that the device lags behind at
+      both ends of the segment and makes progress in between. In that case, the segment's time is
+      replaced by times of recent steps without such a wait.
     """
 
     def __init__(self) -> None:
-        # The host's time, and the host's time minus the lag, with the variation of both.
+        # Times of the last step and their smoothed change between steps. Row 0: the host's time.
+        # Row 1: the host's time minus the lag.
         self._last = self._variation = np.zeros((2, 0))
-        # Times without a full queue, and their number.
+        # The newest times without a full queue, and their number.
         self._free_ns, self._free = np.zeros((0, 0)), np.zeros(0, np.int64)
         self._steps = 0
-        # Times at which the device reached its marks.
+        # Times at which the device started or ended spans.
         self._reached_ns = np.zeros(0, np.int64)
 
     def progresses(
         self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers
     ) -> npt.NDArray[np.bool_]:
-        """Return for each interval whether the device reached a mark in it.
+        """Return for each interval whether the device started or ended a span in it.
 
-        reached_ns: the newest marks.
+        reached_ns: times of the newest starts and ends of spans.
         """
         self._reached_ns = np.sort(np.concatenate([self._reached_ns, reached_ns]))
         inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(
@@ -279,13 +286,13 @@ class HostTimes:
         at_end_ns: Integers,
         may_be_full: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.float64]:
-        """Add the next step's segments: the host's time and the lag at their start.
+        """Add the segments of the next step, and return the host's own time in each.
 
-        Return the host's own time.
-
-        at_end_ns: the lag at the end of gaps between phases. For phases, which may take as long as
-        a lag by chance, it is the largest number. may_be_full: True if the host may have waited for
-        room in the queue.
+        - taken_ns: the host's time in each segment.
+        - lag_ns: the device's lag at the start of each segment.
+        - at_end_ns: the lag at the end of segments between phases; _LONG_NS for phases, which may
+          take as long as the lag by chance.
+        - may_be_full: True if the host may have waited for room in the queue.
         """
         now = np.stack([taken_ns, taken_ns - lag_ns]).astype(float)
         if now.shape != self._last.shape:
@@ -295,14 +302,14 @@ class HostTimes:
                 np.zeros(len(taken_ns), np.int64),
             )
         change, self._last = np.abs(now - self._last), now
-        # A single long step has a limited effect.
+        # Limit the effect of a single long step.
         if self._steps > _FEW_STEPS:
             change = np.minimum(change, 4 * self._variation)
         self._variation += (change - self._variation) / min(max(self._steps, 1), 4 * _FEW_STEPS)
         self._steps += 1
         waits = (self._variation[1] < _CLEARLY_LESS * self._variation[0]) & (lag_ns <= taken_ns)
-        # With a steady lag, a host that waits takes about as long as the lag, and the lag is gone
-        # at the end.
+        # If the lag is steady, a segment in which the host waits takes about as long as the lag,
+        # and the lag is gone at its end.
         about_as_long = (lag_ns > _QUEUED_NS) & (
             np.maximum(np.abs(now[1]), at_end_ns) < _LITTLE * lag_ns
         )
@@ -325,15 +332,16 @@ def _host_line(
     waits: tuple[_Spans, Integers],
     host_times: HostTimes,
 ) -> tuple[Integers, Integers]:
-    """Return the host's issue time and the device's lag for each step and part.
+    """Compute the host's issue time and the device's lag for each step and part.
 
-    Both have the shape [steps, parts]. The lag is that at the start of the part.
+    Both results have the shape [steps, parts]. The lag is measured at the start of the part.
 
-    start_ns: starts of the steps on the device. waits: of the host, with the rows of their steps.
+    start_ns: starts of the steps on the device. waits: waits of the host, with the rows of their
+    steps.
     """
     issue_ns, lag_ns = np.zeros_like(phases.lag_ns), phases.lag_ns.copy()
-    # Marks of a step in order: its start, start and end of each phase, its end. Each phase has a
-    # gap before and after it.
+    # The marks of a step are its start, the start and end of each phase, and its end. A segment
+    # lies between two marks. Segments before, between and after phases belong to the host's part.
     of_row = np.bincount(phases.row, minlength=len(host))
     first = np.concatenate([[0], np.cumsum(2 * of_row + 2)])
     row_of = np.repeat(np.arange(len(host)), 2 * of_row + 2)
@@ -354,14 +362,14 @@ def _host_line(
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
 
-    # Waits of the host in a segment: for a collective, which is not its own time, or for the
-    # loader.
+    # Subtract waits of the host: for a collective, which is not own time, or for the data loader,
+    # which is a part of its own.
     spans, rows = waits
     within = _last_before(marks[0], row_of, spans.start_ns, rows)
     is_data = spans.kind == int(Kind.DATA)
     np.subtract.at(taken_ns, within, spans.duration_ns)
     np.add.at(issue_ns, (rows[is_data], _DATA), spans.duration_ns[is_data])
-    # Lack of CPU time is known per part. It is subtracted from the part's first segment.
+    # Time without a CPU is only known per part, so it is subtracted from the part's first segment.
     ready_ns = np.maximum(host.ready_ns, 0)
     issue_ns[:, _DATA] = np.maximum(issue_ns[:, _DATA] - ready_ns[:, _DATA], 0)
     _, firsts = np.unique(places, return_index=True)
@@ -385,8 +393,9 @@ def _host_line(
         )
     late_ns[first[1:] - 1] = 0
     np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
-    # A part may be in several segments. The lag of a segment hides at most that segment. Using the
-    # lag that is left from the longest one would hide more.
+    # A part may have several segments, and the lag at the start of a segment hides at most the
+    # segment's own time. The part's lag is the sum of these, plus the lag that remains after its
+    # longest segment.
     longest = np.lexsort((own_ns, places))
     longest = longest[np.append(np.diff(places[longest]) > 0, True)]
     lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]
@@ -397,9 +406,10 @@ def _host_line(
 def _last_before(
     times: Integers, rows: Integers, queries: Integers, query_rows: Integers
 ) -> Integers:
-    """Return for each query the index of the latest time in its row at or before the query.
+    """Return for each query the index of the latest time in the same row that is not after the
+    query.
 
-    A row's times ascend, and the first one is before all queries.
+    The times of a row must ascend, and its first time must not be after any of its queries.
     """
     order = np.lexsort((np.concatenate([np.zeros(len(times)), np.ones(len(queries))]),
                         np.concatenate([times, queries]), np.concatenate([rows, query_rows])))  # fmt: skip
@@ -410,7 +420,7 @@ def _last_before(
 
 
 def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
-    """Return for each span whether it is outermost, and its own time without nested spans."""
+    """Return for each span whether it is outermost, and its duration without nested spans."""
     outer = np.full(len(rows), -1)
     order = np.argsort(rows, kind="stable")
     for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
@@ -426,7 +436,7 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
 
 
 def _pairs_of_equals(first: Integers, second: Integers) -> tuple[Integers, Integers]:
-    """Return the indexes of all pairs with equal values."""
+    """Return the indexes of all pairs of equal values in `first` and `second`."""
     order = np.argsort(second, kind="stable")
     begin, end = (np.searchsorted(second[order], first, side) for side in ("left", "right"))
     counts = end - begin

@@ -1,9 +1,7 @@
-"""Samples of a node's GPUs, network ports and processes, and statistics over them.
+"""Samples of a node's GPUs, network ports and processes, and statistics over samples. Pure.
 
-Pure functions and values.
-
-None means that the hardware or its driver does not report the value, or that this process may not
-read it. It is never shown as 0.
+A value is None if the hardware or its driver does not report it, or if this process may not read
+it. None is never shown as 0.
 """
 
 from __future__ import annotations
@@ -15,10 +13,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class GpuSample:
-    """One GPU at one time. Counters start when the driver is loaded, XIDs with the first sample."""
+    """State of one GPU at one time. Counters start when the driver is loaded. Only `xids` starts
+    with the first sample.
+    """
 
     uuid: str
-    """UUID as reported by the process that computes on it: "GPU-..."."""
+    """UUID as reported by processes that use the GPU: "GPU-..."."""
     monotonic_ns: int
     unix_ns: int
     interval_ns: int | None = None
@@ -27,7 +27,7 @@ class GpuSample:
     sm_clock_max_hz: int | None = None
     memory_clock_hz: int | None = None
     clock_reasons: int | None = None
-    """Why clocks are low at this time: NVML's bits, see REASONS."""
+    """Reasons for low clocks at this time, as NVML's bit mask, see REASONS."""
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: int | None = None
@@ -36,7 +36,7 @@ class GpuSample:
     memory_total_bytes: int | None = None
     busy: float | None = None
     """Fraction of the time since the previous sample in which a kernel was running. The next four
-    fields are fractions, too.
+    fields are also fractions of this time.
     """
     sm_active: float | None = None
     sm_occupancy: float | None = None
@@ -60,18 +60,22 @@ class GpuSample:
     nvlink_replays: int | None = None
     nvlink_recoveries: int | None = None
     nvlink_errors: int | None = None
-    """CRC errors. Devices that do not report those (Blackwell) have received packets with an error
-    instead.
+    """Number of CRC errors. For devices that do not report CRC errors (Blackwell), it is the number
+    of received packets with an error.
     """
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
-    """Remapped rows of the device's memory, for corrected and for uncorrected errors."""
+    """Number of rows of the device's memory that were remapped because of corrected or uncorrected
+    errors.
+    """
     remapping_pending: bool | None = None
     """True if a row will be remapped when the GPU is reset."""
     remapping_failed: bool | None = None
     recovery_action: int | None = None
-    """Action that the driver requests: 0 none, 1 GPU reset, 2 reboot, 3 and above: see NVML."""
+    """Action that the driver requests: 0 for none, 1 for a GPU reset, 2 for a reboot. NVML
+    documents larger values.
+    """
     xids: int | None = None
     last_xid: int | None = None
     grown: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -90,7 +94,8 @@ GPU_GAUGES = (
     "memory_temperature_c", "memory_used_bytes", "memory_total_bytes", "busy", "sm_active", "sm_occupancy",
     "tensor_active", "dram_active",
 )  # fmt: skip
-# Bits of clock_reasons. Idle clocks, and clocks set by a user, are not throttling.
+# Bits of `clock_reasons` by reason. Idle clocks, and clocks set by a user, do not count as
+# throttling.
 REASONS = {
     "power": 0x04,
     "hw_slowdown": 0x08 | 0x40 | 0x80,
@@ -101,7 +106,7 @@ REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class LinkSample:
-    """One port of an InfiniBand or RoCE adapter at one time.
+    """State of one port of an InfiniBand or RoCE adapter at one time.
 
     Counters start when the adapter is reset.
     """
@@ -121,7 +126,9 @@ class LinkSample:
     transmitted_packets: int | None = None
     received_packets: int | None = None
     transmit_wait_ticks: int | None = None
-    """Ticks with data to send but without credit. The length of a tick depends on the adapter."""
+    """Number of ticks in which the port had data to send but no credit. The length of a tick
+    depends on the adapter.
+    """
     symbol_errors: int | None = None
     link_recoveries: int | None = None
     link_downs: int | None = None
@@ -143,7 +150,7 @@ class LinkSample:
         return f"{self.device}/{self.port}"
 
 
-# Error counters of the port and of its transport. On a healthy link they stay at or near zero.
+# Error counters of the port and its transport. On a healthy link, these counters stay near zero.
 LINK_ERRORS = (
     "symbol_errors", "link_recoveries", "link_downs", "receive_errors", "transmit_discards", "integrity_errors",
     "out_of_sequence", "sequence_errors", "ack_timeouts", "rnr_retries", "retries_exceeded",
@@ -165,15 +172,15 @@ class ProcessSample:
     monotonic_ns: int
     unix_ns: int
     cpu_ns: int | None = None
-    """CPU time of all threads. It grows by 2e9 a second if the process uses two cores."""
+    """CPU time of all threads. If the process uses two cores, the value grows by 2e9 per second."""
     resident_bytes: int | None = None
-    """Resident memory. Pages shared by several processes count once for each."""
+    """Resident memory. A page that several processes share counts for each of them."""
     read_bytes: int | None = None
-    """Bytes read from disks and file systems, without the page cache."""
+    """Bytes read from disks and file systems. Reads from the page cache are not included."""
     written_bytes: int | None = None
     network_received_bytes: int | None = None
-    """Bytes over all interfaces except loopback in the process's network namespace, which the
-    node's ranks may share.
+    """Bytes received over all interfaces, except loopback, of the process's network namespace. The
+    node's ranks may share this namespace.
     """
     network_transmitted_bytes: int | None = None
 
@@ -183,7 +190,7 @@ Sample = GpuSample | LinkSample | ProcessSample
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Samples of one time, and the GPUs' product names by UUID as far as known."""
+    """Samples of a node at one time. `names` are product names of GPUs by UUID, as far as known."""
 
     gpus: tuple[GpuSample, ...]
     links: tuple[LinkSample, ...]
@@ -195,7 +202,7 @@ def growth(
 ) -> dict[str, float]:
     """Return the increase of counters between two samples.
 
-    A counter that has decreased started again at 0.
+    A counter that has decreased was reset to 0 in between.
     """
     if before is None:
         return {}
@@ -209,7 +216,7 @@ def growth(
 
 @dataclasses.dataclass
 class GpuTotals:
-    """Sums over samples of one GPU, for the node's state file or another period."""
+    """Sums over the samples of one GPU in a period."""
 
     samples: int = 0
     measured_ns: int = 0
@@ -219,7 +226,7 @@ class GpuTotals:
     most: dict[str, int | float] = dataclasses.field(default_factory=dict)
     grown: dict[str, int | float] = dataclasses.field(default_factory=dict)
     grown_ns: dict[str, int] = dataclasses.field(default_factory=dict)
-    """For each counter, the time over which its increase is known."""
+    """For each counter, the total time over which its increase is known."""
     reasons: dict[str, int] = dataclasses.field(default_factory=dict)
     """For each reason, the number of samples in which clocks were low because of it."""
     last: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -249,16 +256,16 @@ class GpuTotals:
                 self.last[name] = int(value)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a gauge; None if it was never measured."""
+        """Return the mean of the gauge `name`; None if it was never measured."""
         return self.sums[name] / self.counts[name] if name in self.sums else None
 
     def throttled(self) -> dict[str, float]:
         """Return for each reason the fraction of time with throttled clocks.
 
-        Reasons that were not measured are missing.
+        Reasons for which nothing was measured are missing.
 
-        It uses the driver's counters, or the fraction of samples if a GPU has no counter for the
-        reason.
+        The fraction is computed from the driver's counter, or from the samples if the GPU has no
+        counter for the reason.
         """
         shares = {
             "power": self._share_of_time("throttle_power_ns"),
@@ -281,14 +288,16 @@ class GpuTotals:
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
     def _largest(self, *counters: str) -> float | None:
-        """Return the largest counter of those that may run at the same time."""
+        """Return the largest fraction of time among these counters, which may increase at the same
+        time.
+        """
         return max(
             (share for share in map(self._share_of_time, counters) if share is not None),
             default=None,
         )
 
     def signals(self) -> dict[str, float]:
-        """Return the values described in gpu_signals()."""
+        """Return the values that gpu_signals() describes."""
         throttled = self.throttled()
         max_clock_hz, clock_hz = self.most.get("sm_clock_max_hz"), self.mean("sm_clock_hz")
         used, total = self.mean("memory_used_bytes"), self.most.get("memory_total_bytes")
@@ -340,7 +349,7 @@ class LinkTotals:
             self.grown[name] = self.grown.get(name, 0) + more
 
     def signals(self) -> dict[str, float]:
-        """Return the values described in link_signals()."""
+        """Return the values that link_signals() describes."""
         found = dict(self.grown)
         errors = _sum_of_known(map(self.grown.get, LINK_ERRORS))
         if errors is not None:
@@ -365,22 +374,24 @@ class GpuFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """A node's hardware data over the whole run, for the report and for a restarted sidecar."""
+    """A node's hardware statistics over the whole run. They are used in the report, and by a
+    sidecar after its restart.
+    """
 
     gpus: dict[str, GpuTotals] = dataclasses.field(default_factory=dict)
-    """By UUID, as the next three fields."""
+    """Totals by UUID. The next three fields are also by UUID."""
     facts: dict[str, GpuFacts] = dataclasses.field(default_factory=dict)
     losses: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Number of failed reads of the GPU."""
+    """Number of failed attempts to read the GPU."""
     slow_samples: dict[str, int] = dataclasses.field(default_factory=dict)
     links: dict[str, LinkTotals] = dataclasses.field(default_factory=dict)
-    """By name, see LinkSample."""
+    """Totals by LinkSample.name."""
     lost_samples: int = 0
     dropped_files: int = 0
 
 
 def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
-    """Return the values of one GPU over samples in order.
+    """Compute values of one GPU from consecutive samples.
 
     Values that were not measured are missing.
 
@@ -388,8 +399,8 @@ def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
       hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active, tensor_active,
       dram_active.
     - Means: sm_clock_hz, temperature_c, power_w.
-    - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors, and remapped_rows, which
-      includes a pending row.
+    - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors and remapped_rows. A
+      pending row counts as remapped.
     """
     totals = GpuTotals()
     for sample in samples:
@@ -398,12 +409,13 @@ def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
 
 
 def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
-    """Return the values of one port over samples in order.
+    """Compute values of one port from consecutive samples.
 
     Values that were not measured are missing.
 
-    They are the increase of each counter, `errors` for the sum of LINK_ERRORS, the used fraction of
-    the link's rate, and the fraction of samples in which the port was down.
+    - The increase of each counter, and `errors`: the sum over LINK_ERRORS.
+    - transmitted_share, received_share: used fraction of the link's rate.
+    - inactive_share: fraction of the samples in which the port was down.
     """
     totals = LinkTotals()
     for sample in samples:

@@ -1,7 +1,4 @@
-"""Statistics of the device's allocator for one rank: use, fragmentation, growth and retries.
-
-Pure.
-"""
+"""Statistics of the device's memory allocator for one rank. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_READINGS = 256
-# Growth is reported from this number of readings on, without a first part in which caches fill. At
-# least this fraction of their differences must be increases. The growth must fill the device within
-# this multiple of the steps so far.
+# Growth is reported if there are _MIN_READINGS readings after a first fraction (_SETTLING_SHARE),
+# in which caches fill. At least _INCREASES_SHARE of their differences must be increases. The growth
+# must fill the device within _MAX_RUNS times the number of steps so far.
 _MIN_READINGS = 24
 _SETTLING_SHARE = 0.25
 _INCREASES_SHARE = 0.9
@@ -28,54 +25,56 @@ _MAX_RUNS = 10
 
 
 class MemoryReading(NamedTuple):
-    """State of the allocator at the end of one step. None: not measured, or lost."""
+    """State of the allocator at the end of one step. Values are None if not measured, or lost."""
 
     step: int
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_bytes: int | None = None
-    """Bytes in free blocks that cannot be returned, because another part of their segment is in
-    use.
+    """Bytes in free blocks that cannot be returned to the device, because other blocks of their
+    segments are in use.
     """
     peak_bytes: int | None = None
-    """Largest allocation since the user last reset the allocator's peaks."""
+    """Peak of the allocated bytes since the user last reset the allocator's peak statistics."""
     limit_bytes: int | None = None
     """Memory that the process may use on the device."""
     alloc_retries: int | None = None
-    """Number of times since the first reading that cudaMalloc failed and the cache was released."""
+    """Number of times since the first reading that cudaMalloc failed and the allocator released its
+    cache.
+    """
     ooms: int | None = None
-    """Number of times since the start of the process that releasing the cache did not help."""
+    """Number of out-of-memory errors since the start of the process."""
 
 
 class Growth(TypedDict):
-    """Memory that grows from step to step."""
+    """Growth of allocated memory from step to step."""
 
     bytes_per_step: float
     since_step: int
     until_step: int
-    """The readings that show the growth cover these steps. It may have started earlier."""
+    """The growth was measured from `since_step` to `until_step`. It may have started earlier."""
     above_bytes: int
-    """Difference between the allocation inside of a step and at its end."""
+    """Difference between the peak allocation inside a step and the allocation at its end."""
     full_at_step: int
-    """Step in which the device will be full."""
+    """Step in which the memory will be full, if it continues to grow."""
 
 
 @dataclasses.dataclass
 class MemoryStatistics:
-    """Readings over the whole run, thinned out as it gets longer.
+    """Readings over the whole run. As the run gets longer, fewer of the readings are kept.
 
-    Input: MEMORY records in their order.
+    MEMORY records must be added in sequence order.
     """
 
     readings: list[MemoryReading] = dataclasses.field(default_factory=list)
-    """At most MAX_READINGS, always with the newest one."""
+    """At most MAX_READINGS readings, including the newest."""
     count: int = 0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     peak_resets: int = 0
-    """Number of times that the peak decreased, because the user reset it."""
+    """Number of times that the peak decreased, because the user had reset it."""
     _every: int = 1
-    """One of this number of readings is kept."""
+    """One in this number of readings is kept."""
     _alloc_retries: int | None = None
     """The allocator's own counter in the last reading."""
 
@@ -84,7 +83,7 @@ class MemoryStatistics:
         return self.readings[-1] if self.readings else None
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        """Add the MEMORY records among these."""
+        """Add the readings in MEMORY records. All other records are ignored."""
         for reading, peak_reserved_bytes in _readings(records, names):
             self._add_reading(
                 reading._replace(alloc_retries=self._retries(reading.alloc_retries)),
@@ -102,19 +101,19 @@ class MemoryStatistics:
         self.peak_allocated_bytes = _larger_known(self.peak_allocated_bytes, reading.peak_bytes)
         self.peak_reserved_bytes = _larger_known(self.peak_reserved_bytes, peak_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
-            # It was only kept because it was the newest.
+            # The last reading was only kept because it was the newest.
             self.readings.pop()
         self.readings.append(reading)
         self.count += 1
         if len(self.readings) > MAX_READINGS:
-            # The number of readings is odd, so the newest one stays.
+            # The number of readings is odd here, so the newest reading is kept.
             self.readings = self.readings[::2]
             self._every *= 2
 
     def _retries(self, counted: int | None) -> int | None:
-        """Return the retries since the first reading.
+        """Return the number of retries since the first reading.
 
-        A counter that the user has reset starts again at 0.
+        `counted` is the allocator's own counter, which the user may reset to 0.
         """
         before, self._alloc_retries = (
             self._alloc_retries,
@@ -135,9 +134,9 @@ class MemoryStatistics:
         return known + (counted - before if counted >= before else counted)
 
     def growth(self) -> Growth | None:
-        """Growth of allocations at the ends of steps.
+        """Estimate the growth of the memory allocated at the ends of steps.
 
-        The value is None if growth is not certain, or harmless.
+        Return None if the growth is uncertain, or too slow to fill the device.
         """
         known = [
             (r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None
@@ -167,10 +166,10 @@ class MemoryStatistics:
         )
 
     def _above_bytes(self, since_step: int) -> int:
-        """Return the difference between allocations at the peaks and at the ends of steps.
+        """Return the largest difference between a peak and the allocation at the end of the step.
 
-        A peak that differs from the previous reading's was reached in between. An equal one may be
-        old and is only a bound.
+        A peak that differs from the previous reading's is new. An equal peak may be old, so it is
+        only used if there are no new peaks.
         """
         known = [
             each for each in self.readings if None not in (each.peak_bytes, each.allocated_bytes)
@@ -185,14 +184,14 @@ class MemoryStatistics:
 
 
 def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
-    """Return the last reading among these records, with retries as the allocator counts them."""
+    """Return the last reading in these records. Its retries are the allocator's own counter."""
     return next((reading for reading, _ in reversed(_readings(records, names))), None)
 
 
 def _readings(
     records: npt.NDArray[np.void], names: list[str]
 ) -> list[tuple[MemoryReading, int | None]]:
-    """Yield the readings in these records, each with the largest reserved size so far."""
+    """Return the readings in these records, each with the peak of the reserved bytes."""
     found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
     for record in found:
@@ -226,16 +225,17 @@ def _larger_known(before: int | None, now: int | None) -> int | None:
 def memory_signals(
     readings: Sequence[MemoryReading], first_step: int, last_step: int
 ) -> dict[str, float]:
-    """Return values that may explain why a rank was slow in these steps.
+    """Return values of memory use that may explain why a rank was slow in these steps.
 
     Values that were not measured are missing.
 
     readings: MemoryStatistics.readings of the rank.
 
-    - alloc_retries_per_step: each retry makes the allocator release its cache and wait for the
-      device.
-    - fragmentation_share: median fraction of reserved memory that is free and cannot be returned.
-    - memory_used_share: largest reserved fraction of the memory that the process may use.
+    - alloc_retries_per_step: number of retries. In each, the allocator releases its cache and waits
+      for the device.
+    - fragmentation_share: median fraction of reserved memory that is free but cannot be returned.
+    - memory_used_share: largest reserved memory, as a fraction of the memory that the process may
+      use.
     """
     inside = [reading for reading in readings if first_step <= reading.step <= last_step]
     before = [reading for reading in readings if reading.step < first_step]

@@ -1,7 +1,7 @@
-"""Find modules that take longer on one rank than on others, also across nodes. Pure.
+"""Find modules that take longer on one rank than on other ranks. Pure.
 
-Names are not sent between nodes. Ranks with the same digest have the same modules, in the order of
-their names.
+Nodes send the times of modules without the names. Ranks with the same digest of names have the same
+modules, and their times are sorted by name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_MODULES = 64
-# Number of ranks, of many, from which the usual times are computed.
+# Approximate number of ranks from which the median is computed if there are many ranks.
 _SAMPLE = 256
 
 
 def reported_modules(names: Mapping[str, float]) -> list[str]:
-    """Return the modules whose times are reported, in the order in which they are sent."""
+    """Return the names of the modules whose times are sent, in the order of the times."""
     return sorted(names)[:MAX_MODULES]
 
 
@@ -31,9 +31,9 @@ def digest(names: list[str]) -> int:
 
 
 class ModuleTimes:
-    """The newest mean times of all ranks: own forward time per step, in ns, over their run.
+    """The newest mean times of the modules of all ranks. Use it from one thread only.
 
-    One thread.
+    The mean is that of the module's own forward time per step over the whole run, in ns.
     """
 
     def __init__(self) -> None:
@@ -50,16 +50,17 @@ class ModuleTimes:
     def set_remote(self, rank: int, key: int, times_ns: npt.NDArray[np.floating[Any]]) -> None:
         """Set the times of a rank of another node.
 
-        key: digest of its names. times_ns: at least as many values as names.
+        key: digest of the rank's module names. times_ns: time of each module. Additional values are
+        ignored.
         """
         # A view would keep the whole received message in memory.
         self._times[rank] = (key, times_ns.copy())
 
     def excess_ns(self, rank: int) -> dict[str, float]:
-        """Return for each module its excess over the median of the other ranks in ns.
+        """Return for each module of a rank the excess in ns over the median of the other ranks.
 
-        Empty if no other rank has the same modules, or if no rank of this node does, because only
-        this node has their names.
+        The result is empty if no other rank has the same modules. It is also empty if no rank of
+        this node has them, because this node then does not know their names.
         """
         key, mine = self._times.get(rank, (0, None))
         names = self._names.get(key)

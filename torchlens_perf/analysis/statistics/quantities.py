@@ -6,7 +6,7 @@ from torchlens_perf.errors import printable as printable
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with three figures and a unit."""
+    """Format a duration with three significant digits and a unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             value = seconds / scale
@@ -20,14 +20,14 @@ def percent(share: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """Return a number with three figures, without an exponent: "4,540", "19.4"."""
+    """Format a number with at least three significant digits and no exponent: "4,540", "19.4"."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def long_duration(seconds: float) -> str:
-    """Return the duration of a run: "2 h 01 min", "4 min 10 s".
+    """Format the duration of a run: "2 h 01 min", "4 min 10 s".
 
-    Below a minute, the text is that of duration().
+    Durations below a minute are formatted by duration().
     """
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -37,7 +37,7 @@ def long_duration(seconds: float) -> str:
 
 
 def amount(count: float, unit: str) -> str:
-    """Return bytes, or bytes per second, with three figures, in powers of a thousand."""
+    """Format a number of bytes, or bytes per second, with a decimal prefix."""
     for prefix in ("", "K", "M", "G", "T"):
         if count < 1000 or prefix == "T":
             return (
@@ -50,17 +50,17 @@ def amount(count: float, unit: str) -> str:
 
 
 def coverage_text(share: float, *, any_step: bool) -> str:
-    """Return a text on the coverage of steps.
+    """Describe the fraction of steps that were recorded completely.
 
-    any_step: False if no step was recorded, so that there is no fraction.
+    any_step: False if no step was recorded. `share` is then ignored.
     """
     return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 
 def steps_words(since_step: int, until_step: int | None) -> str:
-    """Return a range of steps as text: "since step 40", or "from step 40 to 79".
+    """Format a range of steps: "since step 40", or "from step 40 to 79".
 
-    until_step is None while the range lasts.
+    `until_step` is the first step after the range, or None if the range has not ended.
     """
     return (
         f"since step {since_step}"
@@ -70,7 +70,7 @@ def steps_words(since_step: int, until_step: int | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 step", "2 steps", "3 passes"."""
+    """Format a number with a noun: "1 step", "2 steps", "3 passes"."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 

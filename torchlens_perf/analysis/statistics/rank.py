@@ -1,4 +1,6 @@
-"""Sketches over a rank's whole run, and a history of windows of limited size. Pure."""
+"""Statistics over a rank's whole run, with a limited number of windows of consecutive steps.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,19 @@ from torchlens_perf.run.sketch import Sketch, add_to_sketches
 WARM_UP_STEPS = 3
 FIRST_WINDOW_STEPS = 8
 MAX_WINDOWS = 512
-# Other work in a step that explains to a reader why the step took so long.
+# Flags of work that may explain to the user why a step took so long.
 TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
-# Steps whose module times do not count, because they evaluate or do other slow work.
+# Steps with these flags are left out of the mean module times.
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
-# Steps that are left out of all windows, because they do other work than training steps.
+# Steps with these flags are left out of all windows, because they do more than train.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
-# Each bin of step_mix lies completely within one of these ranges of length.
+# Number of ranges into which StepsOfLength divides each doubling of duration. Each bin of step_mix
+# lies completely within one range.
 _LENGTHS_PER_DOUBLING = 2
 _MAX_LENGTHS = 24
 _LENGTH_BITS = 8
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-# Fraction of a window's step. Shorter times without a CPU are stored as [].
+# Times without a CPU below this fraction of a window's step are stored as [].
 _LITTLE_LACK = 0.02
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _PHASES = tuple(
@@ -48,9 +51,9 @@ _CALLS, _FORWARD_PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Consecutive steps and their work: row i covers steps [first_step[i], first_step[i] + width).
+    """Windows of consecutive steps. Row i covers steps [first_step[i], first_step[i] + width).
 
-    Times are means over the middle half of the steps, ordered by duration.
+    Times are means over the middle half, by duration, of the steps of a window.
     """
 
     width: int
@@ -59,26 +62,27 @@ class Windows:
     parts_ns: npt.NDArray[np.float64]
     """Shape [windows, len(PARTS)]."""
     work_sum_ns: npt.NDArray[np.float64]
-    """Sum of own time, without time that the thread was runnable without a CPU. The warm-up and
-    steps with other work than other ranks' are excluded.
+    """Sum of the steps' own time, without time in which the thread was runnable but not scheduled.
+    The warm-up and steps with OTHER_WORK are excluded.
 
-    A sum, because its mean also shows slowness in only some of the steps.
+    Its mean, unlike the mean over the middle half, also shows slowness in only some of the steps.
     """
     work_steps: npt.NDArray[np.int64]
-    """Number of steps in that sum; 0 if there is no work to compare."""
+    """Number of steps in `work_sum_ns`; 0 if there is no work to compare."""
     start_ns: npt.NDArray[np.int64]
-    """Start of the first step by its node's CLOCK_MONOTONIC."""
+    """Start of the first step by the CLOCK_MONOTONIC of the rank's node."""
     lack_ns: Mapping[int, Sequence[float]]
-    """By a window's first step, the time in each part that the thread was runnable without a CPU.
+    """For a window's first step, the time in each part in which the thread was runnable but not
+    scheduled.
 
-    [] if it is negligible. Windows in which it was not measured are missing.
+    The value is [] if the time is negligible. Windows in which it was not measured are missing.
     """
     tags: Mapping[int, int]
-    """By a window's first step, other work of its steps, as flags of TAGS. Windows without a row
-    are included.
+    """For a window's first step, flags of TAGS that its steps have. Windows without a row are
+    included.
     """
     warm_from: int | None
-    """First step after the warm-up; None without a step."""
+    """First step after the warm-up; None before the first step."""
 
 
 _NONE = np.zeros(0)
@@ -105,7 +109,7 @@ class _Steps(NamedTuple):
     duration_ns: npt.NDArray[np.int64]
     parts_ns: npt.NDArray[np.int64]
     work_ns: npt.NDArray[np.float64]
-    """NaN for steps that are not compared."""
+    """Own time of the steps; NaN for steps that are not compared."""
     start_ns: npt.NDArray[np.int64]
     ready_ns: npt.NDArray[np.int64]
 
@@ -117,18 +121,17 @@ class _Steps(NamedTuple):
 
 
 class WindowHistory:
-    """Windows of `width` steps.
+    """A growing list of windows of `width` steps.
 
-    When there are too many, neighbors are merged and the width doubles.
+    When the list exceeds MAX_WINDOWS, neighboring windows are merged and the width doubles.
 
-    Windows are aligned to multiples of the width, so windows of different ranks cover the same
-    steps.
+    Windows start at multiples of the width, so windows of different ranks cover the same steps.
     """
 
     def __init__(self, earlier: Windows = NO_WINDOWS) -> None:
-        """earlier: windows to continue.
+        """Continue earlier windows.
 
-        The one that was in progress is already a row, or was too short for one.
+        The last window of `earlier`, which was in progress, is not continued.
         """
         self.width = earlier.width
         self._rows = [
@@ -175,9 +178,9 @@ class WindowHistory:
             self._merge_neighbours()
 
     def windows(self) -> Windows:
-        """Return the history.
+        """Return all windows.
 
-        The window in progress is its last row if it has half of its steps.
+        The window in progress is included if at least half of its steps have ended.
         """
         rows = list(self._rows)
         if 2 * self._count >= self.width or (self._steps and not rows):
@@ -202,7 +205,7 @@ class WindowHistory:
         )
 
     def _advance_to_step(self, step: int) -> None:
-        """Close the window in progress if that step is in another one."""
+        """Close the window in progress if `step` is not in this window."""
         if self._steps and step // self.width != self._first_step // self.width:
             if 2 * self._count >= self.width:
                 _append(self._rows, self._row())
@@ -226,8 +229,8 @@ class WindowHistory:
             else self._steps[0]
         )
         count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
-        # The same mean as for the typical step. Waits for a CPU hit different phases, so each
-        # phase's median would be zero.
+        # Use the same mean as for the typical step. Waits for a CPU occur in different phases of
+        # different steps, so each phase's median would be zero.
         middle = steps.where(
             np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4]
         )
@@ -256,7 +259,7 @@ class WindowHistory:
 
 
 def _append(rows: list[_Row], row: _Row) -> None:
-    """Add a row, or merge it into the last one if that covers the same steps."""
+    """Append a row, or merge it into the last row if that row covers the same steps."""
     if not rows or rows[-1].first_step != row.first_step:
         rows.append(row)
         return
@@ -281,9 +284,7 @@ def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
 def all_parts(
     lack_ns: Sequence[float] | npt.NDArray[np.float64] | None,
 ) -> npt.NDArray[np.float64] | None:
-    """Return a value of Windows.lack_ns with a number for each part; None if it was not
-    measured.
-    """
+    """Expand a value of Windows.lack_ns to one number per part; None if it was not measured."""
     if lack_ns is None:
         return None
     return np.asarray(lack_ns, np.float64) if len(lack_ns) else np.zeros(len(PARTS))
@@ -297,9 +298,10 @@ def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
 def _by_kind_and_name(
     kinds: npt.NDArray[np.uint8], name_ids: npt.NDArray[np.uint32]
 ) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64], list[int]]:
-    """Return groups of records with equal kind and name.
+    """Group records by kind and name.
 
-    The values are the kinds and name ids, an order of the records, and the start of each group.
+    Return the kind and name id of each group, an order of the records in which groups are
+    consecutive, and the start of each group in this order.
     """
     keys = kinds.astype(np.int64) << 32 | name_ids
     order = np.argsort(keys, kind="stable")
@@ -320,7 +322,7 @@ def _sums(
     name_ids: npt.NDArray[np.integer[Any]],
     values_ns: npt.NDArray[np.int64],
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield each place and name id that occurs, with the sum of its values."""
+    """Yield each pair of place and name id that occurs, with the sum of its values."""
     keys, index = np.unique(
         places.astype(np.int64) << 32 | name_ids.astype(np.int64), return_inverse=True
     )
@@ -333,7 +335,9 @@ def _sums(
 def _measured_ns(
     records: npt.NDArray[np.void], table: StepTable, names: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return each step's time in the sections of step_mix.MEASURED whose flag it has."""
+    """Return each step's time in the sections of step_mix.MEASURED. A section is only summed if
+    some step has its flag.
+    """
     found = np.zeros((len(table), len(MEASURED)), np.int64)
     for column, (flag, name) in enumerate(MEASURED.items()):
         if name in names and (table.flags & flag).any():
@@ -351,7 +355,7 @@ def _measured_ns(
 
 @dataclasses.dataclass
 class CollectiveCount:
-    """One operation on one group."""
+    """Durations and bytes of one operation on one group."""
 
     sketch: Sketch = field(default_factory=Sketch)
     bytes: int = 0
@@ -364,7 +368,7 @@ class StepsOfLength:
     steps: int = 0
     forward_ns: int = 0
     modules: dict[str, int] = field(default_factory=dict)
-    """Own forward time."""
+    """Own forward time of each module."""
     sections: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: StepsOfLength) -> None:
@@ -377,7 +381,7 @@ class StepsOfLength:
 
 @dataclasses.dataclass
 class RankStatistics:
-    """All statistics of one process of one rank. Its records must be added in sequence order."""
+    """All statistics of one process of one rank. Records must be added in sequence order."""
 
     records: int = 0
     lost: int = 0
@@ -388,18 +392,21 @@ class RankStatistics:
     ended_ns: int | None = None
     warm_up: Sketch = field(default_factory=Sketch)
     warm_up_parts_ns: dict[str, int] = field(default_factory=dict)
-    """Each part's time in all warm-up steps."""
+    """Sum over the warm-up steps of each part's time."""
     step: Sketch = field(default_factory=Sketch)
     own: Sketch = field(default_factory=Sketch)
     work: Sketch = field(default_factory=Sketch)
-    """Own time without the time that the thread was runnable without a CPU, as far as known."""
+    """Own time of steps without the time in which the thread was runnable but not scheduled. Steps
+    in which that was not measured are left out.
+    """
     parts: dict[str, Sketch] = field(default_factory=lambda: {part: Sketch() for part in PARTS})
     mix: StepMix = field(default_factory=StepMix)
     by_length: dict[int, StepsOfLength] = field(default_factory=dict)
-    """Sums by duration, two for each doubling, and above 8 bits by the flags of _UNUSUAL.
+    """Sums over steps of similar duration. The key has the index of the duration's range in its
+    lowest 8 bits, and the flags of _UNUSUAL above.
 
-    The typical step uses only some of them, so one very long step does not dominate the times of
-    modules and sections.
+    Module and section times of the typical step are computed from some of these sums only, so one
+    very long step does not dominate them.
     """
     usual_steps: int = 0
     """Number of steps that modules_ns() is averaged over."""
@@ -407,21 +414,24 @@ class RankStatistics:
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
-    """For each section, the time of host code outside of all phases, in usual steps that have some.
+    """For each section, the time of host code outside all phases, in usual steps that have such
+    time.
     """
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     other_threads_ns: dict[str, int] = field(default_factory=dict)
-    """Time of phases on other threads than the recorded one, in all steps but the warm-up."""
+    """Time of phases on other threads than the training thread, in all steps after the warm-up."""
     memory_bytes: int = 0
     memory_max_bytes: int = 0
     micro_steps: int = 1
     flags_seen: int = 0
     history: WindowHistory = field(default_factory=WindowHistory)
     device_history: WindowHistory = field(default_factory=WindowHistory)
-    """Same as `history`, by the device's clock, if the rank is judged by it."""
+    """Same as `history`, by the device's clock. It is only filled if the rank is judged by its
+    device.
+    """
     device_mix: StepMix = field(default_factory=StepMix)
-    """Same as `mix`, by the device's clock. The host's steps are long if it waits for the device,
-    and short if not.
+    """Same as `mix`, by the device's clock. Host steps vary, because the host waits for the device
+    in only some steps.
     """
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
@@ -429,7 +439,9 @@ class RankStatistics:
     def add(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
     ) -> None:
-        """Add complete steps: their records, and the table that assemble_steps() made of them."""
+        """Add complete steps: their records, and the table that assemble_steps() built from the
+        records.
+        """
         self.records += len(records)
         self.lost += lost
         if len(steps):
@@ -437,7 +449,7 @@ class RankStatistics:
         warm = records[:0]
         if self.first_step is not None:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
-            # Most steps are warm, and a copy is slow.
+            # Usually all steps are after the warm-up. Avoid the copy, which is slow.
             warm = records if is_warm.all() else records[is_warm]
         self._add_named_sections(warm, names)
         self._add_other_threads(warm)
@@ -479,9 +491,9 @@ class RankStatistics:
     def _add_section_hosts(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
     ) -> None:
-        """Add the time of sections that is in host code.
+        """Add the time of host code in sections.
 
-        Nested phases, and sections inside of phases, do not count.
+        Phases inside sections, and sections inside phases, do not count.
         """
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
@@ -490,7 +502,7 @@ class RankStatistics:
         rows = rows[np.isin(records["step"][rows], steps.step[usual])]
         if not len(rows):
             return
-        # A phase around a section is recorded after it and starts before it.
+        # A phase that encloses a section is recorded after the section, but starts before it.
         phases = np.flatnonzero(np.isin(kinds, _PHASES) & here)
         began_ns = np.minimum.accumulate(records["start_ns"][phases][::-1])[::-1]
         began_ns = np.append(began_ns, np.iinfo(np.int64).max)[np.searchsorted(phases, rows)]
@@ -502,17 +514,17 @@ class RankStatistics:
             return_inverse=True,
         )
         of_step = np.bincount(inverse, weights=host_ns, minlength=len(keys)).astype(np.int64)
-        # A section that is open across a step's end, or that is nested in itself, gets at most the
-        # step's time.
+        # A section that crosses a step's end, or that is nested in itself, counts at most the
+        # step's host time.
         of_step = np.minimum(of_step, steps.parts_ns[keys & 0xFFFFFFFF, PARTS.index("host")])
         for name_id in np.unique(keys >> 32).tolist():
             sketch = self.section_hosts.setdefault(lookup_name(names, name_id), Sketch())
             sketch.add(of_step[keys >> 32 == name_id])
 
     def section_host_ns(self, name: str) -> float:
-        """Return the median over all usual steps of the host code in a section.
+        """Return the median over all usual steps of a section's time in host code.
 
-        Steps without it count as zero.
+        Steps without the section count as zero.
         """
         found = self.section_hosts.get(name)
         if found is None or not self.usual_steps or 2 * found.count <= self.usual_steps:
@@ -523,7 +535,7 @@ class RankStatistics:
     def _add_lengths(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
     ) -> None:
-        """Add times by step length, and the calls of modules in usual steps."""
+        """Add sums by step duration, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
         steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
@@ -554,18 +566,19 @@ class RankStatistics:
         of_step: npt.NDArray[np.int64],
         new: list[StepsOfLength],
     ) -> None:
-        """Add the own times of the modules called in forward passes.
+        """Add the own times of modules called in the forward pass.
 
-        They make up the forward phase.
+        These times add up to the forward phase.
 
-        of_step: for each step, its index in `new`.
+        of_step: index in `new` of each step.
         """
-        # Columns are copied once, because each value in the records is 64 bytes from the next.
+        # Copy the column once, because consecutive values in the records are 64 bytes apart.
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero(np.isin(kinds, _CALLS) & here)
         rows = rows[np.isin(records["step"][rows], steps.step)]
-        # A call is recorded after its nested calls, so the next phase of its kind encloses it.
+        # A phase is recorded after the calls inside it, so the next phase after a call encloses the
+        # call.
         phases = np.flatnonzero(np.isin(kinds, _FORWARD_PHASES) & here)
         of_phase = np.append(kinds[phases], Kind.FORWARD)[np.searchsorted(phases, rows)]
         rows = rows[of_phase == Kind.FORWARD]
@@ -617,7 +630,7 @@ class RankStatistics:
         add_to_sketches(sketches, records["duration_ns"][rows], starts)
 
     def typical_length(self) -> StepsOfLength:
-        """Return the sums over steps that are as long as the typical one."""
+        """Return the sums over steps of about the same duration as the typical step."""
         typical, whole = classify([self.mix]).typical, StepsOfLength()
         if typical is None:
             return whole
@@ -632,14 +645,14 @@ class RankStatistics:
 
     @property
     def coverage(self) -> float:
-        """Fraction of steps, from the first to the last, that were recorded completely."""
+        """Fraction of the steps from the first to the last that were recorded completely."""
         if self.first_step is None or self.last_step is None:
             return 0.0
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Return each module's mean own forward time in a usual step; empty before a step
-        counts.
+        """Return each module's mean own forward time in a usual step; empty before the first usual
+        step.
         """
         steps = self.usual_steps
         return (

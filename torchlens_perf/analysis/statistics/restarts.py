@@ -1,9 +1,9 @@
-"""Find which processes of a node ran together when the attempt does not show it. Pure.
+"""Find out which processes of a node ran together, if the attempt number does not show it. Pure.
 
 When nodes join or leave an elastic job, torch's agents restart all workers without counting a
-restart. The attempt stays the same, ranks may change, and steps and sequence numbers start at 0. An
-agent starts workers only after its old ones have ended, so rings are registered generation by
-generation.
+restart. The attempt number stays the same, ranks may change, and steps and sequence numbers start
+at 0. An agent only starts new workers when its old workers have ended, so the rings of one
+generation are registered before those of the next.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 UNRELATED = -1
-"""Generation of processes that ran in parallel to the job. They are not compared with others."""
+"""Generation of processes that ran in parallel to the job and are not compared with other
+processes.
+"""
 
 
 class Generations:
-    """Number the processes of one node, in the order in which their rings were registered.
+    """Assigns generation numbers to the processes of one node, in the order of registration.
 
-    One thread.
+    Use it from one thread only.
     """
 
     def __init__(self) -> None:
         self.newest = UNRELATED
         self._of: dict[str, int] = {}
         self._restarts = -1
-        # Data of the newest generation.
+        # Attributes of the processes of the newest generation.
         self._world_size = 0
         self._ranks: set[int] = set()
         self._workers: set[tuple[int, int | None]] = set()
         self._pids: set[int] = set()
 
     def of(self, identity: Identity) -> int:
-        """Return the generation of a process, counted over all attempts.
+        """Return the generation of a process. Generations are counted over all attempts.
 
-        Repeated calls return the same.
+        Repeated calls for the same process return the same number.
         """
         if identity.key not in self._of:
             self._of[identity.key] = self._next_generation(identity)
@@ -45,11 +47,11 @@ class Generations:
     def _next_generation(self, identity: Identity) -> int:
         worker = identity.launcher_pid, identity.local_rank
         again = identity.rank in self._ranks or identity.world_size != self._world_size
-        # Launchers that are not elastic may give each rank the local rank 0.
+        # Launchers that are not elastic may give every rank the local rank 0.
         again |= identity.elastic and worker in self._workers
-        # A rank may have started it with its own environment, from which the child takes the same
-        # rank. It runs in parallel to the ranks. But the first process of a script may also start
-        # all ranks.
+        # A rank may start a child process that inherits its environment and thus its rank. Such a
+        # child runs in parallel to the ranks. A script's first process may also start all ranks. In
+        # that case, the world size grows.
         is_child = (
             again
             and identity.launcher_pid in self._pids

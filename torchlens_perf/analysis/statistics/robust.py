@@ -9,12 +9,14 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Ratio of a normal distribution's standard deviation and its median absolute deviation.
+# Ratio of the standard deviation to the median absolute deviation of a normal distribution.
 TO_SIGMA = 1.4826
 
 
 def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
-    """Return np.median() of values without NaN, several times faster for few values."""
+    """Return the same as np.median() for values without NaN, but several times faster for few
+    values.
+    """
     count = values.shape[axis]
     lower, upper = (count - 1) // 2, count // 2
     parted = np.partition(values, (lower, upper), axis=axis)
@@ -23,7 +25,7 @@ def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
 
 
 def spread(values: npt.NDArray[np.floating[Any]]) -> float:
-    """Return the standard deviation of the bulk of the values, from the median absolute
-    deviation.
+    """Estimate the standard deviation from the median absolute deviation, which ignores
+    outliers.
     """
     return TO_SIGMA * float(np.median(np.abs(values - np.median(values))))

@@ -1,7 +1,7 @@
-"""The windows of all ranks on one grid, for comparison. Pure.
+"""Put the windows of all ranks on one grid of steps, to compare ranks. Pure.
 
-Each rank's history has windows of its own width. A column of the grid covers complete windows of
-every rank. There are at most MAX_COLUMNS, however long the run is.
+Ranks may have windows of different widths. A column of the grid covers whole windows of every rank.
+The grid has at most MAX_COLUMNS columns, however long the run is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class RunWindows:
-    """Column i covers steps [first_steps[i], first_steps[i] + width).
+    """Windows of all ranks. Column i covers steps [first_steps[i], first_steps[i] + width).
 
-    NaN if a rank has no value in a column.
+    A value is NaN if the rank has no window in the column.
     """
 
     ranks: tuple[int, ...]
@@ -32,15 +32,17 @@ class RunWindows:
     width: int
     first_steps: npt.NDArray[np.int64]
     work_ns: Floats
-    """Shape [ranks, columns]: mean work of a step, see Windows."""
+    """Shape [ranks, columns]: mean of a step's work, see Windows.work_sum_ns."""
     parts_ns: Floats
-    """Shape [ranks, columns, parts]: parts of a usual step, as mean over the column's windows."""
+    """Shape [ranks, columns, parts]: mean over the column's windows of Windows.parts_ns."""
     lack_ns: Floats
-    """Same shape: time that the thread was runnable without a CPU. NaN if it was not measured."""
+    """Shape [ranks, columns, parts]: time in which the thread was runnable but not scheduled; NaN
+    if not measured.
+    """
     duration_ns: Floats
-    """Shape [ranks, columns]: duration of a usual step."""
+    """Shape [ranks, columns]: mean over the column's windows of Windows.duration_ns."""
     tags: tuple[int, ...]
-    """For each column, other work that any rank did in it, as flags of rank.TAGS."""
+    """For each column, flags of rank.TAGS of all ranks' steps."""
 
     last_step: int
     """The newest step of all ranks."""
@@ -49,9 +51,10 @@ class RunWindows:
         return len(self.first_steps)
 
     def covered(self, since: int, until: int | None) -> npt.NDArray[np.bool_]:
-        """Return for each column whether its middle is in [since, until). None: to the end.
+        """Return for each column whether its middle is in [since, until), or after `since` if
+        `until` is None.
 
-        Only finished steps of the last column count.
+        The last column's middle is computed from its finished steps only.
         """
         ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
         middle = (self.first_steps + ends) / 2
@@ -62,9 +65,9 @@ class RunWindows:
 
 
 def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
-    """Return the ranks' windows on one grid; None without windows.
+    """Put the windows of all ranks on one grid. Return None if there are no windows.
 
-    last_step: the newest of all ranks.
+    last_step: the newest step of all ranks.
     """
     ranks = tuple(rank for rank in sorted(windows) if len(windows[rank].first_step))
     if not ranks:
@@ -87,9 +90,9 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
 
 
 def grid(windows: list[Windows]) -> tuple[int, int, int]:
-    """Return width, first step and number of columns.
+    """Choose the grid's columns: return their width, first step and number.
 
-    Each window of any rank is completely in one column.
+    Each window of any rank lies completely in one column.
     """
     width = max(each.width for each in windows)
     low = min(int(each.first_step[0]) for each in windows)
@@ -108,12 +111,16 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
-    """Return means over each column's windows, shape [columns, values]; NaN without a window."""
+    """Return the means over each column's windows; NaN without a window. Shape [columns,
+    values].
+    """
     return column_means(values, (windows.first_step - first) // width, columns)
 
 
 def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
-    """Return means of rows of values by column `at`, shape [columns, values]; NaN without a row."""
+    """Return the mean of the rows of `values` with the same column index in `at`; NaN without
+    rows.
+    """
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)

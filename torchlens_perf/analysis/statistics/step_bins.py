@@ -1,4 +1,4 @@
-"""Rows of one or several steps, the input of the straggler detector. Pure."""
+"""Average steps in rows of one or several steps, the input of the straggler detector. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 MIN_ROW_NS = 20_000_000
 WIDEST_ROW = 1024
-# Number of steps from which the width of the rows is chosen.
+# Number of steps after which the width of the rows is chosen.
 _WIDTH_AFTER = 8
 _WAIT = PARTS.index("communication")
-# Steps that are not compared, because they do other work than training. If one rank has such a
-# step, that step is excluded on all ranks.
+# Flags of steps that are not compared, because they do other work than training. If one rank has
+# such a step, the step is excluded on all ranks.
 OTHER_WORK = int(
     Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED
 )
@@ -29,56 +29,58 @@ OTHER_WORK = int(
 class StepBins:
     """Consecutive steps of one rank, averaged in rows.
 
-    Row i is the mean over steps [step[i], step[i] + width), without OTHER_WORK.
+    Row i is the mean over steps [step[i], step[i] + width). Steps with OTHER_WORK are left out.
     """
 
     width: int
     step: npt.NDArray[np.int64]
-    """Multiples of the width, ascending."""
+    """First step of each row, a multiple of the width."""
     duration_ns: npt.NDArray[np.float64]
     work_ns: npt.NDArray[np.float64]
-    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without time that its thread was runnable
-    without a CPU.
+    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without time in which its thread was
+    runnable but not scheduled.
     """
     issue_ns: npt.NDArray[np.float64]
-    """Shape of work_ns: the host's time to issue the device's work. 0 if the rank is judged by the
-    host's clock.
+    """Same shape as `work_ns`: the host's time to issue the device's work; 0 if the rank is judged
+    by the host's clock.
     """
     lag_ns: npt.NDArray[np.float64]
-    """Shape of work_ns: the device's lag behind the host at the start of each part. 0 if judged by
-    the host's clock.
+    """Same shape as `work_ns`: the device's lag behind the host at the start of each part; 0 if the
+    rank is judged by the host's clock.
     """
     wait_ns: npt.NDArray[np.float64]
     ready_ns: npt.NDArray[np.float64]
-    """Time that the thread was runnable without a CPU. NaN if it was not measured; work_ns then
-    includes it.
+    """Time in which the thread was runnable but not scheduled. It is NaN if it was not measured,
+    and `work_ns` then includes this time.
     """
     issue_ready_ns: npt.NDArray[np.float64]
-    """`ready_ns` of the host, for a rank that is judged by its device. It includes time that did
-    not delay the device.
+    """The same as `ready_ns`, but also includes time that did not delay the device of a rank that
+    is judged by its device.
     """
     workload: npt.NDArray[np.float64]
-    """Tokens, or other units of the job; NaN if not counted."""
+    """Tokens, or other units that the job counts; NaN if not counted."""
     flags: npt.NDArray[np.int64]
-    """Flags of the steps in the row."""
+    """Flags of all steps in the row."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 class StepBinMaker:
-    """Make rows from one rank's steps as they arrive."""
+    """Builds rows from one rank's steps as they arrive."""
 
     def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
-        """width: steps in a row, a power of two. 0: choose it by the first steps' duration, so that
-        a row takes at least `min_row_ns`.
+        """Set the width of rows.
+
+        width: number of steps in a row, a power of two. If it is 0, the width is chosen from the
+        first steps' durations. A row then takes at least `min_row_ns`.
         """
         self.width = width
         self._min_row_ns = min_row_ns
         self._tables: list[StepTable] = []
 
     def add(self, table: StepTable) -> StepBins | None:
-        """Add finished steps, in order. Return the rows that are complete now, if any."""
+        """Add finished steps, in order. Return the rows that these steps complete, if any."""
         if len(table):
             self._tables.append(table)
         count = sum(len(each) for each in self._tables)
@@ -86,7 +88,8 @@ class StepBinMaker:
             if count < _WIDTH_AFTER:
                 return None
             durations = np.concatenate([each.duration_ns for each in self._tables])
-            # A replay adds more steps at once and must choose the same width.
+            # Use the same steps when a replay adds more steps at once, because it must choose the
+            # same width.
             self.width = row_width(float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns)
         if not count:
             return None
@@ -99,7 +102,7 @@ class StepBinMaker:
         return _rows(merged.where(complete), self.width)
 
     def rest(self) -> StepBins | None:
-        """Return the last, partial row at the end of a run."""
+        """Return the last, incomplete row at the end of a run."""
         if not self._tables:
             return None
         merged = concatenate(self._tables)
@@ -110,7 +113,7 @@ class StepBinMaker:
 
 
 def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
-    """Return the number of steps of that duration in a row: a power of two."""
+    """Return the number of steps in a row, a power of two, for steps of this duration."""
     width = 1
     while width < WIDEST_ROW and width * step_ns < min_row_ns:
         width *= 2
@@ -118,7 +121,7 @@ def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
 
 
 def concatenate(tables: list[StepTable]) -> StepTable:
-    """Concatenate tables, at least one."""
+    """Concatenate at least one table."""
     fields = [field.name for field in dataclasses.fields(StepTable)]
     return StepTable(
         **{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields}
@@ -128,7 +131,7 @@ def concatenate(tables: list[StepTable]) -> StepTable:
 def _rows(table: StepTable, width: int) -> StepBins:
     keys = table.step // width * width
     if width > 1:
-        # A single step of another kind, such as one probed step in 16, must not exclude its whole
+        # A single step with OTHER_WORK, such as one sampled step in 16, must not exclude its whole
         # row.
         kept = (table.flags & OTHER_WORK) == 0
         kept |= ~np.isin(keys, keys[kept])

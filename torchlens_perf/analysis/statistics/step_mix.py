@@ -1,15 +1,15 @@
-"""Classes of steps: the typical step, and steps that take longer or shorter. Pure.
+"""Divide steps into classes: typical steps, and steps that take longer or shorter. Pure.
 
-Steps are counted by their other work (evaluation, saving, compilation) and by duration, in bins of
-a few percent. Each bin has the sums of its steps' parts. Bins merge by addition, over time and over
-ranks, and their number does not grow with the run.
+Steps are counted in bins by duration, each a few percent wide. Steps that also evaluate, save or
+compile have bins of their own. A bin has the sums of its steps' parts. Bins of different ranks and
+times are merged by addition, and their number does not grow with the run.
 
-One evaluation would dominate a mean over all steps, and medians of the parts do not add up to the
-median step. The typical step is therefore the mean of the middle half, by duration, of the largest
-class of similar steps. It is as stable as a median, and its parts add up.
+A single evaluation would dominate a mean over all steps, and the medians of the parts do not add up
+to the median step. The typical step is therefore the mean of the middle half, by duration, of the
+largest class of similar steps. This mean is as stable as a median, and its parts add up.
 
-Every step is in exactly one class: that of the typical step, or one that takes longer or shorter.
-The counts and the times of the classes add up to those of all steps.
+Every step is in exactly one class: the typical class, or a class of longer or shorter steps. The
+counts and times of the classes add up to those of all steps.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torchlens_perf.run.ring import Flag
 
 _BINS_PER_DOUBLING = 16  # 4.4 % wide
 _MAX_BINS = 400
-# Number of step numbers that a bin keeps.
+# Number of step indexes that a bin stores.
 _MAX_STEPS = 8
-# A class starts at steps that are this many times as long as all shorter ones.
+# A class starts at steps that are at least this many times as long as all shorter steps.
 _GAP = 1.25
-# A class also starts at steps this many times as long as the typical step and outside of its
-# class's spread.
+# A class also starts at steps that are this many times as long as the typical step, and longer than
+# the spread of the typical class allows.
 _LONG = 1.5
-# Unit: distance between the quartiles.
+# Allowed spread above the upper quartile, in multiples of the interquartile range.
 _SPREADS = 3.0
-# The shortest class that has this fraction of the largest one's steps is the typical one. Ratios in
-# regular loops (1/2, 2/3, 3/4, 1) are not close to it, so one step more or less does not change the
-# typical step.
+# The typical class is the shortest one that has at least this fraction of the largest class's
+# steps. Ratios in regular loops (1/2, 2/3, 3/4, 1) are not close to this value, so one step more or
+# less does not change the typical class.
 _COMPARABLE = 0.7
-# Steps of one class differ from the typical step by similar times. The ratio of the largest and the
-# smallest difference is at most _SIMILAR, or _RANGE if no gap divides them.
+# Steps of one class differ from the typical step by similar times. The ratio of the largest to the
+# smallest difference is at most _SIMILAR, or _RANGE if no gap of _SIZE_GAP divides the steps.
 _SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
-# Strays are joined to a class that has at least this many times as many steps.
+# A group of stray steps is joined to a class that has at least this many times as many steps.
 _FEW = 4
-# Fraction of equal distances between steps that makes a period.
+# Steps are periodic if at least this fraction of the distances between them is equal.
 _REGULAR = 0.75
 LACK_OF_CPU = "cpu"
-"""The part that takes longer while the thread is runnable without a CPU."""
+"""Name of the part for time in which the thread was runnable but not scheduled."""
 WITHOUT_GRADIENTS = "forward passes without gradients"
-# Other work of a step. A step with several flags has all of their names.
+# Names of work that only some steps do. A step with several flags has several names.
 _KINDS = {
     Flag.CAPTURED: "capture",
     Flag.COMPILED: "compilation",
@@ -60,15 +60,16 @@ _KINDS = {
     Flag.SKIPPED: "skipped update",
     Flag.INFERENCE: "inference",
 }
-# These only count for steps without any of the flags above.
+# Flags that are only used for steps without any of the flags above.
 _LITTLE_KINDS = {Flag.COLLECTED: "garbage collection", Flag.SAMPLED: "sampled backward pass"}
 _MASK, _LITTLE_MASK = (
     int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS)
 )
 _NAMES = {**_KINDS, **_LITTLE_KINDS}
-# Flags of steps that do no other work.
+# Flags of steps that do no work besides training or inference.
 _BASES = (0, int(Flag.INFERENCE))
-# A cause is only reported if the extra time is in a part in which it works.
+# The parts of a step in which each kind of work takes time. The work is only reported as a cause if
+# the step's extra time is in one of these parts.
 _FORWARD_WORK = frozenset({"data", "forward", "host", "communication", LACK_OF_CPU})
 _WORKS_IN: Mapping[str, frozenset[str]] = {
     "compilation": frozenset(
@@ -81,18 +82,19 @@ _WORKS_IN: Mapping[str, frozenset[str]] = {
     "garbage collection": frozenset(OWN_PARTS),
     "sampled backward pass": frozenset({"backward", "recompute"}),
 }
-# Largest cost of sampling a backward pass, in typical backward passes.
+# Largest extra time that sampling a backward pass may cause, in multiples of a typical backward
+# pass.
 _MAX_SAMPLING = 3.0
 MEASURED = {Flag.COLLECTED: "python gc", Flag.CHECKPOINT: "torch.save"}
-"""For each flag, the section that measures its work."""
-# A measured cause is only reported if it takes this fraction of the extra time. torch.save() is a
-# part of saving.
+"""For each flag, the name of the section that measures the flag's work."""
+# For each measured cause, its column in MEASURED and the smallest fraction of the extra time that
+# it must take. The fraction for saving is small, because torch.save() is only a part of saving.
 _EXPLAINS = {"garbage collection": (0, 0.5), "saving": (1, 0.25)}
 
 
 @dataclasses.dataclass
 class Bin:
-    """Steps of similar duration. Sums, in ns."""
+    """Sums over steps of similar duration. Times are in ns."""
 
     count: int = 0
     duration_ns: float = 0.0
@@ -100,19 +102,19 @@ class Bin:
         default_factory=lambda: np.zeros(len(PARTS))
     )
     measured: int = 0
-    """Number of steps with a recorded time of being runnable without a CPU."""
+    """Number of steps for which `ready_ns` was measured."""
     ready_ns: npt.NDArray[np.float64] = dataclasses.field(
         default_factory=lambda: np.zeros(len(PARTS))
     )
-    """That time, for each part."""
+    """Time in each part in which the thread was runnable but not scheduled."""
     steps: list[int] = dataclasses.field(default_factory=list)
     """Numbers of the newest steps."""
     explained: int = 0
-    """Number of steps that have explained_ns."""
+    """Number of steps for which `explained_ns` is known."""
     explained_ns: npt.NDArray[np.float64] = dataclasses.field(
         default_factory=lambda: np.zeros(len(MEASURED))
     )
-    """Time in each section of MEASURED."""
+    """Time of the steps in each section of MEASURED."""
 
     def merge(self, other: Bin) -> None:
         self.count += other.count
@@ -127,14 +129,19 @@ class Bin:
 
 @dataclasses.dataclass
 class StepMix:
-    """The steps of one rank, or of several. One thread."""
+    """Bins of the steps of one or several ranks. Use it from one thread only."""
 
     per_doubling: int = _BINS_PER_DOUBLING
     bins: dict[int, Bin] = dataclasses.field(default_factory=dict)
-    """By flags in the upper and duration in the lower 32 bits."""
+    """Bins by key. The upper 32 bits of a key are flags, the lower 32 bits are the duration's bin
+    index.
+    """
 
     def add(self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None) -> None:
-        """Add steps. explained_ns: time of each step in each section of MEASURED, if known."""
+        """Add steps.
+
+        explained_ns: time of each step in each section of MEASURED, if known.
+        """
         if not len(table):
             return
         flags = np.where(table.flags & _MASK, table.flags & _MASK, table.flags & _LITTLE_MASK)
@@ -190,7 +197,7 @@ class StepMix:
         return bool(self.bins)
 
     def by_flags(self) -> dict[int, list[Bin]]:
-        """Return the bins for each combination of flags, shortest first."""
+        """Return the bins for each combination of flags, in ascending order of duration."""
         found: dict[int, list[Bin]] = {}
         for key in sorted(self.bins):
             found.setdefault(key >> 32, []).append(self.bins[key])
@@ -199,56 +206,61 @@ class StepMix:
 
 @dataclasses.dataclass(frozen=True)
 class TypicalStep:
-    """The mean of the middle half of the steps of its class. Times in ns."""
+    """Mean over the middle half, by duration, of the steps in the typical class. Times are in
+    ns.
+    """
 
     count: int
     """Number of steps in the class."""
     duration_ns: float
     parts_ns: Mapping[str, float]
-    """Time of each part. They add up to the duration."""
+    """Time of each part of the step. These times add up to the duration."""
     ready_ns: Mapping[str, float] | None
-    """Time in each part that the thread was runnable without a CPU; None if not measured."""
+    """Time in each part in which the thread was runnable but not scheduled; None if not
+    measured.
+    """
     flags: int
-    """Other work of all steps in the class."""
+    """Flags that all steps in the class have."""
     range_ns: tuple[float, float]
     """Shortest and longest duration of the middle half."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepClass:
-    """Steps that take longer or shorter than the typical one by a similar time. Times in ns."""
+    """Steps that differ from the typical step by similar times. Times are in ns."""
 
     kinds: tuple[str, ...]
-    """Other work of the steps. For longer steps, only work that may be the cause. () if not known.
+    """Names of the work that the steps do in addition to training. For longer steps, only work that
+    may be the cause; () if no cause is known.
     """
     part: str
-    """Part of the step that differs most from the typical step, or LACK_OF_CPU."""
+    """Part whose time differs most from the typical step, or LACK_OF_CPU."""
     count: int
-    """Number of steps of one rank."""
+    """Mean number of steps per rank."""
     duration_ns: float
     """Mean duration."""
     more_ns: float
-    """Mean difference to the typical step; negative for shorter steps."""
+    """Mean difference from the duration of the typical step; negative for shorter steps."""
     total_ns: float
-    """Sum of the differences of all steps of a rank."""
+    """Sum of the differences of all steps, as a mean per rank."""
     steps: tuple[int, ...]
-    """Numbers of the newest steps."""
+    """Indexes of the newest steps of the class."""
     period: int | None
-    """Distance between the steps; None for irregular ones."""
+    """Number of steps from one step of the class to the next; None if irregular."""
     only: int | None = None
-    """Index of the only mix that does the work in `kinds` while all others wait in communication;
-    None if there are several, or if the others do not wait.
+    """Index of the StepMix (rank) that does the work in `kinds` while all other ranks wait in
+    communication. None if several ranks do the work, or if other ranks do not wait.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class StepClasses:
-    """All steps of one or several ranks, as classes. Counts and times are means over the ranks."""
+    """Classes of all steps of one or several ranks. Counts and times are means over the ranks."""
 
     count: int
     total_ns: float
     typical: TypicalStep | None
-    """None without steps."""
+    """The typical step; None if there are no steps."""
     alike_mean_ns: float
     """Mean duration of all steps in the typical step's class."""
     long: tuple[StepClass, ...]
@@ -259,32 +271,32 @@ class StepClasses:
 
 @dataclasses.dataclass(frozen=True)
 class _UnusualBin:
-    """A bin of steps that are not in the typical step's class."""
+    """A bin of steps that are not in the typical class."""
 
     mix: int
     bin: Bin
     part: str
-    """Part that differs most, or LACK_OF_CPU."""
+    """Part whose time differs most from the typical step, or LACK_OF_CPU."""
     more_ns: float
-    """Mean difference between its steps and the typical step of its rank."""
+    """Mean difference between the bin's steps and the typical step of the same rank."""
     size_ns: float
-    """Absolute difference, at least the spread of the typical class."""
+    """Absolute value of `more_ns`, but at least the spread of the typical class."""
     waits: bool = False
-    """True if it waits for the work of another rank."""
+    """True if the steps wait for the work of another rank."""
 
 
-# By kinds, part, and whether they take longer. For known kinds the part is "": an evaluation takes
-# longer in the forward pass, and on a busy machine also in other parts.
+# Bins by kinds, part, and whether the steps take longer. For known kinds the part is "", because
+# the same work may take time in several parts.
 _Groups = dict[tuple[tuple[str, ...], str, bool], list[_UnusualBin]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
-    """Return the classes of all ranks' steps together.
+    """Divide the steps of all ranks into common classes.
 
-    Each step is compared with the typical step of its rank.
+    Each step is compared with the typical step of its own rank.
     """
     usual: list[Bin] = []
-    # The bins in `usual`, and steps with other work that takes no time.
+    # The bins in `usual`, and bins of steps whose additional work takes negligible time.
     alike: list[Bin] = []
     others: _Groups = {}
     ranks, flags = 0, 0
@@ -329,9 +341,9 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
 def _add_rank(
     place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups
 ) -> int:
-    """Add a rank's steps to the typical step's class and to the others.
+    """Add a rank's bins to `all_usual`, `alike` or `others`.
 
-    Return the flags of the typical step.
+    Return the flags of the rank's typical step.
     """
     by_flags = mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
@@ -361,7 +373,7 @@ def _add_rank(
         ):
             count = sum(each.bin.count for each in similar)
             more_ns = sum(each.bin.duration_ns for each in similar) / count - typical.duration_ns
-            # Their other work takes a negligible time.
+            # The additional work of these steps takes negligible time.
             if abs(more_ns) <= least_ns:
                 alike += [each.bin for each in similar]
                 continue
@@ -393,14 +405,14 @@ def _kinds(flags: int) -> tuple[str, ...]:
 def _may_explain(
     kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep
 ) -> bool:
-    """Return True if this work may be the reason that steps take more_ns longer.
+    """Return True if this kind of work may explain why steps take `more_ns` longer.
 
-    part: the part with the extra time. share: fraction of steps with the same work that take as
+    part: the part with the extra time. share: fraction of the steps with this work that take that
     long.
     """
     if kind in _WORKS_IN and part not in _WORKS_IN[kind]:
         return False
-    # All sampled steps have about the same overhead.
+    # Sampling has about the same overhead in all sampled steps.
     if kind == "sampled backward pass":
         return share >= 0.5 and more_ns <= _MAX_SAMPLING * typical.parts_ns["backward"]
     if kind not in _EXPLAINS or any(each.explained < each.count for each in bins):
@@ -409,16 +421,16 @@ def _may_explain(
     measured_ns = float(sum(each.explained_ns[column] for each in bins)) / sum(
         each.count for each in bins
     )
-    # Another function than torch.save() did the saving.
+    # The state was not saved with torch.save(), so its time was not measured.
     if kind == "saving" and not measured_ns:
         return True
     return measured_ns >= least * more_ns
 
 
 def _explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
-    """Return the group of steps that explains most of these waits.
+    """Return the key of the group of steps that explains most of these waits.
 
-    The group is of a known kind, on a rank that other ranks wait for.
+    The group has a known kind of work, in the same steps on a rank that other ranks wait for.
     """
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}
@@ -428,7 +440,7 @@ def _explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str
 
 
 def _by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
-    """Divide at the largest gaps until each group's mean describes its members."""
+    """Divide bins at the largest gaps until all bins of a group have similar `size_ns`."""
     done: list[list[_UnusualBin]] = []
     pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
     while pending:
@@ -444,11 +456,12 @@ def _by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
 
 
 def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
-    """Join strays of known kinds to the largest group.
+    """Join groups of stray steps, which have the same kinds of work, to the largest group.
 
-    Strays are steps of similar size that are few and irregular, or that come regularly together
-    with the group. An evaluation that a busy machine slows down is thus still an evaluation.
-    Regular steps are a class of their own, such as a longer evaluation in each hundredth step.
+    A group is stray if its difference from the typical step is similar to the largest group's and
+    its steps are irregular. The steps must also be few, or periodic together with the largest
+    group. An evaluation that a busy machine slows down thus stays in the class of evaluations.
+    Periodic steps stay a class of their own, such as a longer evaluation in each hundredth step.
     """
     largest = max(groups, key=_count)
     joined, rest = list(largest), []
@@ -475,8 +488,8 @@ def _mean_size_ns(found: Sequence[_UnusualBin]) -> float:
 
 
 def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
-    """Return the numbers of the newest steps, without gaps."""
-    # A bin that keeps the maximal number of step numbers may have dropped older ones.
+    """Return the indexes of the newest steps, from the first step after which none is missing."""
+    # A bin with _MAX_STEPS indexes may have dropped older ones.
     full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
     return sorted(
         {step for each in found for step in each.bin.steps if step >= max(full, default=0)}
@@ -488,7 +501,7 @@ def _mean_ns(of: Bin) -> float:
 
 
 def _divided_by_length(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
-    """Return the bins of shorter steps, of the typical step's class, and of longer ones."""
+    """Return the bins of shorter steps, of the typical class, and of longer steps."""
     means = [_mean_ns(each) for each in bins]
     cuts = [place for place in range(1, len(bins)) if means[place] >= _GAP * means[place - 1]]
     classes = [list(bins[first:last]) for first, last in itertools.pairwise([0, *cuts, len(bins)])]
@@ -512,7 +525,10 @@ def _quantile(bins: Sequence[Bin], share: float) -> float:
 
 
 def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
-    """Return the typical step. bins: of its class, shortest first."""
+    """Compute the typical step.
+
+    bins: bins of the typical class in ascending order of duration.
+    """
     total = sum(each.count for each in bins)
     counts = np.array([each.count for each in bins], np.float64)
     ends = np.cumsum(counts)
@@ -545,7 +561,7 @@ def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
 
 
 def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
-    """Return the part that makes most of the difference from the typical step."""
+    """Return the part that contributes most to the difference from the typical step."""
     count = sum(each.count for each in bins)
     sign = 1 if sum(each.duration_ns for each in bins) >= count * typical.duration_ns else -1
     more = sign * (
@@ -564,7 +580,8 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
 
 def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int) -> StepClass:
     count = _count(found)
-    # A rank that waits in communication waits for the work of another one.
+    # The communication time of a rank is only reported if no other part differs, because it is
+    # usually a wait for another rank.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
     known = _known_steps(found)

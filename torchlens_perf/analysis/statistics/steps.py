@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostLine(TypedDict):
-    """The columns of StepTable that only steps by the device's clock have."""
+    """The columns of StepTable that are only filled for steps by the device's clock."""
 
     issue_ns: npt.NDArray[Any]
     issue_ready_ns: npt.NDArray[Any]
@@ -60,10 +60,10 @@ def _parts_of_kinds() -> npt.NDArray[np.int64]:
 
 
 def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
-    """Return the steps that end in these records of one rank.
+    """Build the table of the steps that end in these records of one rank.
 
-    Records are in sequence order and begin with a step's first. A phase belongs to the step whose
-    end follows it. Phases after the last end are left out.
+    Records must be in sequence order and start with the first record of a step. A phase belongs to
+    the step whose end follows the phase. Phases after the end of the last step are left out.
     """
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
     steps = records[ends]
@@ -76,8 +76,7 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     np.add.at(parts_ns, (step_of_phase, parts[phases]), own_ns)
     parts_ns = parts_ns[:-1]
     cpu_ns, ready_ns = _thread_times(records, ends)
-    # The tool's work before the step's first mark is charged to the step, but is not part of its
-    # duration.
+    # The tool's work before the step's start belongs to the step, but not to its duration.
     inside_ns = np.minimum(steps["phase_ns"], steps["duration_ns"])
     parts_ns[:, PARTS.index("tool")] = np.maximum(inside_ns - parts_ns.sum(axis=1), 0)
     parts_ns[:, PARTS.index("host")] += np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
@@ -97,7 +96,7 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
 
 
 def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
-    """Return an empty host line for steps by the host's clock, shaped like the given columns."""
+    """Return zero columns for steps by the host's clock, shaped like the given columns."""
     return {
         "issue_ns": np.zeros_like(parts_ns),
         "issue_ready_ns": ready_ns,
@@ -108,7 +107,9 @@ def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> Host
 def _thread_times(
     records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return CPU time and time runnable without a CPU, by step and part; -1 if not measured."""
+    """Return CPU time, and time runnable but not scheduled, by step and part; -1 if not
+    measured.
+    """
     times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
     of_step = np.searchsorted(ends, times)
     inside = of_step < len(ends)
@@ -125,7 +126,7 @@ def _thread_times(
 
 @functools.cache
 def _parts_of_thread_times() -> npt.NDArray[np.int64]:
-    """Return the part of the step that each kind of phase belongs to."""
+    """Return the index of the part that the thread times of each kind of phase belong to."""
     parts = _parts_of_kinds()
     parts[parts < 0] = PARTS.index("host")
     return parts
@@ -137,10 +138,11 @@ def step_traces(
     wanted: set[int],
     later: npt.NDArray[np.void] | None = None,
 ) -> list[StepTrace]:
-    """Return the wanted steps among these records with all their spans.
+    """Build traces, with all spans, of the wanted steps in these records.
 
-    records: complete steps. later: records after them. A span belongs to the step in its record.
-    Collectives may end, and device times may arrive, after their step.
+    - records: records of complete steps.
+    - later: records after these steps. They may contain spans of the steps, because collectives may
+      end, and device times may arrive, after the end of their step.
     """
     traces = []
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
@@ -164,7 +166,9 @@ def step_traces(
 
 
 def span_count(records: npt.NDArray[np.void], step: int) -> int:
-    """Return the number of a step's spans among these records, without its own."""
+    """Return the number of spans of a step in these records, without the span of the step
+    itself.
+    """
     of_step = records["kind"][records["step"] == step]
     return int(np.count_nonzero(~np.isin(of_step, _NO_SPANS)))
 
@@ -172,7 +176,7 @@ def span_count(records: npt.NDArray[np.void], step: int) -> int:
 def to_spans(records: npt.NDArray[np.void], names: list[str]) -> tuple[Span, ...]:
     """Convert records to spans column by column.
 
-    NumPy returns a hundred fields of one column as fast as one field.
+    In NumPy, converting a hundred values of one column is as fast as reading one field of a record.
     """
     known = len(names)
     kinds, name_ids, *others = (records[name].tolist() for name in _SPAN_COLUMNS)
