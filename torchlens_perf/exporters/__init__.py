@@ -1,4 +1,4 @@
-"""The interface of exporters, which run in the sidecar, never in a training process."""
+"""The interface of exporters. They run in the sidecar, never in a training process."""
 
 from __future__ import annotations
 
@@ -30,38 +30,42 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ExportBatch:
-    """Finished steps of one process, with all spans of the sampled steps."""
+    """Finished steps of one process, with all spans of the traced steps."""
 
     identity: Identity
     anchor: Anchor
     steps: StepTable
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    """Device times by phase, received since the last batch, of these or of earlier steps."""
+    """Device times by phase that were received since the last batch. They may belong to earlier
+    steps.
+    """
     memory: MemoryReading | None = None
-    """The latest reading of the device's allocator; None if there was no reading since
-    the last batch.
+    """The newest reading of the device's allocator; None if there was no reading since the last
+    batch.
     """
     again: bool = False
-    """True if an earlier batch had these steps already. This batch only adds their traces."""
+    """True if an earlier batch contained these steps. This batch only adds traces of the steps."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
-    """Reason and selected ranks by traced step. All ranks of a step without an entry are sent."""
+    """Reason and selected ranks for each traced step. For a step without an entry, all ranks are
+    sent.
+    """
 
 
 class Part(enum.Enum):
     """The set of ranks that a sidecar's aggregated metrics describe."""
 
     WHOLE = "whole"
-    """The whole job: this sidecar reads all ranks, or receives the sums of other nodes."""
+    """All ranks of the job. This sidecar reads all ranks, or receives the sums of other nodes."""
     FORWARDER = "hands on"
-    """No ranks: the sums are forwarded to the sidecar of node 0, which sends them."""
+    """No ranks. This sidecar forwards its sums to the sidecar of node 0, which exports them."""
     ALONE = "alone"
-    """This node's ranks: no other sidecar receives their sums."""
+    """This node's ranks, because no other sidecar receives their sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobPart:
-    """The role of this node in its job, which decides what each node sends."""
+    """The role of this node in its job. It determines which data the node exports."""
 
     part: Part = Part.WHOLE
     share: float = 1.0
@@ -69,27 +73,35 @@ class JobPart:
     max_series: int = 2000
     """Maximum number of metric series of the whole job."""
     standing: frozenset[int] | None = None
-    """Slow ranks that get series of their own; None: the ranks that this sidecar finds slow."""
+    """Slow ranks that have series of their own. If None, they are the ranks that this sidecar finds
+    slow.
+    """
     spread_s: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    """Quantiles over the job's ranks, by "work" or "wait" of a step and name of the quantile."""
+    """Quantiles over the job's ranks of a step's work or wait. Keys are ("work" or "wait", name of
+    the quantile).
+    """
     tallies: Sequence[tuple[str, bytes]] = ()
     """Messages that other nodes forwarded since the last call, as (node name, payload)."""
     left_out: int = 0
-    """Number of steps selected as traces but left out, because they exceeded the span budget."""
+    """Number of steps that were selected as traces, but left out because they exceeded the span
+    budget.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Assessment:
-    """The problems that a sidecar finds now, and the changes since the last assessment."""
+    """The current problems of the job, and the changes since the last assessment."""
 
     identity: Identity
-    """Identity of any process of the node, in the attempt that was assessed."""
+    """Identity of one of the node's processes in the assessed attempt."""
     findings: Findings
     hang: OpenHang | None
-    """None while the job finishes steps."""
+    """The open hang; None while the job finishes steps."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True
-    """True if the sidecar compares all ranks of the job, False if only those of this node."""
+    """True if the sidecar compares all ranks of the job. False if it only compares this node's
+    ranks.
+    """
     ended: bool = False
     """True if all processes of the node have ended."""
 
@@ -99,16 +111,23 @@ UNDELIVERED = "OTLP: "
 
 
 class Exporter(Protocol):
-    """A receiver of steps, assessments and hardware samples, on the sidecar's main thread."""
+    """A receiver of steps, assessments and hardware samples. Called on the sidecar's main
+    thread.
+    """
 
     def export(self, batch: ExportBatch) -> None:
-        """Accept a batch without waiting for its delivery. Count what cannot be delivered."""
+        """Accept a batch without waiting for its delivery. Items that cannot be delivered are
+        counted.
+        """
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Accept an assessment without waiting. Called in every round, after the batches."""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
-        """Accept new samples of GPUs and network ports. identity: of any process of the node."""
+        """Accept new samples of GPUs and network ports.
+
+        identity: identity of one of the node's processes.
+        """
 
     def update_role(self, part: JobPart) -> bytes:
         """Accept this node's role and the other nodes' messages. Called in every round, before the
@@ -118,21 +137,25 @@ class Exporter(Protocol):
         """
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait about `timeout_s` until little data is left. Return True if data is accepted."""
+        """Wait up to about `timeout_s` until little undelivered data is left. Return True if the
+        endpoint accepts data.
+        """
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Stop within about `timeout_s`. Return notes for the report about undelivered data."""
 
 
-# At most this many slow ranks of a large job have metric series of their own.
+# Largest number of slow ranks of a large job that have metric series of their own.
 MAX_SLOW_RANKS = 16
 MAX_TALLY_BYTES = 1000
-# Forwarded metrics begin with this byte, which rank summaries never do (nodes/summary.py).
+# First byte of forwarded metrics. Rank summaries never start with this byte (nodes/summary.py).
 TALLY_MARK = b"\xf1"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
-    """Return the first steps and one in `every`, which are traced because of their number."""
+    """Return the steps that are traced because of their number: the first steps, and one in
+    `every`.
+    """
     return {step for step in steps if reason(step, every)}
 
 
@@ -144,7 +167,9 @@ def export_batch(
     traced: Collection[int] = (),
     chosen: Mapping[int, TracedStep] | None = None,
 ) -> ExportBatch:
-    """Build a batch from `records` of the complete steps `steps`. traced: steps to trace."""
+    """Build a batch from `records` of the complete steps `steps`. traced: numbers of the steps to
+    trace.
+    """
     traces = step_traces(records, names, set(traced)) if traced else []
     device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
     return ExportBatch(

@@ -18,7 +18,8 @@ class InMemoryExporter:
 
     def __init__(self) -> None:
         self.batches: list[ExportBatch] = []
-        self.traced: list[ExportBatch] = []  # batches that add traces to earlier steps
+        # Batches that add traces to earlier steps.
+        self.traced: list[ExportBatch] = []
         self.alerts: list[Alert] = []
         self.hardware: list[Hardware] = []
         self.assessment: Assessment | None = None
@@ -29,7 +30,7 @@ class InMemoryExporter:
 
     @property
     def traces(self) -> list[StepTrace]:
-        """All traces, whether they arrived with their steps or later."""
+        """All traces, including those that arrived after their steps."""
         return [trace for batch in (*self.batches, *self.traced) for trace in batch.traces]
 
     def on_assessment(self, assessment: Assessment) -> None:

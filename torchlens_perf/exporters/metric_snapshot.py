@@ -1,8 +1,8 @@
-"""Messages with the sums of a node's ranks, which the sidecar of node 0 adds up over all nodes.
+"""Messages that carry a node's metric sums to the sidecar of node 0, which adds up all nodes.
 
-Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. All
-buckets of a series may not fit into one message, so a message contains pieces of some series. A
-restarted sidecar counts from zero, under a new instance number.
+Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. The
+buckets of a series may not fit into one message, so a message contains pieces of series. A
+restarted sidecar counts from zero and uses a new instance number.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 EVERY_S = 5.0
 _PREDECESSOR_MARGIN_S = 30.0
-"""A node that has counted this much longer than node 0's sidecar also sent to an earlier sidecar of node 0, which has
-exported these counts. For the same time from now on, the first piece of each series is only a baseline."""
+"""Difference in age from which a node must also have sent to an earlier sidecar of node 0, which
+has already exported the node's counts. In the first seconds of this number, the first piece of each
+series is therefore only a baseline.
+"""
 _PIECE_BUCKETS = 64
 """Number of buckets that always fit into a message."""
 _MAX_NODES = 16384
@@ -39,7 +41,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
 class _Piece(msgspec.Struct, array_like=True, frozen=True):
-    """Some buckets of a histogram's series, with the sum and extremes of the whole series."""
+    """Some buckets of one series of a histogram. Sum and extremes are those of the whole series."""
 
     metric: Annotated[int, msgspec.Meta(ge=0, le=255)]
     phase: Annotated[str, msgspec.Meta(max_length=32)]
@@ -49,7 +51,9 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     first: Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)]
     """Index of the first bucket."""
     counts: list[_Count]
-    """Counts of the buckets from `first` on, at most up to the next multiple of _PIECE_BUCKETS."""
+    """Counts of consecutive buckets from `first` on. They end before the next multiple of
+    _PIECE_BUCKETS.
+    """
 
     def __post_init__(self) -> None:
         if self.first % _PIECE_BUCKETS + len(self.counts) > _PIECE_BUCKETS:
@@ -61,9 +65,9 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
 class _Message(msgspec.Struct, array_like=True, frozen=True):
     instance: int
     age_s: float
-    """Seconds since this sidecar began to count."""
+    """Seconds since the sending sidecar started to count."""
     memory_bytes: _Count
-    """Memory of the node's fullest rank."""
+    """Memory of the node's rank that uses most."""
     numbers: Annotated[list[float], msgspec.Meta(max_length=16)]
     explicit_bounds: bool
     """True if the buckets are those of Meter(explicit_bounds=True)."""
@@ -74,7 +78,7 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_M
 
 
 class MetricSnapshot:
-    """Encodes this node's series as messages. Used on the sidecar's thread."""
+    """Encodes this node's series as messages. Use it on the sidecar's thread only."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class MetricSnapshot:
         counters: Sequence[Number],
         clock: Callable[[], float],
     ) -> None:
-        """meter: owns the instruments, and is not exported itself. clock: seconds."""
+        """meter: meter of the instruments, which is not exported itself. clock: returns seconds."""
         self._meter, self._histograms, self._counters, self._clock = (
             meter,
             histograms,
@@ -125,13 +129,14 @@ class MetricSnapshot:
                 break
             data = longer
         self._next_piece += len(chosen)
-        # Messages with few of the pieces are sent more often: all pieces take EVERY_S seconds.
+        # Space the messages in proportion to their number of pieces, which sends each piece every
+        # EVERY_S seconds.
         self._due_s = now_s + EVERY_S * len(chosen) / len(pieces)
         return data
 
 
 def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
-    """Split a series into pieces. Empty pieces are left out."""
+    """Split the buckets of a series into pieces. Empty pieces are left out."""
     first, counts = sketch.used
     of_all, found = (sketch.sum_ns, sketch.min_ns, sketch.max_ns), []
     for place in range(
@@ -149,7 +154,9 @@ class _NodeCounts:
 
     instance: int
     others_until_s: float
-    """Until this time, an earlier sidecar of node 0 may have exported pieces that are new here."""
+    """Until this time, an earlier sidecar of node 0 may already have exported the first piece of a
+    series.
+    """
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
@@ -159,7 +166,7 @@ class _NodeCounts:
 
 
 class Aggregate:
-    """Receives the messages of other nodes, and adds the increments to the exported series."""
+    """Receives the messages of other nodes and adds their increments to the exported series."""
 
     def __init__(
         self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number],
@@ -176,7 +183,7 @@ class Aggregate:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the fullest rank of these nodes; 0 if unknown."""
+        """Memory of the rank, of all other nodes, that uses most; 0 if unknown."""
         return max((each.memory_bytes for each in self._nodes.values()), default=0)
 
     def take(self, node: str, data: bytes) -> None:
@@ -189,9 +196,8 @@ class Aggregate:
         counted, now_s = self._nodes.get(node), self._clock()
         if counted is None and len(self._nodes) >= _MAX_NODES:
             return
-        if (
-            counted is None or counted.instance != message.instance
-        ):  # A restarted sidecar counts from zero.
+        if counted is None or counted.instance != message.instance:
+            # A restarted sidecar counts from zero.
             is_earlier = (
                 counted is None and message.age_s > now_s - self._began_s + _PREDECESSOR_MARGIN_S
             )
@@ -218,7 +224,10 @@ class Aggregate:
                 self._add(counted, each, others=others)
 
     def _add(self, counted: _NodeCounts, piece: _Piece, *, others: bool) -> None:
-        """Add a piece. others: an earlier sidecar of node 0 has exported it if it is the first."""
+        """Add the increments in a piece.
+
+        others: an earlier sidecar of node 0 may have exported the first piece of this series.
+        """
         series, place, first = (
             (piece.metric, piece.phase),
             piece.first // _PIECE_BUCKETS,
@@ -237,7 +246,8 @@ class Aggregate:
             return
         sum_ns = max(0, piece.sum_ns - counted.sums_ns.get(series, 0))
         counted.sums_ns[series] = piece.sum_ns
-        # The extremes are of the whole series. The sum of squares (0) is not used for metrics.
+        # The extremes are those of the whole series. Metrics do not use the sum of squares, which
+        # is 0 here.
         grown = grown[used[0] : used[-1] + 1]
         numbers = [
             sum_ns,

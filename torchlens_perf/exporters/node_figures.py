@@ -1,8 +1,8 @@
-"""Figures of a node for /metrics: its processes, its collectives, the ranks that arrive last, and
-open alerts.
+"""Metrics of a node that are only exported on /metrics.
 
-Their number is bounded. Figures by rank cover this node's ranks, and in large jobs only those that
-arrive last most.
+They describe the node's processes and collectives, the ranks that arrive last, and open alerts. The
+number of series is bounded. Series by rank cover this node's ranks. In large jobs, only the ranks
+with the largest lags have series.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
-MAX_RANKS = 8  # ranks with figures of their own in a large job
+# Ranks of a large job that have series of their own.
+MAX_RANKS = 8
 _LARGEST_SMALL_JOB = most_ranks(JobPart().max_series)
 _OWN_TIME_WINDOW = 32
 _HOW_PROCESSES_END = ("closed", "died")
@@ -37,15 +38,15 @@ Points = tuple[tuple[float, Labels], ...]
 
 @dataclasses.dataclass(frozen=True)
 class NodeFigures:
-    """Values by metric, all read at the same time."""
+    """Points of the node's metrics, all read at the same time."""
 
     points: Mapping[str, Points]
     gone: frozenset[int]
-    """Ranks without a running process."""
+    """Ranks of this node that have no running process."""
 
 
 def node_figures(state: NodeState) -> NodeFigures:
-    """Return the node's figures. Called on the sidecar's thread, which owns the state."""
+    """Read the node's metrics. Call it on the sidecar's thread, which owns the state."""
     processes = list(state.processes.values())
     running = {each.identity.rank: each for each in processes if not each.ended}
     ends = {how: sum(each.ended == how for each in processes) for how in _HOW_PROCESSES_END}
@@ -95,7 +96,9 @@ def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
 
 
 def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
-    """Return the waits of this node's ranks, and the lags in groups that lie on this node."""
+    """Return the waits of this node's ranks, and their lags in groups whose ranks are all on this
+    node.
+    """
     compared: dict[int, int] = {}
     last: dict[int, int] = {}
     lag_ns: dict[int, int] = {}
@@ -132,7 +135,7 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
 
 
 class OwnTimes:
-    """Recent own times of this node's slowest and fastest rank, for the sidecar's thread."""
+    """Recent own times of this node's ranks. Use it on the sidecar's thread only."""
 
     def __init__(self) -> None:
         self._newest_ns: dict[int, deque[int]] = {}
@@ -142,7 +145,10 @@ class OwnTimes:
         newest.extend(batch.steps.own_ns[-_OWN_TIME_WINDOW:].tolist())
 
     def points(self, gone: Iterable[int]) -> dict[str, Points]:
-        """Return the two means. gone: ranks that have ended, whose times are dropped."""
+        """Return the mean own time of the slowest and of the fastest rank.
+
+        gone: ranks that have ended. Their times are dropped.
+        """
         for rank in gone:
             self._newest_ns.pop(rank, None)
         means_s = [sum(own) / len(own) / 1e9 for own in self._newest_ns.values() if own]
@@ -154,14 +160,18 @@ class OwnTimes:
 
 
 def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
-    """Return a point for each open finding. state: of the node whose sidecar assesses the job."""
+    """Return a point for each open alert. state: state of the node whose sidecar assesses the
+    job.
+    """
     found = [_labels(each.alert) for each in state.records.open][-MAX_ALERTS:]
     run = {semantics.RUN_ID: run_id}
     return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 
 
 def _labels(alert: Alert) -> Labels:
-    """Return the labels of an alert, without its sentence: each change makes a new series."""
+    """Return the labels of an alert. The sentence is left out, because each change of a label
+    starts a new series.
+    """
     of_hang = alert.kind == "hang"
     return _without_unknown(
         {
@@ -180,7 +190,7 @@ def _without_unknown(labels: Mapping[str, Any]) -> Labels:
     return {name: value for name, value in labels.items() if value not in (None, "")}
 
 
-# Name, kind, unit and description; in the order of the answer.
+# Name, kind, unit and description of each metric, in the order of the response.
 _INSTRUMENTS = (
     (
         node_semantics.OPEN_ALERT,
@@ -260,7 +270,10 @@ _INSTRUMENTS = (
 
 
 def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
-    """Create the node's instruments. points: returns the current points of a metric."""
+    """Create the node's instruments.
+
+    points: returns the current points of a metric.
+    """
     create = {
         "gauge": meter.create_observable_gauge,
         "counter": meter.create_observable_counter,

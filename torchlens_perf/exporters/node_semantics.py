@@ -1,4 +1,4 @@
-"""Names of the node's figures in OpenTelemetry's style, for /metrics
+"""OpenTelemetry names of the node's metrics that are only exported on /metrics
 (docs/guides/prometheus.md).
 """
 
@@ -19,6 +19,6 @@ COLLECTIVE_ARRIVED_LAST = "torch.collective.arrived_last"
 COLLECTIVE_LAG = "torch.collective.lag"
 COLLECTIVE_WAIT = "torch.collective.wait"
 COLLECTIVE_OPERATION = "torch.collective.operation"
-# The open alerts. Most of their labels are attributes of alerts in semantics.py.
+# Metric of the open alerts. Most of its labels are attributes of alerts in semantics.py.
 OPEN_ALERT = "torch.train.alert"
 ALERT_KIND = "torch.train.alert.kind"

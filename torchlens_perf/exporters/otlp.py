@@ -1,4 +1,6 @@
-"""The OTLP exporter: it converts steps and alerts to the SDK's types. Sidecar only."""
+"""The OTLP exporter, which converts steps and alerts to types of OpenTelemetry's SDK. Sidecar
+only.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,18 @@ _ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """The outbox and transport of one signal."""
+    """Outbox and transport of one signal (traces, metrics or logs)."""
 
     outbox: Outbox
     transport: Transport
     interval_s: float = 0.0
-    """Seconds between exports of metrics; not used for other signals."""
+    """Seconds between exports of metrics. Other signals do not use it."""
 
 
 class OtlpExporter:
-    """Sends sampled steps as spans, all steps as metrics, and alerts.
+    """Sends traced steps as spans, all steps as metrics, and alerts as log records.
 
-    Called on the sidecar's thread.
+    Use it on the sidecar's thread only.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class OtlpExporter:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """signals: the enabled signals by name. Raises ValueError if the sampler is invalid."""
+        """signals: the enabled signals by name. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is
+        invalid.
+        """
         self._clock = clock
         self._resource: Resource | None = None
         self._spans = SpanMaker(environ) if "traces" in signals else None
@@ -70,9 +74,10 @@ class OtlpExporter:
         for name, signal in signals.items():
             collect = self._collect_metrics if name == "metrics" else _collect_nothing
             self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
-        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by (attempt, step)
+        # Traced steps by (attempt, step).
+        self._traced: dict[tuple[int, int], TracedStep | None] = {}
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
-        """Ids of the trace and of the rank's span, by traced step of the last batch."""
+        """For each traced step of the last batch, the ids of the trace and of the rank's span."""
 
     # -- called by the sidecar
 
@@ -123,7 +128,10 @@ class OtlpExporter:
                 self._metrics.measured(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until little data is left or an attempt fails. Return True if data is accepted."""
+        """Wait until little undelivered data is left, an attempt fails or the timeout passes.
+
+        Return True if the endpoints accept data.
+        """
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
@@ -145,7 +153,9 @@ class OtlpExporter:
     # -- parts
 
     def _begin(self, identity: Identity) -> Resource:
-        """Create the node's resource when the first process is known."""
+        """Return the node's resource. The first call creates it and starts the interval of metric
+        exports.
+        """
         if self._resource is None:
             self._resource = node_resource(identity)
             if self._metrics is not None:
@@ -154,7 +164,9 @@ class OtlpExporter:
         return self._resource
 
     def _collect_metrics(self, everything: bool) -> float:
-        """Add metrics that are due. Return the seconds until the next export."""
+        """Queue metrics if they are due, or if `everything` is True. Return the seconds until the
+        next export.
+        """
         if self._last_metrics_sent:
             return math.inf
         self._last_metrics_sent = everything
@@ -168,8 +180,11 @@ class OtlpExporter:
         return left_s
 
     def _traced_step(self, alert: Alert) -> int | None:
-        """Return the first traced step, the same on all ranks, in which the suspect was slow."""
-        if alert.duration_s is not None:  # The step of a hang has not ended, so it has no span.
+        """Return the first traced step in which the suspect was slow. All nodes return the same
+        step.
+        """
+        # The step of a hang has not ended, so it has no span.
+        if alert.duration_s is not None:
             return None
         steps = (
             step
@@ -181,7 +196,7 @@ class OtlpExporter:
 
 
 def _collect_nothing(everything: bool) -> float:
-    """Collect nothing, because items of this signal are added when they arrive."""
+    """Collect nothing, because items of this signal are queued when they arrive."""
     return math.inf
 
 

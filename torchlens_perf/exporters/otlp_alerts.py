@@ -1,4 +1,4 @@
-"""Alerts as OpenTelemetry events: log records with a name."""
+"""Convert alerts to OpenTelemetry events, which are log records with a name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KIND_OF_HANG = "hang"
 def log_record(
     alert: Alert, run_id: str, traced_step: int | None, resource: Resource
 ) -> ReadableLogRecord:
-    """Return the log record of an alert. traced_step: one of its steps, to link to."""
+    """Build the log record of an alert. traced_step: a step of the alert whose trace is linked."""
     context = None
     if traced_step is not None and alert.rank is not None:
-        # Another node may send the suspect's span. Its ids are the same on all nodes.
+        # The suspect's span may be sent by another node. Its ids are the same on all nodes.
         context = in_span(span_context(trace_id(run_id, alert.attempt, traced_step), alert.rank))
     record = LogRecord(
         timestamp=alert.unix_ns,

@@ -1,4 +1,4 @@
-"""The span that started the job (TRACEPARENT), and links to it."""
+"""Parse and link the caller: the span that started the job, from TRACEPARENT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-@functools.lru_cache(maxsize=64)  # A warning is logged once per caller.
+# Cached, so a warning is only logged once per caller.
+@functools.lru_cache(maxsize=64)
 def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
     """Return the caller's span context; None if `traceparent` is empty or invalid."""
     if not traceparent:

@@ -1,9 +1,8 @@
-"""Construction of the OTLP exporter from OTEL_* variables (docs/guides/opentelemetry.md). Sidecar
-only.
+"""Build the OTLP exporter from OTEL_* variables (docs/guides/opentelemetry.md). Sidecar only.
 
 The sidecar uses no provider of the SDK, so this module reads the variables of providers and
-processors. The SDK's exporters read OTEL_EXPORTER_OTLP_* themselves. Without an endpoint there is
-no exporter and no network access.
+processors. The SDK's exporters read OTEL_EXPORTER_OTLP_* themselves. If no endpoint is set, there
+is no exporter and no network access.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _LOCAL = ("console", "otlp_json_file")
 _DISK_BYTES_DIVISOR = 8
 _EXPONENTIAL, _EXPLICIT = "base2_exponential_bucket_histogram", "explicit_bucket_histogram"
 _TEMPORALITIES = ("cumulative", "delta", "lowmemory")
-# By signal: prefix of the batch processor's variables, and OpenTelemetry's default delay in ms.
+# For each signal, the prefix of the batch processor's variables and OpenTelemetry's default delay
+# in ms.
 _BATCHES = {"traces": ("OTEL_BSP", 5000), "logs": ("OTEL_BLRP", 1000)}
 _BATCH_ITEMS, _EXPORT_INTERVAL_MS = 512, ("OTEL_METRIC_EXPORT_INTERVAL", 60_000)
 
 
 def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the protocol, "console" or "otlp_json_file" by enabled signal ("traces", "metrics",
-    "logs").
+    """Return for each enabled signal its protocol, "console" or "otlp_json_file".
 
-    An endpoint for the signal or for all signals enables it, and so does OTEL_*_EXPORTER.
-    OTEL_SDK_DISABLED and OTEL_*_EXPORTER=none disable it. An unknown exporter or protocol is
-    logged, and the signal stays off.
+    The signals are "traces", "metrics" and "logs". A signal is enabled by an endpoint, or by
+    OTEL_*_EXPORTER. It is disabled by OTEL_SDK_DISABLED, by OTEL_*_EXPORTER=none, or by an unknown
+    exporter or protocol, which is logged.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
@@ -91,11 +90,11 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
 
 
 def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
-    """Return the exporter that the environment of this process configures, or None.
+    """Build the exporter that the environment configures; None if no signal is enabled.
 
-    run: directory for undelivered requests and for otlp_json_file; None: requests stay in memory.
-    owner: name of the node; "": this is a replay, which sends the undelivered requests of all
-    nodes.
+    - run: directory for undelivered requests and for otlp_json_file. If None, requests stay in
+      memory.
+    - owner: name of the node; "" in a replay, which sends the undelivered requests of all nodes.
     """
     environ = os.environ
     signals = wanted_signals(environ)
@@ -105,7 +104,8 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
     folder = None if run is None else run.path
     made = {}
     for name, way in signals.items():
-        with guard(f"exporting {name} over OTLP"):  # An invalid variable disables only this signal.
+        # An invalid variable only disables this signal.
+        with guard(f"exporting {name} over OTLP"):
             made[name] = _make_signal(name, way, environ, folder, owner)
     if not made:
         return None
@@ -190,10 +190,10 @@ def _positive_integer(environ: Mapping[str, str], name: str, default: int) -> in
 
 
 class DeferredExporter:
-    """Forwards to an exporter that is created by `make` (None: drops everything) when there is data
-    to export.
+    """Creates an exporter when there is data to export, and forwards all calls to this exporter.
 
-    Importing the SDK may take longer than a short run."""
+    Importing the SDK may take longer than a short run. If `make` returns None, all data is dropped.
+    """
 
     def __init__(self, make: Callable[[], Exporter | None]) -> None:
         self._make: Callable[[], Exporter | None] | None = make
@@ -220,7 +220,7 @@ class DeferredExporter:
         return b"" if self._made is None else self._made.update_role(part)
 
     def spans_sent(self) -> Mapping[int, tuple[int, int]]:
-        """Return OtlpExporter.spans_sent; empty if the exporter sends no spans."""
+        """Return OtlpExporter.spans_sent, or an empty dict if the exporter sends no spans."""
         return getattr(self._made, "spans_sent", {})
 
     def wait_for_room(self, timeout_s: float) -> bool:

@@ -1,8 +1,7 @@
-"""Metrics of GPUs and network ports, named after OpenTelemetry's hardware conventions where these
-have a name.
+"""Metrics of GPUs and network ports. Names follow OpenTelemetry's hardware conventions, if defined.
 
-A GPU has one series, even if several processes compute on it. A quantity that cannot be measured
-has no point.
+A GPU has one series, even if several processes use it. A quantity that cannot be measured has no
+point.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ _MAX_SAMPLE_AGE_S = 30.0
 
 
 class _Metric(NamedTuple):
-    """The metric that a field of the samples is exported as. Units are in semantics.py."""
+    """Mapping of a field of a sample to a metric. Units are in semantics.py."""
 
     metric: str
     field: str
-    more: Mapping[str, str] = {}  # further attributes
+    more: Mapping[str, str] = {}
+    """Additional attributes of the points."""
     mean: bool = False
-    """True for fast changing gauges, which are sent as means since the last export."""
+    """True for gauges that change fast. They are sent as means over the time since the last
+    export.
+    """
     scale: float = 1
 
 
@@ -47,7 +49,7 @@ _GPU_NOW = (
     _Metric(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
     _Metric(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
-# Up-down counters in the conventions, because several components may be added up.
+# These are up-down counters in the conventions, because they may be summed over components.
 _GPU_SUMS = (
     _Metric(semantics.GPU_MEMORY, "memory_used_bytes"),
     _Metric(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),
@@ -117,7 +119,7 @@ _LINK_GROWS = (
 
 
 class HardwareMetrics:
-    """The instruments of the hardware. The sidecar's thread writes, the sender's thread reads."""
+    """The hardware's instruments. The sidecar's thread writes, and the sender's thread reads."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""Metrics of steps: histograms of durations, counters and gauges.
+"""Metrics of training steps: histograms of durations, counters and gauges.
 
-The number of series is bounded. In small jobs each rank has series of its own. In large jobs one
-set of series describes all ranks, and only slow ranks also have their own: each node forwards its
-sums to the sidecar of node 0, which sends the total.
+The number of series is bounded. In a small job, each rank has series of its own. In a large job,
+only slow ranks have their own. All other ranks share one set of series: each node forwards its sums
+to the sidecar of node 0, which exports the total.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
 Sampled = Mapping[int, tuple[int, int]]
-"""Ids of a step's trace and of its rank span, or root span if no other is sent."""
-# Fields of a memory reading by the value of the state attribute.
+"""For each traced step, the ids of its trace and of the rank's span. If only the root span is sent,
+its id replaces that of the rank's span.
+"""
+# For each value of the state attribute, the field of a memory reading.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
     "reserved": "reserved_bytes",
@@ -48,7 +50,7 @@ _MEMORY_STATES = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The sidecar's thread writes, the sender's thread collects."""
+    """All OTLP metrics of a node. The sidecar's thread writes, and the sender's thread collects."""
 
     def __init__(
         self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic
@@ -56,7 +58,8 @@ class NodeMetrics:
         self._meter = Meter() if meter is None else meter
         self._clock = clock
         self._steps = StepSeries(self._meter)
-        # Sums that are forwarded to node 0 have a meter of their own, which is never exported.
+        # The sums that are forwarded to node 0 have a meter of their own, which is not exported
+        # here.
         tallied = Meter(explicit_bounds=self._meter.bounds is not None)
         self._forwarded = StepSeries(tallied)
         self._tally = MetricSnapshot(
@@ -71,10 +74,13 @@ class NodeMetrics:
         self._world_size = 1
         self._named: frozenset[int] = frozenset()
         self._forms: dict[str, int] = {}
-        self._shown: dict[int, None] = {}  # ranks that were found slow, the newest last
+        # Ranks that were found slow, the most recent last.
+        self._shown: dict[int, None] = {}
 
     def update_role(self, part: JobPart) -> bytes:
-        """Return a message for the sidecar of node 0; b"" if none is due."""
+        """Apply this node's role. Return a message for the sidecar of node 0; b"" if none is
+        due.
+        """
         self._part = part
         for node, data in part.tallies:
             self._received.take(node, data)
@@ -89,9 +95,9 @@ class NodeMetrics:
         return self._tally.next(self._forwarded.fullest_bytes) if hands_on else b""
 
     def export(self, batch: ExportBatch, sampled: Sampled) -> None:
-        """Add the steps of a batch. sampled: the steps whose spans are sent too."""
+        """Add the steps of a batch. sampled: ids of the steps whose spans are also sent."""
         self._world_size = batch.identity.world_size
-        # The steps of a rank with series of its own are not in the shared series.
+        # Steps of a rank that has series of its own are not added to the shared series.
         own = self._own_series if self._is_large else None
         hands_on = (
             own is not None and batch.identity.rank not in own and self._part.part is Part.FORWARDER
@@ -99,7 +105,9 @@ class NodeMetrics:
         (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Set the gauges of current problems."""
+        """Update the gauges of current problems, and the slow ranks that have series of their
+        own.
+        """
         slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[
             :MAX_SLOW_RANKS
         ]
@@ -112,7 +120,7 @@ class NodeMetrics:
         self._hardware.measured(hardware)
 
     def collect(self, resource: Resource) -> MetricsData | None:
-        """Return all metrics, or None if no metric has points. resource: describes the node."""
+        """Return all metrics, or None if no metric has points. resource: the node's resource."""
         metrics = self._bounded(self._meter.collect())
         if not metrics:
             return None
@@ -121,7 +129,7 @@ class NodeMetrics:
     # -- parts
 
     def _update_shown_ranks(self) -> None:
-        """Select the ranks whose series are sent: the most recent slow ranks."""
+        """Select the ranks whose series are sent: those that were found slow most recently."""
         for rank in self._own_series:
             self._shown.pop(rank, None)
             self._shown[rank] = None
@@ -136,7 +144,7 @@ class NodeMetrics:
 
     @property
     def _is_large(self) -> bool:
-        """True if the job is too large for series of each rank."""
+        """True if the job has too many ranks for series of each rank."""
         return self._world_size > most_ranks(self._part.max_series)
 
     @property
@@ -145,7 +153,7 @@ class NodeMetrics:
         return self._part.standing if self._part.standing is not None else self._named
 
     def _bounded(self, metrics: list[Metric]) -> list[Metric]:
-        """Reduce metrics to this node's share of all series."""
+        """Reduce metrics to this node's share of the job's series."""
         room = shares(self._world_size, self._part)
         hardware = [each for each in metrics if each.name.startswith("hw.")]
         others = [each for each in metrics if not each.name.startswith("hw.")]
@@ -155,7 +163,7 @@ class NodeMetrics:
 
 
 class StepSeries:
-    """The instruments of steps."""
+    """The instruments of steps, such as the histogram of step durations."""
 
     def __init__(self, meter: Meter) -> None:
         duration = meter.create_histogram
@@ -181,22 +189,25 @@ class StepSeries:
 
     @property
     def fullest_bytes(self) -> int:
-        """Largest memory of a rank without series of its own; 0 if unknown."""
+        """Memory of the rank that uses most, of the ranks without series of their own; 0 if
+        unknown.
+        """
         return max(
             (value for rank, value in self._memory_bytes.items() if rank not in self._own_series),
             default=0,
         )
 
     def others_memory(self, memory_bytes: int) -> None:
-        """Set the memory of the fullest rank of the other nodes."""
+        """Set the memory of the rank, of all other nodes, that uses most."""
         self._others_bytes = memory_bytes
         self._memory.set(max(memory_bytes, self.fullest_bytes), {})
 
     def record(self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None) -> None:
-        """Add a batch's steps, or only exemplars if the steps were added before. Called on the
-        sidecar's thread.
+        """Add the steps of a batch, or only their exemplars if the steps were added before.
 
-        own: ranks that have series of their own; None: all ranks."""
+        Call it on the sidecar's thread. own: ranks that have series of their own; None for all
+        ranks.
+        """
         steps = batch.steps
         if not len(steps):
             return
@@ -208,7 +219,8 @@ class StepSeries:
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
-            if _is_rank_sent(batch, int(steps.step[row]))  # Otherwise the id is the root's.
+            # Otherwise the exemplar would have the id of the root span.
+            if _is_rank_sent(batch, int(steps.step[row]))
         ]
         self._step.show(attributes, of_step)
         self._own.show(attributes, of_own)
@@ -219,7 +231,8 @@ class StepSeries:
         self._step.record(steps.duration_ns, attributes)
         self._own.record(steps.own_ns, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
-            had = part_ns[part_ns != 0]  # 0 means that the step did not have this phase.
+            # 0 means that the step did not have this phase.
+            had = part_ns[part_ns != 0]
             self._phase.record(had, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
             self._device.record(durations_ns, {**attributes, semantics.PHASE: phase})
@@ -227,7 +240,8 @@ class StepSeries:
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
-            # The shared gauge has the fullest rank, which is the first to run out of memory.
+            # The shared gauge shows the rank that uses most memory, which will run out of memory
+            # first.
             self._memory.set(
                 memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes),
                 attributes,
@@ -235,7 +249,7 @@ class StepSeries:
 
     @staticmethod
     def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
-        """Return an exemplar that links a histogram bucket to the rank's span."""
+        """Build an exemplar that links a histogram bucket to the rank's span."""
         steps, anchor = batch.steps, batch.anchor
         ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.offset_ns
         return Example(value, ended_ns, *sampled[int(steps.step[row])])
@@ -247,7 +261,7 @@ def _is_rank_sent(batch: ExportBatch, step: int) -> bool:
 
 
 class DeviceMemory:
-    """The instruments of device memory. Used on the sidecar's thread."""
+    """The instruments of device memory. Use it on the sidecar's thread only."""
 
     def __init__(self, meter: Meter) -> None:
         self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
@@ -258,7 +272,9 @@ class DeviceMemory:
         self._counted: dict[tuple[str, str], int] = {}
 
     def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
-        """Add the batch's memory reading. per_rank: False if all ranks share the gauge."""
+        """Record the batch's memory reading. per_rank: False if the rank has no series of its
+        own.
+        """
         reading = batch.memory
         if reading is None:
             return
@@ -270,6 +286,6 @@ class DeviceMemory:
             count = values[field]
             if count is not None:
                 before = self._counted.get((batch.identity.key, field), 0)
-                # A lower count means that the training script has reset the allocator's statistics.
+                # The count decreases if the training script resets the allocator's statistics.
                 counter.add(count - before if count >= before else count, attributes)
                 self._counted[batch.identity.key, field] = count

@@ -1,4 +1,4 @@
-"""OpenTelemetry resources of a rank's spans and of a node's metrics."""
+"""Build the OpenTelemetry resources of a rank's spans and of a node's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_A_PROCESS = (
 
 
 def rank_resource(identity: Identity) -> Resource:
-    """Return the resource of one process of a rank."""
+    """Build the resource of one process of a rank."""
     known: dict[str, Any] = {
         **_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
@@ -31,13 +31,14 @@ def rank_resource(identity: Identity) -> Resource:
     }
     if identity.local_rank is not None:
         known[semantics.LOCAL_RANK] = known[semantics.LENS_LOCAL_RANK] = identity.local_rank
-    if identity.pid:  # It is unknown in a replay of records without the node's state.
+    # The pid is unknown in a replay of records without the node's state.
+    if identity.pid:
         known["process.pid"] = identity.pid
     return _resource(known)
 
 
 def node_resource(identity: Identity) -> Resource:
-    """Return the resource of the node, which stays the same over restarts."""
+    """Build the resource of the node. It stays the same when processes restart."""
     known = _resource(
         {**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"}
     )
@@ -62,5 +63,7 @@ def _run(identity: Identity) -> dict[str, Any]:
 
 
 def _resource(known: dict[str, Any]) -> Resource:
-    """Return a resource that OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override."""
+    """Build a resource. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override known
+    attributes.
+    """
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

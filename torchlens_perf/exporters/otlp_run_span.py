@@ -1,9 +1,8 @@
-"""The span of the whole run: a child of the span that started the job, with links to the traces of
-steps.
+"""The span of the whole run, which connects the traces of steps to the trace of the caller.
 
-Steps have traces of their own, and this span connects them to the trace of the caller, such as a
-workflow's task. It is sent when the ranks have ended, and only if the caller's trace exists and is
-sampled.
+The caller is the span that started the job, such as a workflow's task. The run's span is a child of
+this span and links to the traces of steps. It is sent when the ranks have ended, if the caller's
+trace exists and is sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.identity import Identity
 
-MAX_LINKS = 128  # OpenTelemetry's default limit of a span
+# OpenTelemetry's default limit of links per span.
+MAX_LINKS = 128
 
 
 @dataclasses.dataclass
@@ -36,23 +36,24 @@ class _Attempt:
 
     identity: Identity
     start_ns: int = 0
-    """UNIX time, as is end_ns."""
+    """UNIX time of the first step's start."""
     end_ns: int = 0
     steps: int = 0
     traced: list[int] = dataclasses.field(default_factory=list)
 
 
 class RunSpan:
-    """Collects the data of the run's span. Used on the sidecar's thread."""
+    """Collects the data of the run's span. Use it on the sidecar's thread only."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
+        """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
         self._sampler = sampler(environ)
-        self._attempts: dict[str, _Attempt] = {}  # by Identity.key of rank 0
+        # Attempts by Identity.key of rank 0.
+        self._attempts: dict[str, _Attempt] = {}
         self._ended = False
 
     def saw(self, batch: ExportBatch, sampled: Collection[int]) -> None:
-        """Add a batch. sampled: its steps whose spans are sent."""
+        """Add a batch. sampled: steps of the batch whose spans are sent."""
         identity, steps = batch.identity, batch.steps
         if identity.rank != 0 or not identity.traceparent:
             return
@@ -61,9 +62,11 @@ class RunSpan:
                 return
             self._attempts[identity.key] = _Attempt(identity)
         found = self._attempts[identity.key]
-        found.identity = identity  # The run's name may become known during the run.
+        # The run's name may become known during the run.
+        found.identity = identity
         found.traced += sampled
-        if len(found.traced) > 2 * MAX_LINKS:  # Keep the first steps and half of the rest.
+        if len(found.traced) > 2 * MAX_LINKS:
+            # Keep the first steps and half of all later steps.
             found.traced = found.traced[: MAX_LINKS // 2] + found.traced[MAX_LINKS // 2 :: 2]
         if len(steps) and not getattr(batch, "again", False):
             offset_ns = batch.anchor.offset_ns
@@ -77,9 +80,12 @@ class RunSpan:
         self._ended = assessment.ended
 
     def spans(self) -> list[ReadableSpan]:
-        """Return one span for each attempt that has ended. The next call returns none."""
+        """Build one span for each attempt if all processes have ended. Later calls return no
+        span.
+        """
         attempts, self._attempts = self._attempts, {}
-        if not self._ended:  # Only the sidecar stops; its successor sends the span.
+        # If processes still run, only this sidecar stops, and its successor sends the span.
+        if not self._ended:
             return []
         found = []
         for run in attempts.values():
@@ -89,7 +95,7 @@ class RunSpan:
         return found
 
     def _is_sampled(self, parent: SpanContext) -> bool:
-        """Return True if the span is sampled, as by default the caller's trace must be."""
+        """Return True if the caller's trace is sampled and OTEL_TRACES_SAMPLER samples the span."""
         if not parent.trace_flags.sampled:
             return False
         if self._sampler is None:

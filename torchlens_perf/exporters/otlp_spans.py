@@ -1,6 +1,6 @@
-"""Spans of sampled steps: one trace per step, and a deterministic id for each span.
+"""Build the spans of traced steps: one trace per step, and a deterministic id for each span.
 
-The ids are derived from run, attempt and step. So the spans of all ranks join one trace without
+Ids are hashes of run, attempt and step. The spans of all ranks are thus in one trace without
 communication between nodes, and a replay sends the same ids again.
 """
 
@@ -37,17 +37,17 @@ _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 def trace_id(run_id: str, attempt: int, step: int) -> int:
-    """Return the id of a step's trace, which is the same on all ranks and in a replay."""
+    """Return the id of a step's trace. It is the same on all ranks and in a replay."""
     return _hash(16, run_id, attempt, step)
 
 
 def span_id(in_trace: int, *path: object) -> int:
-    """Return the id of a span, derived from its path in the trace."""
+    """Return the id of a span, a hash of its path in the trace."""
     return _hash(8, f"{in_trace:032x}", *path)
 
 
 def span_context(in_trace: int, *path: object, state: TraceState | None = None) -> SpanContext:
-    """Return the context of a span, derived from its path in the trace."""
+    """Return the context of a span, whose id is a hash of its path in the trace."""
     return SpanContext(in_trace, span_id(in_trace, *path), False, _SAMPLED, state)
 
 
@@ -57,19 +57,22 @@ def _hash(size: int, *parts: object) -> int:
 
 
 class SpanMaker:
-    """Creates the spans of sampled steps. Not thread-safe."""
+    """Builds the spans of traced steps. Not thread-safe."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
+        """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
         self._sampler = sampler(environ)
         self._ranks: dict[str, _RankSpans] = {}
 
     def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
-        """Return by step: its spans, its trace id, and the id of the rank's span or the root."""
+        """Return for each step its spans, its trace id, and the id of the rank's span or of the
+        root.
+        """
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
-        if rank is None or rank.identity != batch.identity:  # The run's name may be known later.
+        # The identity changes when the run's name becomes known.
+        if rank is None or rank.identity != batch.identity:
             rank = self._ranks[batch.identity.key] = _RankSpans(batch.identity)
         found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
         steps = batch.steps
@@ -90,7 +93,9 @@ class SpanMaker:
         return found
 
     def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
-        """Return True if OTEL_TRACES_SAMPLER samples the trace, on all ranks alike by its id."""
+        """Return True if OTEL_TRACES_SAMPLER samples the trace. It depends on the trace id, so all
+        ranks decide equally.
+        """
         if self._sampler is None:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
@@ -100,7 +105,9 @@ class SpanMaker:
 
 
 def sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """Return the configured sampler; None if it samples everything and needs no SDK."""
+    """Return the configured sampler; None if it samples every trace, so the SDK need not be
+    imported.
+    """
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
     from opentelemetry.sdk.trace import TracerProvider
@@ -122,10 +129,12 @@ class _RankSpans:
         of_step: Mapping[str, Any],
         chosen: TracedStep | None = None,
     ) -> tuple[list[ReadableSpan], int, int]:
-        """Return the step's spans, its trace id and the id of the rank's span.
+        """Return the step's spans, its trace id, and the id of the rank's span or of the root.
 
-        offset_ns: UNIX time minus CLOCK_MONOTONIC. of_step: further attributes of the rank's
-        span. chosen: the ranks and number of spans to send; None: everything."""
+        - offset_ns: UNIX time minus CLOCK_MONOTONIC.
+        - of_step: additional attributes of the rank's span.
+        - chosen: the ranks and number of spans to send; None for all.
+        """
         rank = self.identity.rank
         root = span_context(in_trace, "root")
         common = {
@@ -149,15 +158,14 @@ class _RankSpans:
         of_rank = span_context(in_trace, rank)
         of_step = {**common, semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
         found.append(self._span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times))
-        # Equivalent to span_id() for each span, but the common prefix is hashed only once.
+        # This loop computes the same ids as span_id(), but hashes the common prefix only once.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         contexts: list[SpanContext] = []
         for index, (span, parent) in enumerate(nest(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
-                contexts.append(
-                    around
-                )  # Its children attach to its parent, and all ids stay the same.
+                # Children of a span that is left out become children of its parent.
+                contexts.append(around)
                 continue
             digest = path.copy()
             digest.update(b"%d" % index)
@@ -185,7 +193,9 @@ class _RankSpans:
 
 
 def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
-    """Return attributes of the root span: why the step is sent, and what is left out."""
+    """Return attributes of the root span that say why the step is sent and which ranks are left
+    out.
+    """
     if chosen is None:
         return {}
     left_out = world_size - len(chosen.ranks) if chosen.roles else 0
@@ -198,7 +208,7 @@ def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str
 
 
 def _longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
-    """Return the ids of the `most` longest spans; None if all of them are sent."""
+    """Return id() of each of the `most` longest spans; None if all spans are sent."""
     if not most or len(spans) <= most:
         return None
     return {
@@ -223,16 +233,18 @@ def _root_name(trace: StepTrace) -> str:
 
 
 def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
-    """Return spans by start, each with the index of the smallest enclosing span; None: the step
-    encloses it.
+    """Sort spans by start, and find the index of each span's parent; None if the parent is the
+    step.
 
-    Spans of another thread or of the device never enclose spans of the training thread: they only
-    overlap. A collective belongs to the span in which it was issued, or in which its kernel began
-    on the device. It may end later than that span, and it encloses no spans.
+    The parent is the shortest span that encloses the span. A span of another thread or of the
+    device is never the parent of a span of the training thread. The parent of a collective is the
+    span in which it was issued, or in which its kernel started. A collective may end after its
+    parent, and it is never a parent.
     """
     ordered = sorted(spans, key=_order)
     nested: list[tuple[Span, int | None]] = []
-    running: list[tuple[int, int, int, int, bool]] = []  # end, duration, index, thread, device
+    # Open spans: end, duration, index, other thread, on device.
+    running: list[tuple[int, int, int, int, bool]] = []
     for index, span in enumerate(ordered):
         start_ns, duration_ns, flags = span.start_ns, span.duration_ns, span.flags
         is_collective, other_thread = span.kind == "collective", flags & _OTHER_THREAD
@@ -247,9 +259,8 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
                 around[0] >= needed_ns
                 and (other_thread or not around[3])
                 and around[4] == on_device
-                and (
-                    parent is None or around[1] <= shortest_ns
-                )  # the last of equal ones is the innermost
+                # Of spans with equal durations, the last is the innermost.
+                and (parent is None or around[1] <= shortest_ns)
             ):
                 parent, shortest_ns = around[2], around[1]
         if ended:

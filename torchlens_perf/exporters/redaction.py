@@ -1,4 +1,4 @@
-"""A logging filter that removes credentials, which libraries include in their messages."""
+"""A logging filter that masks credentials in the log messages of libraries."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from urllib.parse import unquote
 
 from torchlens_perf.exporters.delivery.endpoint_address import parsed
 
-_SHORTEST_SECRET = 4  # Shorter values (0 in experiment-id=0) would occur in other words.
+# Shorter values, such as 0 in experiment-id=0, would also occur in other words.
+_SHORTEST_SECRET = 4
 
 
 def keep_secrets_out_of_the_log(environ: Mapping[str, str]) -> None:
-    """Log *** instead of header values and address credentials in OTEL_* variables."""
-    # A filter on a logger does not see the records of child loggers; a filter on a handler does.
+    """Mask the values of headers, and credentials in addresses, that are set in OTEL_*
+    variables.
+    """
+    # Add the filter to handlers, because a filter on a logger is not applied to records of child
+    # loggers.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
             handler.addFilter(Redaction(environ))
 
 
 class Redaction(logging.Filter):
-    """Masks secrets in log records."""
+    """Replaces secrets in log records with ***."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__()
@@ -40,13 +44,16 @@ class Redaction(logging.Filter):
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the words of header values, as libraries may show them quoted or wrapped."""
+    """Yield the words of header values and of credentials in addresses.
+
+    Words are masked one by one, because libraries may quote or wrap the values.
+    """
     for name, value in environ.items():
         if not name.startswith("OTEL_EXPORTER_OTLP_"):
             continue
         if name.endswith("_HEADERS"):
             for header in value.split(","):
-                # Users also write "Authorization: Bearer ...", with a colon.
+                # Some users write "Authorization: Bearer ...", with a colon.
                 _, separator, content = re.sub("[:=]", "=", header, count=1).partition("=")
                 yield from _words(content if separator else header)
         elif name.endswith("_ENDPOINT"):

@@ -1,9 +1,10 @@
-"""Names of all exported metrics, spans, attributes and events; docs/reference/telemetry.md is
-generated from them.
+"""Names of all exported metrics, spans, attributes and events.
 
-OpenTelemetry has no conventions for training. Its names are used where they exist (service, host,
-process, k8s, hw).
-Units follow UCUM: seconds, bytes. NeMo Lens's names for ranks are sent too.
+scripts/write_semantics.py generates docs/reference/telemetry.md from this module.
+
+Names of OpenTelemetry are used where they exist (service, host, process, k8s, hw). OpenTelemetry
+has no conventions for training. Units follow UCUM: seconds, bytes. Ranks are also sent under NeMo
+Lens's names.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
-# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank, whose
-# name ends in the rank because the pages of backends show names. Queries should use the attribute
-# SPAN_KIND = STEP_KIND instead.
+# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank. The
+# child's name ends in the rank, because user interfaces of backends show names. Queries should use
+# the attribute SPAN_KIND = STEP_KIND instead of the name.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK = "rank"
 STEP_KIND = "step"
-# The span of the whole run, a child of the span that started the job, and its number of steps on
-# rank 0.
+# The span of the whole run, a child of the span that started the job. RUN_STEPS is its attribute
+# for the number of steps of rank 0.
 SPAN_RUN = "training run"
 RUN_STEPS = "torch.train.run.steps"
 
-# Attributes of all spans. Some backends drop resource attributes, so the rank is also on spans and
-# metric points.
+# Attributes of all spans. Spans and metric points also have the rank, because some backends drop
+# resource attributes.
 RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
 RANK = _identity.RANK
-# Attributes of a rank's step. Ranks that wait for each other have equal step times; only their own
-# times differ.
+# Attributes of a rank's step. Ranks that wait for each other have equal step times, so only their
+# own times show which rank is slow.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of all spans but the root. Only collectives have a size and a sequence number.
+# Attributes of all spans except the root. Only collectives have a size and a sequence number.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
-# Attributes of a step's root and of its ranks' steps: why they are sent, and what is left out.
+# Attributes of the root and of the ranks' steps. They say why a step or rank is sent, and which
+# ranks, steps or spans are left out.
 SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
 RANKS_SENT = "torchlens_perf.ranks.sent"
 RANKS_LEFT_OUT = "torchlens_perf.ranks.left_out"
@@ -67,12 +69,12 @@ HANG_KIND = "torch.train.hang.kind"
 LOCAL_RANK = _identity.LOCAL_RANK
 WORLD_SIZE = _identity.WORLD_SIZE
 RESTART_COUNT = _identity.RESTART_COUNT
-# The same values under NeMo Lens' names, so that its backends group these jobs like its own.
+# The same values under NeMo Lens's names, by which its backends group jobs.
 LENS_RANK = _identity.LENS_RANK
 LENS_LOCAL_RANK = _identity.LENS_LOCAL_RANK
 LENS_WORLD_SIZE = _identity.LENS_WORLD_SIZE
 
-# Metrics, and the attribute that distinguishes phases.
+# Metrics of steps, and their attributes.
 STEP_DURATION = "torch.train.step.duration"
 STEP_OWN_TIME = "torch.train.step.own_time"
 PHASE_DURATION = "torch.train.phase.duration"
@@ -95,7 +97,8 @@ STRAGGLERS = "torch.train.stragglers"
 DETECTABLE = "torch.train.straggler.detectable"
 HANG_DURATION = "torch.train.hang.duration"
 
-# The node's hardware: first names from OpenTelemetry's conventions, then names that these lack.
+# Metrics of the node's hardware: first names from OpenTelemetry's conventions, then our names for
+# metrics that the conventions lack.
 GPU_BUSY = "hw.gpu.utilization"
 GPU_MEMORY = "hw.gpu.memory.usage"
 GPU_MEMORY_LIMIT = "hw.gpu.memory.limit"
@@ -116,7 +119,7 @@ GPU_SM_OCCUPANCY = "hw.gpu.sm.occupancy"
 GPU_TENSOR_ACTIVE = "hw.gpu.tensor.utilization"
 GPU_DRAM_ACTIVE = "hw.gpu.dram.utilization"
 POWER_LIMIT = "hw.power.limit"
-# Attributes of their points.
+# Attributes of the hardware metrics.
 HARDWARE_ID = "hw.id"
 HARDWARE_NAME = "hw.name"
 HARDWARE_TYPE = "hw.type"
@@ -128,29 +131,29 @@ GPU_LINK = "hw.gpu.link"
 GPU_CLOCK_OF = "hw.gpu.clock"
 THROTTLE_REASON = "hw.gpu.throttle.reason"
 
-# Seconds: from launch-bound steps of 0.1 ms to a minute; OpenTelemetry's default bounds (0 to
-# 10000) are for ms.
+# Histogram bounds from launch-bound steps of 0.1 ms to a minute. OpenTelemetry's default bounds (0
+# to 10000) are meant for milliseconds.
 DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# How a point that stands for several components of a node was merged ("sum" or "max"), to limit the
-# number of series.
+# Attribute of points that combine several components of a node to limit the number of series. Its
+# value is "sum" or "max".
 OVER_COMPONENTS = "torchlens_perf.over"
 
 
 def event_name(kind: str, change: str) -> str:
-    """An alert is an event: a log record with a name, as "torch.train.straggler.started"."""
+    """Return the name of an alert's event, such as "torch.train.straggler.started"."""
     return f"torch.train.{kind}.{change}"
 
 
-# -- what each name is: docs/reference/telemetry.md is made from this (scripts/write_semantics.py)
+# -- descriptions for docs/reference/telemetry.md
 
 OPENTELEMETRY, NEMO_LENS, OURS = "OpenTelemetry", "NeMo Lens", "ours"
 
 
 class Metric(NamedTuple):
-    """A metric as it is sent."""
+    """Description of an exported metric."""
 
     name: str
     instrument: str
@@ -163,7 +166,7 @@ class Metric(NamedTuple):
 
 
 class Attribute(NamedTuple):
-    """An attribute of spans, points, events or the resource."""
+    """Description of an attribute of spans, points, events or the resource."""
 
     name: str
     kind: str
@@ -174,7 +177,9 @@ class Attribute(NamedTuple):
 
 
 class SpanName(NamedTuple):
-    """A span whose name is fixed. Spans inside a rank's step are named after their work."""
+    """Description of a span with a fixed name. Spans inside a rank's step are named after their
+    work.
+    """
 
     name: str
     parent: str
@@ -193,30 +198,30 @@ SPANS = (
         SPAN_RUN, "the caller's span", "one attempt of the run, on rank 0", "a sampled caller"
     ),
     SpanName(SPAN_STEP, "", "root of a training step's trace; as long as rank 0's step"),
-    SpanName(SPAN_INFERENCE_STEP, "", "root where a step is a forward pass", "inference"),
+    SpanName(SPAN_INFERENCE_STEP, "", "root if the step is a forward pass", "inference"),
 )
 
 METRICS = (
     Metric(STEP_DURATION, "histogram", "s", _EACH_RANK, "time from one step's end to the next"),
-    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "the step without communication wait and without this tool"),
-    Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "a phase in one step, nested phases excluded"),
+    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "step duration without communication wait and this tool"),
+    Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "time of a phase in one step, without nested phases"),
     Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "device time of a phase, or of a whole `step`",
         when=_DEVICE),
     Metric(STEPS, "counter", "{step}", _EACH_RANK, "steps finished"),
-    Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the last step's end: on a device the allocated peak, else"
-        " resident"),
+    Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the last step's end: on a device the peak allocation, else"
+        " resident memory"),
     Metric(DEVICE_MEMORY, "gauge", "By", (RANK, MEMORY_STATE), "memory that torch's allocator reports", when=_DEVICE),
     Metric(ALLOC_RETRIES, "counter", "{retry}", _EACH_RANK, "allocations that first had to free cached memory",
         when=_DEVICE),
     Metric(OUT_OF_MEMORY, "counter", "{error}", _EACH_RANK, "out-of-memory errors", when=_DEVICE),
-    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "seconds a step would be shorter without the slow ranks",
+    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "time by which a step would be shorter without the slow ranks",
         when="a slow rank"),
     Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
-    Metric(DETECTABLE, "gauge", "s", (), "smallest slowdown of every step that would be reported by now",
+    Metric(DETECTABLE, "gauge", "s", (), "smallest slowdown per step that would be reported by now",
         when="ranks compared"),
     Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "work of a step: quantiles over ranks", when=_LARGE),
     Metric(RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "communication wait of a step: quantiles over ranks", when=_LARGE),
-    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps chosen for a trace that exceeded the budget",
+    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps selected for a trace but left out because they exceeded the budget",
         when="an exceeded budget"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
     Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),
@@ -257,9 +262,9 @@ ATTRIBUTES = (
     Attribute(RUN_ID, "string", f"{_SPAN}, {_EVENT}, {_RESOURCE}", "name of the run directory"),
     Attribute(STEP, "int", f"{_SPAN}, links", "step number, from 0"),
     Attribute(RANK, "int", f"{_SPAN}, {_POINT}, {_EVENT}, {_RESOURCE}",
-        "rank; 0 on a root; in events the first suspect"),
+        "rank; on a root 0; in events the first suspect"),
     Attribute(RUN_STEPS, "int", SPAN_RUN, "steps of rank 0"),
-    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step in seconds, without communication wait and this tool"),
+    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step duration in seconds, without communication wait and this tool"),
     Attribute(MICRO_STEPS, "int", _STEP_SPAN, "accumulated backward passes; at least 1"),
     Attribute(SPAN_KIND, "string", _BELOW, "step, data, forward, recompute, backward, optimizer, wait, closure,"
         " module, module_backward, section, collective"),
@@ -277,7 +282,7 @@ ATTRIBUTES = (
     Attribute(OVER_COMPONENTS, "string", _POINT, "max or sum, if one point covers several components",
         when="an exceeded limit"),
     Attribute(PHASE, "string", f"{_POINT}, {_EVENT}", "data, forward, recompute, backward, optimizer, communication,"
-        " host or tool; of stragglers also compute (forward and backward alike), cpu (CPU contention) or gap (device"
+        " host or tool; of stragglers also compute (forward and backward), cpu (CPU contention) or gap (device"
         " waits for host)"),
     Attribute(MEMORY_STATE, "string", _POINT, "allocated, reserved, inactive, peak or limit", when=_DEVICE),
     Attribute(ALERT_UID, "string", _EVENT, "id of the event, the same in a replay", OPENTELEMETRY),
@@ -287,8 +292,8 @@ ATTRIBUTES = (
     Attribute(SUSPECT_HOST, "string", _EVENT, "host of the first suspect"),
     Attribute(SINCE_STEP, "int", _EVENT, "first slow step; of a hang, the step in progress"),
     Attribute(UNTIL_STEP, "int", _EVENT, "first step after the slow ones"),
-    Attribute(STRAGGLER_COST, "double", _EVENT, "seconds each step would be shorter without the suspects"),
-    Attribute(COST_SHARE, "double", _EVENT, "that cost as a share of the step"),
+    Attribute(STRAGGLER_COST, "double", _EVENT, "seconds by which each step would be shorter without the suspects"),
+    Attribute(COST_SHARE, "double", _EVENT, "cost as a share of the step"),
     Attribute(STRAGGLER_CLASS, "string", f"{_POINT}, {_EVENT}", "slow_compute, slow_data, slow_host, more_work; in"
         " events also imbalance, slow_communication"),
     Attribute(STRAGGLER_CAUSES, "string", _EVENT, "likely causes, the likeliest first", when="known causes"),
