@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 
 from benchmarks.measure import Table
 from tests.support import simulations
-from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
     LINK_COUNTERS,
@@ -364,8 +364,8 @@ def _process(rank: int, world_size: int, host: str, local_world_size: int) -> Pr
     )
 
 
-def _progress(rank: int, host: str, step: int) -> Progress:
-    return Progress(rank, host, step, 0.0, 0.0, 0.2, {}, (), "running")
+def _progress(rank: int, host: str, step: int) -> RankProgress:
+    return RankProgress(rank, host, step, 0.0, 0.0, 0.2, {}, (), "running")
 
 
 def _hardware(host: str) -> Hardware:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.cluster import Cluster
@@ -71,7 +71,7 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     """
     place = Placement("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
-    progress = Progress(
+    progress = RankProgress(
         0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running"
     )
     packed = summary.pack(
@@ -134,7 +134,7 @@ def measured() -> dict[str, Any]:
     cluster.begin(first, 0)
     epoch.meeting_points[0] = Endpoints(("127.0.0.1", 1))
     epoch.set_progress(
-        first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
+        first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
     )
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):

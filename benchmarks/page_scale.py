@@ -127,7 +127,7 @@ def write_run(
             table = assemble_steps(records)
             judge.add_steps(rank, process.place, table)
             warm = records[records["step"] >= WARM_UP_STEPS]
-            state.join.add(rank, warm, _names(), process.groups, 0, process.identity.key)
+            state.join.add_records(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):
                 origin = Origin(
                     process.identity.key, rank, 0, process.identity.host, process.anchor

@@ -227,7 +227,7 @@ def _joined(folder: Path) -> dict[str, Any] | None:
         metadata, records = reader.metadata(), reader.read(final=True).records
         rank = int(metadata["identity"]["rank"])
         join.set_ranks([rank])
-        join.add(rank, records[records["step"] > 0], reader.names(), metadata["groups"])
+        join.add_records(rank, records[records["step"] > 0], reader.names(), metadata["groups"])
         reader.close()
     join.join()
     rows = [row for row in collective_rows([join]) if row["operation"] == "allreduce"]

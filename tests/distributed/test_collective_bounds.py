@@ -24,7 +24,7 @@ from tests.support.gloo import run_ranks
 from tests.support.long import long
 from tests.support.recording import Record, Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.collectives.semantics import SEMANTICS, parse
+from torchlens_perf.analysis.collectives.semantics import SEMANTICS, parse_collective_name
 from torchlens_perf.commands import tap_build
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.run import tap_requirements
@@ -342,7 +342,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
     """Return operation and bytes by group and number, without operations between two ranks."""
     found: dict[str, dict[int, tuple[str, int]]] = {}
     for each in recording.of(Kind.COLLECTIVE):
-        operation = parse(each.name)
+        operation = parse_collective_name(each.name)
         assert operation is not None
         if operation.operation not in BETWEEN_TWO:
             group = found.setdefault(operation.group, {})
@@ -407,13 +407,15 @@ def test_differently_counted_calls_are_not_joined(outcomes: list[dict[str, Outco
     for rank, outcome in enumerate(outcomes):
         recording = outcome["watch_after_what_only_some_ranks_count"].recording
         firsts.add(min(map(sequence, recording.of(Kind.COLLECTIVE))))
-        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.add_records(
+            rank, records_of(recording), recording.interned, recording.metadata["groups"]
+        )
     join.join()
 
     assert len(firsts) > 1
-    assert sum(each.joined for each in join.counts().values()) == 0
-    assert sum(each.unmatched_records for each in join.counts().values()) > 0
-    assert len(join.uncomparable()) == 1
+    assert sum(each.joined for each in join.join_counts().values()) == 0
+    assert sum(each.unmatched_records for each in join.join_counts().values()) > 0
+    assert len(join.uncomparable_groups()) == 1
 
 
 def test_numbers_of_a_group_ignore_operations_of_other_groups(
@@ -431,7 +433,7 @@ def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outc
     messages: dict[tuple[int, int], list[dict[int, int]]] = {}
     for rank, outcome in enumerate(outcomes):
         for each in outcome["ring"].recording.of(Kind.COLLECTIVE):
-            operation = parse(each.name)
+            operation = parse_collective_name(each.name)
             assert operation is not None
             if operation.peer is not None:
                 sends = operation.operation == "send"

@@ -69,7 +69,9 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
     join.set_ranks(range(RANKS))
     for rank, recording in enumerate(run_ranks(one_rank, tmp_path_factory.mktemp("ranks"), RANKS)):
         assert recording.of(Kind.COLLECTIVE)
-        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.add_records(
+            rank, records_of(recording), recording.interned, recording.metadata["groups"]
+        )
     join.join()
     return join
 
@@ -88,7 +90,7 @@ def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> Non
 
     Only the two other ranks waited that long.
     """
-    totals = of(join, "allreduce", (0, 1, 2)).totals()
+    totals = of(join, "allreduce", (0, 1, 2)).totals_by_rank()
     late_ns = REPEATED * LATE_S * 1e9
 
     assert of(join, "allreduce", (0, 1, 2)).joined == REPEATED
@@ -105,13 +107,13 @@ def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
     row = of(join, "allreduce", (1, 2))
 
     assert row.joined == REPEATED
-    assert row.totals()[1]["last"] >= REPEATED - 1
+    assert row.totals_by_rank()[1]["last"] >= REPEATED - 1
 
 
 def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: CollectiveJoin) -> None:
     """The two receivers waited equally, and at most as long as the delay."""
     row = of(join, "broadcast", (0, 1, 2))
-    totals, late_ns = row.totals(), REPEATED * LATE_S * 1e9
+    totals, late_ns = row.totals_by_rank(), REPEATED * LATE_S * 1e9
 
     assert row.joined == REPEATED
     assert totals[0]["wait_upper_bound_ns"] + totals[2]["wait_upper_bound_ns"] > 1.6 * late_ns
@@ -127,7 +129,7 @@ def test_messages_without_a_known_end_are_matched_without_a_conclusion(
     Each send is counted and matched with its receive.
     """
     row = of(join, "send/recv", (0, 1))
-    (counts,) = [counts for (_, pair), counts in join.counts().items() if pair == (0, 1)]
+    (counts,) = [counts for (_, pair), counts in join.join_counts().items() if pair == (0, 1)]
     (told,) = [row for row in collective_rows([join]) if row["pair"] == [0, 1]]
 
     assert (row.records, row.joined, row.ended) == (2 * REPEATED, 0, 0)
@@ -136,11 +138,11 @@ def test_messages_without_a_known_end_are_matched_without_a_conclusion(
 
 
 def test_every_operation_of_real_ranks_is_joined(join: CollectiveJoin) -> None:
-    for counts in join.counts().values():
+    for counts in join.join_counts().values():
         assert (
             counts.unjoined,
             counts.mismatched,
             counts.late_records,
             counts.unmatched_records,
         ) == (0, 0, 0, 0)
-    assert join.pending_operations() == 0
+    assert join.count_pending_operations() == 0

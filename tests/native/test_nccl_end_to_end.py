@@ -193,7 +193,9 @@ def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> 
     for rank, told in enumerate(ranks):
         recording = told["plugin"]
         join.set_ranks([rank])
-        join.add(rank, records_of(recording), recording.interned, recording.metadata["groups"])
+        join.add_records(
+            rank, records_of(recording), recording.interned, recording.metadata["groups"]
+        )
     join.join()
     (row,) = (row for row in collective_rows([join]) if row["operation"] == "allreduce")
 

@@ -390,14 +390,17 @@ def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
     sidecar.poll()
     sidecar.account()
     (row,) = sidecar.state.join.operations()
-    (counted,) = sidecar.state.join.counts().values()
+    (counted,) = sidecar.state.join.join_counts().values()
     sidecar.close()
     for rank in ranks:
         rank.close()
 
     assert counted.joined == 40 - WARM_UP_STEPS
     assert row.joined == counted.joined - 4
-    assert {rank: each["exposed_lag_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 0}
+    assert {rank: each["exposed_lag_ns"] for rank, each in row.totals_by_rank().items()} == {
+        0: 0,
+        1: 0,
+    }
 
 
 # -- after a verdict

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.support.progress import behind, found, rank
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
 from torchlens_perf.analysis.collectives.hang import Hang
 from torchlens_perf.sidecar.device_waits import SAMPLES, DeviceWaits
 from torchlens_perf.sidecar.host.stacks import Stack
@@ -26,7 +26,7 @@ def pause(since_s: float = 12.0, step: int = 100) -> Hang:
     return found(
         *(
             rank(each, inside=(), step=step, since_step_s=since_s, since_mark_s=since_s,
-                 device=DevicePlace(step - 1, 7, "", 0.0))
+                 device=LastDeviceMark(step - 1, 7, "", 0.0))
             for each in range(2)
         ),
         count=2,
@@ -102,7 +102,7 @@ def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
 
 def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
     """The rank's device may block it."""
-    place = DevicePlace(99, 7, "", 0.0)
+    place = LastDeviceMark(99, 7, "", 0.0)
     assert DeviceWaits().is_due(found(behind(2, inside=(), device=place)))
     assert not DeviceWaits().is_due(found(behind(2, inside=())))
 

@@ -73,5 +73,5 @@ def add(
     """
     join.set_ranks(by_rank, generation)
     for rank, issued in by_rank.items():
-        join.add(rank, *records(issued), groups, generation)
+        join.add_records(rank, *records(issued), groups, generation)
     join.join()

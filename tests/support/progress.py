@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchlens_perf.analysis.collectives.hang import Hang, Progress, find_hang
+from torchlens_perf.analysis.collectives.hang import Hang, RankProgress, find_hang
 
 WORLD = "0"
 USUAL_S = 0.062
@@ -13,7 +13,7 @@ SINCE_S = 12.0
 FORWARD = ("forward GPT", "blocks.3")
 
 
-def rank(number: int, **changed: Any) -> Progress:
+def rank(number: int, **changed: Any) -> RankProgress:
     """Return a rank that has waited in allreduce 57 of its backward pass.
 
     Its last step ended 12 s ago.
@@ -24,10 +24,10 @@ def rank(number: int, **changed: Any) -> Progress:
         "inside": ("backward", "wait"), "state": "running",
         "operations": {WORLD: {57: "allreduce"}}, "since_mark_s": 11.9,
     }  # fmt: skip
-    return Progress(**{**values, **changed})
+    return RankProgress(**{**values, **changed})
 
 
-def behind(number: int, **changed: Any) -> Progress:
+def behind(number: int, **changed: Any) -> RankProgress:
     """Return a rank that is stuck in its forward pass and has not entered allreduce 57."""
     values: dict[str, Any] = {
         "issued": {WORLD: 56},
@@ -38,7 +38,7 @@ def behind(number: int, **changed: Any) -> Progress:
 
 
 def job(
-    *ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
+    *ranks: RankProgress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
 ) -> Hang | None:
     """Return the finding on a job of `count` waiting ranks, some of which `ranks` replaces."""
     progress = {number: rank(number) for number in range(count)} | {
@@ -48,7 +48,7 @@ def job(
 
 
 def found(
-    *ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
+    *ranks: RankProgress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None
 ) -> Hang:
     hang = job(*ranks, count=count, groups=groups)
     assert hang is not None
@@ -59,13 +59,13 @@ def named(hang: Hang) -> list[int]:
     return [each.progress.rank for each in hang.blocking]
 
 
-def every(count: int, **changed: Any) -> list[Progress]:
+def every(count: int, **changed: Any) -> list[RankProgress]:
     return [rank(number, **changed) for number in range(count)]
 
 
 def on_silent_node(
     number: int, report_age_s: float, since_s: float = 0.05, **changed: Any
-) -> Progress:
+) -> RankProgress:
     """Return a rank of a node that has stopped reporting."""
     return rank(
         number, report_age_s=report_age_s, since_step_s=since_s, since_mark_s=0.0, **changed

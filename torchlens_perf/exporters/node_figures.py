@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchlens_perf.analysis.collectives.semantics import Waits, semantics_of
+from torchlens_perf.analysis.collectives.semantics import WaitRelation, semantics_of
 from torchlens_perf.exporters import JobPart, node_semantics, semantics
 from torchlens_perf.exporters.series_room import most_ranks
 
@@ -105,9 +105,10 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
     wait_ns: dict[int, int] = {}
     for each in join.operations():
         known = (
-            join.has_all(each.key.members) and semantics_of(each.key.operation).waits is Waits.ALL
+            join.has_all_ranks(each.key.members)
+            and semantics_of(each.key.operation).waits is WaitRelation.ALL
         )
-        for rank, totals in each.totals().items():
+        for rank, totals in each.totals_by_rank().items():
             wait_ns[rank] = wait_ns.get(rank, 0) + totals["exposed_wait_ns"]
             if known and each.joined:
                 compared[rank] = compared.get(rank, 0) + each.joined

@@ -221,7 +221,7 @@ METRICS = (
         when="ranks compared"),
     Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "work of a step: quantiles over ranks", when=_LARGE),
     Metric(RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "communication wait of a step: quantiles over ranks", when=_LARGE),
-    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps selected for a trace but left out because they exceeded the budget",
+    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps selected for a trace, but left out to keep the budget",
         when="an exceeded budget"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
     Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),

@@ -7,13 +7,18 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.collectives.channel import Counts
+from torchlens_perf.analysis.collectives.channel import JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.collectives.semantics import GroupKey, Waits, cannot_tell, semantics_of
+from torchlens_perf.analysis.collectives.semantics import (
+    GroupKey,
+    WaitRelation,
+    describe_limits,
+    semantics_of,
+)
 from torchlens_perf.analysis.collectives.statistics import (
     TOTALS,
     OperationStatistics,
-    merged_operations,
+    merge_operations,
 )
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -41,13 +46,13 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     - Times are in seconds, bandwidths in bytes per second. A value that is not known is null.
     """
     nodes = list(joins)
-    counts: dict[_Place, Counts] = {}
+    counts: dict[_Place, JoinCounts] = {}
     for node in nodes:
-        for place, counted in node.counts().items():
-            counts[place] = counts.get(place, Counts()).plus(counted)
+        for place, counted in node.join_counts().items():
+            counts[place] = counts.get(place, JoinCounts()).plus(counted)
     rows = [
-        _row(each, counts, whole=any(node.has_all(each.key.members) for node in nodes))
-        for each in merged_operations([node.operations() for node in nodes])
+        _row(each, counts, whole=any(node.has_all_ranks(each.key.members) for node in nodes))
+        for each in merge_operations([node.operations() for node in nodes])
     ]
     return sorted(
         rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"])
@@ -65,7 +70,7 @@ def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
         if (
             row["joined_whole"]
             and row["joined"]
-            and semantics_of(row["operation"]).waits is Waits.ALL
+            and semantics_of(row["operation"]).waits is WaitRelation.ALL
         ):
             for rank, values in row["by_rank"].items():
                 count = counts.setdefault(int(rank), [0, 0])
@@ -97,16 +102,16 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
 
 
 def _row(
-    statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool
+    statistics: OperationStatistics, counts: dict[_Place, JoinCounts], *, whole: bool
 ) -> Collective:
     """Return one row.
 
     whole: one node has all ranks of the operation; otherwise each node compared its own ranks.
     """
-    key, size = statistics.key, statistics.main_size()
-    bandwidth = None if size is None else statistics.bandwidth(size)
-    by_rank = statistics.totals()
-    counted = counts.get((key.group, key.pair), Counts())
+    key, size = statistics.key, statistics.octave_with_most_bytes()
+    bandwidth = None if size is None else statistics.compute_bandwidths(size)
+    by_rank = statistics.totals_by_rank()
+    counted = counts.get((key.group, key.pair), JoinCounts())
     seen = sorted({*statistics.ranks, *by_rank})
     lags_ns = {
         rank: row["exposed_lag_ns"] + row["overlapped_lag_ns"] for rank, row in by_rank.items()
@@ -135,9 +140,9 @@ def _row(
         "joined_whole": whole,
         "issue_s": distribution(statistics.issue),
         "duration_s": distribution(statistics.duration),
-        "wait_s": distribution(statistics.whole("wait")),
-        "wait_upper_bound_s": distribution(statistics.whole("wait_upper_bound")),
-        "transfer_s": distribution(statistics.whole("transfer")),
+        "wait_s": distribution(statistics.merge_sketches("wait")),
+        "wait_upper_bound_s": distribution(statistics.merge_sketches("wait_upper_bound")),
+        "transfer_s": distribution(statistics.merge_sketches("transfer")),
         "bandwidth_at_bytes": size.mean_bytes if bandwidth and size else None,
         "algbw": bandwidth[0] if bandwidth else None,
         "busbw": bandwidth[1] if bandwidth else None,
@@ -150,7 +155,7 @@ def _row(
         },
         "groups_operations": dataclasses.asdict(counted),
         "cannot_tell": list(
-            cannot_tell(
+            describe_limits(
                 key.operation,
                 overlapped=statistics.asynchronous > 0,
                 all_seen=whole,

@@ -9,7 +9,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.collectives.slow_link import link_statistics, merged_links, slow_links
+from torchlens_perf.analysis.collectives.slow_link import (
+    build_link_statistics,
+    find_slow_links,
+    merge_links,
+)
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.verdicts.slow_links import slow_link_verdict
@@ -65,7 +69,7 @@ class LinkWatch:
     def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> JudgedVerdict | None:
         attempt, rows = (
             cluster.membership.number(epoch.generation),
-            link_statistics(state.join.operations()),
+            build_link_statistics(state.join.operations()),
         )
         reported = [rows]
         if not cluster.judges_alone:
@@ -82,7 +86,7 @@ class LinkWatch:
         ranks = [
             each.statistics for each in state.processes.values() if each.identity.attempt == attempt
         ]
-        return slow_link_verdict(slow_links(merged_links(reported), hosts), ranks)
+        return slow_link_verdict(find_slow_links(merge_links(reported), hosts), ranks)
 
 
 class AlertManager:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torchlens_perf.analysis.collectives.device_progress import is_device_wait
+from torchlens_perf.analysis.collectives.device_progress import waits_for_device
 from torchlens_perf.analysis.collectives.hang import MIN_S, Hang
 from torchlens_perf.sidecar.host.stacks import Stack, source_line
 
@@ -32,7 +32,7 @@ class DeviceWaits:
     def forget(self) -> None:
         """Discard all samples, because ranks make steps."""
         self.known: Mapping[int, str] = {}
-        """Progress.waits_in of each sampled rank."""
+        """RankProgress.waits_in of each sampled rank."""
         self._period: tuple[int, int] | None = None
         self._samples = 0
         self._seen: dict[int, str] = {}
@@ -61,7 +61,7 @@ class DeviceWaits:
         for rank, stack in stacks.items():
             if stack.lines:
                 source = self._source(stack)
-                seen[rank] = f"`{source}`, {stack.lines[0]}" if is_device_wait(source) else ""
+                seen[rank] = f"`{source}`, {stack.lines[0]}" if waits_for_device(source) else ""
         is_same = self._samples == 0 or seen == self._seen
         self._seen = seen if is_same else dict.fromkeys(seen, "")
         self._samples = self._samples + 1 if any(self._seen.values()) else SAMPLES

@@ -32,7 +32,7 @@ from torchlens_perf.verdicts.stragglers.window import BinBatch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.collectives.hang import Progress
+    from torchlens_perf.analysis.collectives.hang import RankProgress
     from torchlens_perf.analysis.statistics.step_bins import StepBins
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
@@ -56,7 +56,7 @@ class LocalRank:
 
     identity: Identity
     place: Placement
-    progress: Progress | None = None
+    progress: RankProgress | None = None
     unsent: list[StepBins] = dataclasses.field(default_factory=list)
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -69,7 +69,7 @@ class LocalRank:
 class _RemoteRank:
     """A rank of another node."""
 
-    progress: Progress
+    progress: RankProgress
     reported_s: float
 
 
@@ -152,7 +152,7 @@ class Epoch:
         self,
         identity: Identity,
         place: Placement,
-        progress: Progress,
+        progress: RankProgress,
         groups: Mapping[str, ProcessGroup],
         stack_file: str = "",
         modules_ns: Mapping[str, float] | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, Progress, find_hang
+from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, RankProgress, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaits
 from torchlens_perf.sidecar.host.stacks import python_stack, stack_by_signal
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, described
@@ -36,8 +36,8 @@ class HangWatch:
 
     def update(
         self,
-        local: Mapping[int, Progress],
-        remote: Mapping[int, Progress],
+        local: Mapping[int, RankProgress],
+        remote: Mapping[int, RankProgress],
         ages_s: Mapping[int, float],
         groups: Mapping[str, tuple[int, ...]],
         processes: Mapping[int, tuple[Identity, str]],
@@ -83,7 +83,7 @@ class HangWatch:
                 hang = find_hang(
                     _with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s
                 )
-        if hang is None or not hang.alarm:
+        if hang is None or not hang.needs_action:
             self._forget()
         elif self.hang is not None and hang.key == self._key:
             # The same hang lasts longer, so its description changes but its stacks do not.
@@ -93,7 +93,7 @@ class HangWatch:
             self.hang = described(hang, _stacks(hang, processes))
             logger.warning("%s", self.hang.text)
 
-    def _is_found_again(self, hang: Hang, ranks: Mapping[int, Progress], now_s: float) -> bool:
+    def _is_found_again(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
         """Return True if reports that were made after the first finding show the same hang.
 
         When a hang ends, other nodes' reports are older than this node's rings for a moment. The
@@ -125,7 +125,9 @@ def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[i
     return stacks
 
 
-def _with_waits(ranks: Mapping[int, Progress], waits: Mapping[int, str]) -> Mapping[int, Progress]:
+def _with_waits(
+    ranks: Mapping[int, RankProgress], waits: Mapping[int, str]
+) -> Mapping[int, RankProgress]:
     known = {
         rank: dataclasses.replace(ranks[rank], waits_in=there)
         for rank, there in waits.items()

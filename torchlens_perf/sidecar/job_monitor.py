@@ -148,7 +148,7 @@ class JobMonitor:
         """
         newest = list(sources.newest())
         with self._errors.contain(_JUDGING):
-            uncomparable = self._state.join.uncomparable()
+            uncomparable = self._state.join.uncomparable_groups()
             for source in newest:
                 state, progress = source.state, read_progress(source, uncomparable, now_s)
                 modules_ns = state.statistics.modules_ns()

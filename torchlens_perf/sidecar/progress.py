@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.hang import Progress
-from torchlens_perf.analysis.collectives.semantics import sole_operations
+from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.semantics import infer_last_operations
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark
 from torchlens_perf.sidecar.host.stacks import process_state
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.source import RingSource
 
 
-def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> Progress:
+def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> RankProgress:
     """Return the progress of a rank.
 
     uncomparable: process groups whose sequence numbers differ between ranks. now_s:
@@ -31,7 +31,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
     mark = read_device_mark(reader)
     ended = {"died": "dead", "closed": "closed"}.get(state.ended)
-    return Progress(
+    return RankProgress(
         rank=state.identity.rank,
         host=state.identity.host,
         step=reader.counter(ring.STEP),
@@ -41,7 +41,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         issued=issued,
         inside=tuple(span.name for span in reader.open_spans()[1:]),
         state=ended or process_state(state.identity.pid, state.identity.process_started),
-        operations=sole_operations(issued, reader.names()),
+        operations=infer_last_operations(issued, reader.names()),
         since_mark_s=now_s - source.mark_s,
         all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS
         and len(issued) == len(numbers),

@@ -78,7 +78,7 @@ class RecordAccount:
                 source.settled = True
                 if self._sources.is_newest(source):
                     self._monitor.end(source)
-                self._state.join.end(source.state.identity.rank, source.generation)
+                self._state.join.mark_ended(source.state.identity.rank, source.generation)
         self._state.join.join()
         with self._errors.contain("reading what held a device's memory"):
             self._ooms.update(self._state.processes, at_once=ended)
@@ -152,7 +152,7 @@ class RecordAccount:
         # Warm-up steps are not typical, so their collectives are left out.
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
         delayed_by_capture = source.delayed_by_capture(records)
-        self._state.join.add(
+        self._state.join.add_records(
             identity.rank, records[warm], names, state.groups, source.generation, identity.key,
             delayed_by_capture[warm],
         )  # fmt: skip

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.collectives.slow_link import LinkFindings, link_statistics, slow_links
-from torchlens_perf.analysis.collectives.statistics import merged_operations
+from torchlens_perf.analysis.collectives.slow_link import (
+    LinkFindings,
+    build_link_statistics,
+    find_slow_links,
+)
+from torchlens_perf.analysis.collectives.statistics import merge_operations
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
@@ -44,5 +48,5 @@ def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
 def links_of(nodes: Sequence[NodeState]) -> LinkFindings:
     """Return the slow links of the newest attempt."""
     hosts = {rank: process.identity.host for rank, process in latest_attempt(nodes).items()}
-    operations = merged_operations([join.operations() for join in newest_joins(nodes)])
-    return slow_links(link_statistics(operations), hosts)
+    operations = merge_operations([join.operations() for join in newest_joins(nodes)])
+    return find_slow_links(build_link_statistics(operations), hosts)

@@ -354,7 +354,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, WindowHistory):
         return value.windows()
     if isinstance(value, CollectiveJoin):
-        return value.state()
+        return value.to_state()
     raise NotImplementedError(type(value))
 
 
@@ -367,7 +367,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
     if kind is WindowHistory:
         return WindowHistory(_converted(value, Windows))
     if kind is CollectiveJoin:
-        return CollectiveJoin.going_on_from(_converted(value, JoinState))
+        return CollectiveJoin.from_state(_converted(value, JoinState))
     raise NotImplementedError(kind)
 
 

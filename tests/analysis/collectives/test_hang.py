@@ -24,7 +24,7 @@ from torchlens_perf.analysis.collectives.hang import (
     MIN_S,
     Collective,
     find_hang,
-    limit_s,
+    hang_limit_s,
 )
 from torchlens_perf.run.ring import CAPTURING
 from torchlens_perf.verdicts.words.hang import text
@@ -46,11 +46,11 @@ def test_no_hang_is_reported_before_the_time_limit(usual_s: float, limit: float)
         at = {"usual_step_s": usual_s, "since_step_s": since_s, "since_mark_s": since_s}
         hang = job(*(dataclasses.replace(each, **at) for each in early))
         assert (hang is not None) is expected
-    assert limit_s(early, factor=1000.0) == 1000 * USUAL_S
+    assert hang_limit_s(early, factor=1000.0) == 1000 * USUAL_S
 
 
 def test_time_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
-    assert limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
+    assert hang_limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
 
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
@@ -93,7 +93,7 @@ def test_rank_that_has_not_entered_a_collective_is_blamed() -> None:
     assert (hang.kind, named(hang), hang.waiting) == ("missing", [2], (0, 1, 3))
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert hang.blocking[0].missing == hang.collective
-    assert hang.alarm
+    assert hang.needs_action
     assert hang.look_at == (2,)
     assert (
         text(hang)
@@ -240,7 +240,12 @@ def test_blocking_rank_that_writes_records_is_no_hang() -> None:
     """A rank that writes records is working, even if others wait for it."""
     hang = found(behind(2, since_mark_s=0.2, inside=("evaluate",)))
 
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("busy", [2], (0, 1, 3), False)
+    assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == (
+        "busy",
+        [2],
+        (0, 1, 3),
+        False,
+    )
     assert (
         "rank 2 (node-b) did not enter it: running inside evaluate, last recorded event 200 ms ago."
         in text(hang)
@@ -438,7 +443,7 @@ def test_reporting_ranks_in_one_section_are_no_pause_if_others_are_silent() -> N
         *every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",))
     )
 
-    assert (hang.kind, hang.alarm, hang.unheard) == ("apart", True, (3,))
+    assert (hang.kind, hang.needs_action, hang.unheard) == ("apart", True, (3,))
     assert "Ranks 0-2 are inside save. No reports from rank 3. Next:" in text(hang)
 
 

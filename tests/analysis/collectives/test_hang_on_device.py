@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, rank
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace, is_device_wait
-from torchlens_perf.analysis.collectives.hang import Collective, Progress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, waits_for_device
+from torchlens_perf.analysis.collectives.hang import Collective, RankProgress
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.verdicts.words.hang import device_place, text
@@ -19,9 +19,9 @@ ITEM = "`loss.item()`, train (gpt.py:31)"
 
 def at(
     number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any
-) -> Progress:
+) -> RankProgress:
     """Return a rank whose device was last polled at a mark."""
-    return rank(number, device=DevicePlace(step, place, mark, stood_s), **changed)
+    return rank(number, device=LastDeviceMark(step, place, mark, stood_s), **changed)
 
 
 def test_rank_whose_kernel_has_not_started_is_blamed() -> None:
@@ -31,7 +31,12 @@ def test_rank_whose_kernel_has_not_started_is_blamed() -> None:
     """
     ranks = [rank(number, began={WORLD: 57}) for number in range(3)]
     hang = found(*ranks, rank(3, began={WORLD: 56}))
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("device", [3], (0, 1, 2), True)
+    assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == (
+        "device",
+        [3],
+        (0, 1, 2),
+        True,
+    )
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
         "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) the"
@@ -130,14 +135,14 @@ def test_all_devices_stuck_at_one_mark_are_a_hang_and_no_pause() -> None:
     )
     hosts = [at(number, 3, BACKWARD, inside=()) for number in range(4)]
     assert found(*hosts).kind == "together"
-    assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
+    assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).needs_action
 
 
 def test_hosts_blocked_outside_spans_are_no_pause_if_a_device_is_behind() -> None:
     """loss.item() waits for the device outside any span."""
     others = [at(number, 3, inside=()) for number in range(3)]
     hang = found(*others, at(3, 1, inside=()))
-    assert (hang.kind, named(hang), hang.alarm) == ("device", [3], True)
+    assert (hang.kind, named(hang), hang.needs_action) == ("device", [3], True)
 
 
 def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() -> None:
@@ -147,7 +152,12 @@ def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() ->
         for number in range(4)
     ]
     hang = found(*hosts)
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("blocked", [], (0, 1, 2, 3), True)
+    assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == (
+        "blocked",
+        [],
+        (0, 1, 2, 3),
+        True,
+    )
     assert (
         "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside all recorded spans. The"
         " training threads wait there for their devices, in `loss.item()`, train (gpt.py:31), by"
@@ -177,7 +187,7 @@ def test_busy_hosts_on_stuck_devices_are_a_pause(
         at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)
     ]
     hang = found(*hosts, count=2)
-    assert (hang.kind, hang.waiting, hang.alarm) == ("pause", (), False)
+    assert (hang.kind, hang.waiting, hang.needs_action) == ("pause", (), False)
 
 
 def test_rank_that_waits_for_its_device_before_a_collective_is_blamed() -> None:
@@ -185,7 +195,7 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_blamed() -> None:
 
     Rank 0 is behind, but its device may wait for another rank's device.
     """
-    hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
+    hang = found(behind(0, inside=(), device=LastDeviceMark(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
         "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device"
@@ -218,7 +228,7 @@ def test_rank_with_a_stuck_device_is_blamed_if_all_stacks_wait_for_devices() -> 
 )
 def test_stack_lines_that_wait_for_a_device_are_recognized(source: str, waits: bool) -> None:
     """A process with a device may spend seconds in such a line."""
-    assert is_device_wait(source) is waits
+    assert waits_for_device(source) is waits
 
 
 def test_text_does_not_mention_devices_in_a_job_on_cpus() -> None:
@@ -242,4 +252,4 @@ def test_mark_is_described_by_its_phase_or_module(
     found_place = device_place(
         DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3"
     )
-    assert found_place == DevicePlace(12, place, words, 2.5, kind, is_end)
+    assert found_place == LastDeviceMark(12, place, words, 2.5, kind, is_end)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.progress import FORWARD, SINCE_S, WORLD, named, rank
-from torchlens_perf.analysis.collectives.hang import MIN_S, SILENT_S, Progress, find_hang
+from torchlens_perf.analysis.collectives.hang import MIN_S, SILENT_S, RankProgress, find_hang
 from torchlens_perf.verdicts.words.hang import text
 
 STATES = ["running", "stopped", "traced", "uninterruptible", "dead", "closed", "unknown"]
@@ -33,7 +33,7 @@ def jobs(
     states: list[str] = STATES,
     told: st.SearchStrategy[float] = TIMES,
     names: bool = True,
-) -> tuple[dict[int, Progress], dict[str, tuple[int, ...]]]:
+) -> tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]]:
     """Draw ranks in any state. Members of some of their groups are known."""
     ranks = range(draw(st.integers(1, 6)))
     some_ranks = st.lists(st.sampled_from(ranks), unique=True, min_size=1)
@@ -43,7 +43,7 @@ def jobs(
         issued = {
             name: draw(st.integers(-1, 3)) for name, group in members.items() if number in group
         }
-        progress[number] = Progress(
+        progress[number] = RankProgress(
             rank=number,
             host=f"node-{number // 2}",
             step=draw(st.integers(0, 2)),
@@ -65,7 +65,7 @@ def jobs(
 
 def standing_still(
     states: list[str],
-) -> st.SearchStrategy[tuple[dict[int, Progress], dict[str, tuple[int, ...]]]]:
+) -> st.SearchStrategy[tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]]]:
     """Draw jobs with complete data in which no rank has made progress for 12 s."""
     return jobs(states=states, told=st.just(0.0), names=False).map(
         lambda job: (
@@ -81,7 +81,7 @@ def standing_still(
 
 
 def levels(
-    progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
+    progress: Mapping[int, RankProgress], groups: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[int, int]]:
     """Return the last issued collective by group and member."""
     names = {name for each in progress.values() for name in each.issued} | groups.keys()
@@ -101,7 +101,7 @@ def levels(
 
 @given(jobs())
 def test_random_job_gives_no_hang_or_a_consistent_one(
-    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+    job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
 ) -> None:
     """A hang has consistent fields and a text in one line."""
     progress, groups = job
@@ -128,7 +128,7 @@ def test_random_job_gives_no_hang_or_a_consistent_one(
 
 @given(standing_still(["running", "uninterruptible", "unknown", "closed"]))
 def test_only_last_ranks_that_do_not_wait_are_blamed(
-    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+    job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
 ) -> None:
     """The blamed ranks are exactly those that others wait for and that do not wait themselves.
 
@@ -158,7 +158,7 @@ def test_only_last_ranks_that_do_not_wait_are_blamed(
 
 @given(standing_still(["running"]))
 def test_each_rank_of_a_cycle_blocks_the_previous_one(
-    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]],
+    job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
 ) -> None:
     """Each rank of a cycle has entered a collective that the next one has not entered."""
     progress, groups = job
@@ -176,7 +176,7 @@ def test_each_rank_of_a_cycle_blocks_the_previous_one(
 
 @given(jobs(), st.randoms(use_true_random=False))
 def test_renumbering_the_ranks_blames_the_same_processes(
-    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], shuffled: random.Random
+    job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]], shuffled: random.Random
 ) -> None:
     progress, groups = job
     numbers = list(progress)
@@ -202,7 +202,9 @@ def test_renumbering_the_ranks_blames_the_same_processes(
 
 @given(jobs(), st.integers(0, 5), TIMES)
 def test_rank_with_an_outdated_report_is_not_blamed(
-    job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], number: int, report_age_s: float
+    job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
+    number: int,
+    report_age_s: float,
 ) -> None:
     """The rank's last report is from long before the last step."""
     progress, groups = job

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.progress import WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.hang import Collective, Hang
-from torchlens_perf.analysis.collectives.semantics import sole_operations
+from torchlens_perf.analysis.collectives.semantics import infer_last_operations
 from torchlens_perf.verdicts.words.hang import text
 
 # -- no rank is behind
@@ -84,7 +84,7 @@ def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
     """The text refers to the network and the devices."""
     hang = found()
 
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == (
+    assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == (
         "together",
         [],
         (0, 1, 2, 3),
@@ -113,7 +113,7 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
     """The section may be a checkpoint."""
     hang = found(*every(4, inside=("torch.save", "write")), rank(3, inside=("torch.save",)))
 
-    assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("pause", [], (), False)
+    assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == ("pause", [], (), False)
     assert (
         "Rank 3 is inside torch.save; ranks 0-2 are inside torch.save > write. No rank waits for"
         " another: a checkpoint" in text(hang)
@@ -295,7 +295,7 @@ def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
         "barrier group=9",
     ]  # fmt: skip
 
-    assert sole_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
+    assert infer_last_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
 
 
 def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:

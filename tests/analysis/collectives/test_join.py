@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.collectives import US, Issued, add, joined, records, world
 from tests.support.saved import saved
-from torchlens_perf.analysis.collectives.channel import MAX_PENDING, Counts
+from torchlens_perf.analysis.collectives.channel import MAX_PENDING, JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey
-from torchlens_perf.analysis.collectives.statistics import OperationStatistics, merged_operations
+from torchlens_perf.analysis.collectives.statistics import OperationStatistics, merge_operations
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.verdicts.node_state import encode
 
@@ -31,9 +31,9 @@ def of(
     return row
 
 
-def counts(join: CollectiveJoin) -> Counts:
+def counts(join: CollectiveJoin) -> JoinCounts:
     """Return the counts of the only group."""
-    (only,) = join.counts().values()
+    (only,) = join.join_counts().values()
     return only
 
 
@@ -46,9 +46,9 @@ def test_joined_row_has_lag_of_the_last_rank_and_wait_of_the_others() -> None:
                    2: [Issued(NAME, 4, 70), Issued(NAME, 5, 20)]})  # fmt: skip
     row = of(late, "allreduce")
 
-    assert counts(late) == Counts(joined=2)
+    assert counts(late) == JoinCounts(joined=2)
     assert (row.records, row.joined, row.bytes) == (6, 2, 6 << 20)
-    totals = row.totals()
+    totals = row.totals_by_rank()
     assert {rank: each["exposed_wait_ns"] for rank, each in totals.items()} == {
         0: 140,
         1: 10,
@@ -57,7 +57,11 @@ def test_joined_row_has_lag_of_the_last_rank_and_wait_of_the_others() -> None:
     assert {rank: (each["last"], each["exposed_lag_ns"]) for rank, each in totals.items()} == {
         0: (0, 0), 1: (1, 60), 2: (1, 10),
     }  # fmt: skip
-    assert (row.whole("transfer").sum_ns, row.whole("wait").sum_ns, row.duration.sum_ns) == (
+    assert (
+        row.merge_sketches("transfer").sum_ns,
+        row.merge_sketches("wait").sum_ns,
+        row.duration.sum_ns,
+    ) == (
         30,
         210,
         300,
@@ -70,13 +74,13 @@ def test_operations_delayed_by_a_capture_are_joined_without_waits() -> None:
     join = CollectiveJoin()
     for rank, first_ns in enumerate((90_000, 10)):
         made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
-        join.add(rank, made, names, world(2), held_up=np.array([rank == 1, False]))
+        join.add_records(rank, made, names, world(2), held_up=np.array([rank == 1, False]))
     join.join()
     row = of(join, "allreduce")
 
-    assert counts(join) == Counts(joined=2)
+    assert counts(join) == JoinCounts(joined=2)
     assert (row.records, row.joined) == (4, 1)
-    assert {rank: (each["exposed_wait_ns"], each["last"]) for rank, each in row.totals().items()} == {
+    assert {rank: (each["exposed_wait_ns"], each["last"]) for rank, each in row.totals_by_rank().items()} == {
         0: (0, 1), 1: (40, 0),
     }  # fmt: skip
 
@@ -90,7 +94,7 @@ def test_waits_of_asynchronous_operations_are_counted_separately() -> None:
         join = joined(
             {rank: [Issued(NAME, 0, ns, flags=flags)] for rank, ns in enumerate((90, 10))}
         )
-        totals = of(join, "allreduce").totals()
+        totals = of(join, "allreduce").totals_by_rank()
 
         assert (totals[0]["exposed_wait_ns"], totals[0]["overlapped_wait_ns"]) == (0, 80)
         assert (totals[1]["exposed_lag_ns"], totals[1]["overlapped_lag_ns"]) == (0, 80)
@@ -104,7 +108,7 @@ def test_monitored_barrier_counts_as_blocking() -> None:
         {r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))}
     )
 
-    assert of(join, "monitored_barrier").totals()[0]["exposed_wait_ns"] == 80
+    assert of(join, "monitored_barrier").totals_by_rank()[0]["exposed_wait_ns"] == 80
     assert of(join, "monitored_barrier").asynchronous == 0
 
 
@@ -115,11 +119,11 @@ def test_row_shows_the_bandwidth_of_the_size_class_with_most_bytes() -> None:
         for n in range(20)
     ]
     row = of(joined({0: issued, 1: issued}), "allreduce")
-    main = row.main_size()
+    main = row.octave_with_most_bytes()
 
     assert main is not None
     assert (row.joined, main.joined, main.mean_bytes) == (20, 10, 1_000_000)
-    bandwidth = row.bandwidth(main)
+    bandwidth = row.compute_bandwidths(main)
     assert bandwidth is not None
     assert bandwidth[0] == pytest.approx(1e9, rel=0.02)
 
@@ -144,8 +148,10 @@ def test_send_is_joined_with_its_receive() -> None:
     there, back = of(join, SEND_RECV, (4, 6)), of(join, SEND_RECV, (6, 4))
 
     assert (there.joined, there.records, back.joined) == (1, 2, 1)
-    assert there.totals()[4]["exposed_wait_ns"] == 70
-    assert there.totals()[6] | {"last": 1, "exposed_lag_ns": 70} == there.totals()[6]
+    assert there.totals_by_rank()[4]["exposed_wait_ns"] == 70
+    assert (
+        there.totals_by_rank()[6] | {"last": 1, "exposed_lag_ns": 70} == there.totals_by_rank()[6]
+    )
 
 
 def test_gather_is_joined_although_other_ranks_record_no_type() -> None:
@@ -162,8 +168,8 @@ def test_gather_is_joined_although_other_ranks_record_no_type() -> None:
     row = of(join, "gather")
 
     assert (counts(join).joined, counts(join).mismatched) == (1, 0)
-    assert row.totals()[0]["wait_upper_bound_ns"] == 80
-    assert row.main_size().mean_bytes == 4096  # type: ignore[union-attr]
+    assert row.totals_by_rank()[0]["wait_upper_bound_ns"] == 80
+    assert row.octave_with_most_bytes().mean_bytes == 4096  # type: ignore[union-attr]
 
 
 def test_all_to_all_with_different_sizes_is_no_mismatch() -> None:
@@ -187,8 +193,8 @@ def test_only_ranks_of_this_node_are_joined() -> None:
     whole = next(row for row in join.operations() if row.key.group.name == "0")
 
     assert (whole.joined, sorted(whole.ranks), len(whole.key.members)) == (1, [0, 1, 2, 3], 16)
-    assert join.counts()[GroupKey("1", "0,8", "mesh_dp"), None] == Counts()
-    assert join.pending_operations() == 0
+    assert join.join_counts()[GroupKey("1", "0,8", "mesh_dp"), None] == JoinCounts()
+    assert join.count_pending_operations() == 0
 
 
 def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
@@ -199,11 +205,11 @@ def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
         half = CollectiveJoin()
         add(half, {rank: [Issued(NAME, 0, ns + 50 * (rank % 2))] for rank in ranks}, groups)
         halves.append(saved(half).operations())
-    (row,) = merged_operations(halves)
+    (row,) = merge_operations(halves)
 
     assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
-    assert row.whole("transfer").sum_ns == 100
-    assert {rank: each["exposed_wait_ns"] for rank, each in row.totals().items()} == {
+    assert row.merge_sketches("transfer").sum_ns == 100
+    assert {rank: each["exposed_wait_ns"] for rank, each in row.totals_by_rank().items()} == {
         0: 0,
         1: 50,
         2: 0,
@@ -211,7 +217,7 @@ def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
     }
     # The merged inputs are unchanged.
     assert halves[0][0].joined == 1
-    assert sorted(halves[0][0].totals()) == [0, 1]
+    assert sorted(halves[0][0].totals_by_rank()) == [0, 1]
 
 
 # -- records that are never joined
@@ -229,7 +235,7 @@ def test_different_operation_at_the_same_number_counts_as_mismatched(other: Issu
     """The operations may differ in name, type or size. They have no wait."""
     join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
 
-    assert counts(join) == Counts(mismatched=1)
+    assert counts(join) == JoinCounts(mismatched=1)
     assert all(row.joined == 0 for row in join.operations())
 
 
@@ -238,7 +244,7 @@ def test_different_root_at_the_same_number_counts_as_mismatched() -> None:
         {rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)}
     )
 
-    assert counts(join) == Counts(mismatched=1)
+    assert counts(join) == JoinCounts(mismatched=1)
 
 
 def test_records_with_a_duplicate_number_are_not_joined() -> None:
@@ -246,7 +252,7 @@ def test_records_with_a_duplicate_number_are_not_joined() -> None:
     for other in ([Issued(NAME, 0, 10)], []):
         join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 0, 95)], 1: other})
 
-        assert counts(join) == Counts(mismatched=1)
+        assert counts(join) == JoinCounts(mismatched=1)
 
 
 @pytest.mark.parametrize("flags", [0, COMPLETED | int(Flag.EXCEPTION), int(Flag.ASYNC)])
@@ -257,8 +263,8 @@ def test_operation_without_an_end_is_not_joined(flags: int) -> None:
     join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 1, 90)],
                    1: [Issued(NAME, 0, 1, flags=flags), Issued(NAME, 1, 10)]})  # fmt: skip
 
-    assert counts(join) == Counts(joined=1, unended=1)
-    assert of(join, "allreduce").totals()[1]["last"] == 1
+    assert counts(join) == JoinCounts(joined=1, unended=1)
+    assert of(join, "allreduce").totals_by_rank()[1]["last"] == 1
     assert (of(join, "allreduce").records, of(join, "allreduce").ended) == (4, 3)
 
 
@@ -269,19 +275,19 @@ def test_groups_with_one_name_are_distinguished_by_members() -> None:
     for rank in range(4):
         members = "0-1" if rank < 2 else "2-3"
         groups = {"1": {"ranks": members, "description": "mesh_tp"}}
-        join.add(
+        join.add_records(
             rank, *records([Issued("allreduce group=1 dtype=float32", 0, 10 + 10 * rank)]), groups
         )
     join.join()
 
-    assert {group.ranks: each.joined for (group, _), each in join.counts().items()} == {
+    assert {group.ranks: each.joined for (group, _), each in join.join_counts().items()} == {
         (0, 1): 1,
         (2, 3): 1,
     }
     waits = {
         rank: each["exposed_wait_ns"]
         for row in join.operations()
-        for rank, each in row.totals().items()
+        for rank, each in row.totals_by_rank().items()
     }
     assert waits == {0: 0, 1: 10, 2: 0, 3: 10}
 
@@ -295,8 +301,8 @@ def test_group_without_known_members_is_joined_by_the_ranks_seen() -> None:
 
     join = joined({2: [], 3: [Issued(NAME, 0, 10)]}, {"0": {"ranks": "2-3", "description": "x"}})
     add(join, issued, {})
-    assert all(each.joined == 0 for each in join.counts().values())
-    assert sum(each.unmatched_records for each in join.counts().values()) == 2
+    assert all(each.joined == 0 for each in join.join_counts().values())
+    assert sum(each.unmatched_records for each in join.join_counts().values()) == 2
 
 
 def test_group_is_joined_once_its_members_are_published() -> None:
@@ -305,7 +311,7 @@ def test_group_is_joined_once_its_members_are_published() -> None:
     for sequence, groups in ((0, {}), (1, world(3))):
         add(join, {rank: [Issued(NAME, sequence, 10 + rank)] for rank in range(3)}, groups)
 
-    assert join.counts()[WORLD_OF_3, None].joined == 1
+    assert join.join_counts()[WORLD_OF_3, None].joined == 1
 
 
 def test_ranks_that_number_operations_differently_are_not_joined() -> None:
@@ -319,14 +325,14 @@ def test_ranks_that_number_operations_differently_are_not_joined() -> None:
     join = joined({0: ahead, 1: calls})
 
     # Records without a partner are included.
-    assert counts(join) == Counts(unmatched_records=10)
+    assert counts(join) == JoinCounts(unmatched_records=10)
     assert of(join, "allreduce").joined == 0
-    assert join.uncomparable() == {"0"}
+    assert join.uncomparable_groups() == {"0"}
     add(join, {0: [Issued(NAME, 6, ms)], 1: [Issued(NAME, 6, ms)]}, world(2))
-    assert counts(join) == Counts(unmatched_records=12)
+    assert counts(join) == JoinCounts(unmatched_records=12)
 
     right = joined({0: calls, 1: calls})
-    assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
+    assert (counts(right), right.uncomparable_groups()) == (JoinCounts(joined=5), set())
 
 
 def test_kernels_with_inconsistent_times_on_one_rank_are_not_joined() -> None:
@@ -339,29 +345,32 @@ def test_kernels_with_inconsistent_times_on_one_rank_are_not_joined() -> None:
         for number in range(5)
     ]
     late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
-    assert counts(joined({0: kernels, 1: late})) == Counts(joined=5)
+    assert counts(joined({0: kernels, 1: late})) == JoinCounts(joined=5)
     ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
     # A record without a partner may still get one.
-    assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=8)
+    assert counts(joined({0: kernels, 1: ahead})) == JoinCounts(unmatched_records=8)
     one = [
         each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels
     ]
     join = joined({0: kernels, 1: one})
-    assert (counts(join), join.uncomparable()) == (Counts(joined=4, unmatched_records=2), set())
+    assert (counts(join), join.uncomparable_groups()) == (
+        JoinCounts(joined=4, unmatched_records=2),
+        set(),
+    )
     assert of(join, "allreduce").joined == 4
 
     on_host = {
         rank: [each._replace(flags=int(Flag.COMPLETED)) for each in of]
         for rank, of in enumerate((kernels, late))
     }
-    assert counts(joined(on_host)) == Counts(unmatched_records=10)
+    assert counts(joined(on_host)) == JoinCounts(unmatched_records=10)
 
 
 def test_operation_without_waiting_may_end_before_another_rank_arrives() -> None:
     """A root of a broadcast, or a rank with empty parts of an all-to-all, may leave early."""
     for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):
         early, late = Issued(name, 0, 10 * US), Issued(name, 0, 10 * US, start_ns=10_000_000)
-        assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
+        assert counts(joined({0: [early], 1: [late]})) == JoinCounts(joined=1)
 
 
 def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None:
@@ -370,7 +379,7 @@ def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None
     join = joined({0: [Issued(send, 0, 10), Issued(send, 1, 10)],
                    1: [Issued(any_source, 0, 10), Issued("recv group=0 dtype=int8 peer=0", 0, 10)]})  # fmt: skip
 
-    assert counts(join) == Counts(unmatched_records=3)
+    assert counts(join) == JoinCounts(unmatched_records=3)
     assert of(join, "recv_any_source").records == 1
 
 
@@ -382,14 +391,14 @@ def test_operations_of_some_ranks_stay_pending_and_others_are_joined() -> None:
     join = joined(
         {rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)}
     )
-    assert counts(join) == Counts(joined=10)
-    assert join.pending_operations() == 6
+    assert counts(join) == JoinCounts(joined=10)
+    assert join.count_pending_operations() == 6
 
     for rank in range(3):
-        join.end(rank)
+        join.mark_ended(rank)
     join.join()
-    assert counts(join) == Counts(joined=10, unjoined=6)
-    assert join.pending_operations() == 0
+    assert counts(join) == JoinCounts(joined=10, unjoined=6)
+    assert join.count_pending_operations() == 0
 
 
 def test_pending_operations_are_dropped_after_a_member_left() -> None:
@@ -403,11 +412,11 @@ def test_pending_operations_are_dropped_after_a_member_left() -> None:
         add(join, {rank: [Issued(name, n, 10) for n in numbers for name in (NAME, other) if rank < 2 or name == NAME]
                    for rank in ranks}, groups)  # fmt: skip
         if first == 0:
-            join.end(2)
+            join.mark_ended(2)
 
-    assert join.counts()[WORLD_OF_3, None] == Counts(joined=10, unjoined=40)
-    assert join.counts()[GroupKey("1", "0-1"), None] == Counts(joined=50)
-    assert join.pending_operations() == 0
+    assert join.join_counts()[WORLD_OF_3, None] == JoinCounts(joined=10, unjoined=40)
+    assert join.join_counts()[GroupKey("1", "0-1"), None] == JoinCounts(joined=50)
+    assert join.count_pending_operations() == 0
 
 
 def test_oldest_pending_operations_are_dropped_and_counted_at_the_limit() -> None:
@@ -415,12 +424,12 @@ def test_oldest_pending_operations_are_dropped_and_counted_at_the_limit() -> Non
     join = CollectiveJoin()
     many = MAX_PENDING + 1000
     add(join, {0: [Issued(NAME, n, 10) for n in range(many)], 1: []}, world(2))
-    assert join.pending_operations() == MAX_PENDING
-    assert counts(join) == Counts(unjoined=1000)
+    assert join.count_pending_operations() == MAX_PENDING
+    assert counts(join) == JoinCounts(unjoined=1000)
 
     add(join, {1: [Issued(NAME, n, 10) for n in range(many)]}, world(2))
-    assert counts(join) == Counts(joined=MAX_PENDING, unjoined=1000, late_records=1000)
-    assert join.pending_operations() == 0
+    assert counts(join) == JoinCounts(joined=MAX_PENDING, unjoined=1000, late_records=1000)
+    assert join.count_pending_operations() == 0
 
 
 def test_all_records_are_joined_if_one_rank_is_read_far_ahead() -> None:
@@ -428,7 +437,7 @@ def test_all_records_are_joined_if_one_rank_is_read_far_ahead() -> None:
     many = 2 * MAX_PENDING
     join = joined({rank: [Issued(NAME, n, 10) for n in range(many)] for rank in range(2)})
 
-    assert counts(join) == Counts(joined=many)
+    assert counts(join) == JoinCounts(joined=many)
 
 
 def test_operations_wait_for_a_rank_that_is_read_later() -> None:
@@ -436,7 +445,7 @@ def test_operations_wait_for_a_rank_that_is_read_later() -> None:
     join = CollectiveJoin()
     join.set_ranks(range(3))
     for rank in (0, 1, 2):
-        join.add(rank, *records([Issued(NAME, 0, 10 + rank)]), world(3))
+        join.add_records(rank, *records([Issued(NAME, 0, 10 + rank)]), world(3))
         join.join()
         assert counts(join).joined == (rank == 2)
 
@@ -444,13 +453,13 @@ def test_operations_wait_for_a_rank_that_is_read_later() -> None:
 def test_records_of_an_earlier_generation_are_dropped_after_a_restart() -> None:
     """Another generation has its own numbers and members."""
     join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
-    assert join.pending_operations() == 2
+    assert join.count_pending_operations() == 2
     add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), generation=1)
     add(join, {2: [Issued(NAME, n, 10) for n in range(5, 7)]}, world(3), generation=0)
 
-    assert join.counts() == {(GroupKey("0", "0-1", "default_pg"), None): Counts(joined=1)}
+    assert join.join_counts() == {(GroupKey("0", "0-1", "default_pg"), None): JoinCounts(joined=1)}
     assert join.outdated_records == 2
-    assert of(join, "allreduce").totals()[0]["last"] == 1
+    assert of(join, "allreduce").totals_by_rank()[0]["last"] == 1
 
 
 def test_name_ids_of_restarted_ranks_replace_the_old_ones() -> None:
@@ -466,20 +475,24 @@ def test_name_ids_of_restarted_ranks_replace_the_old_ones() -> None:
         join.set_ranks(range(2), generation)
         for rank in range(2):
             made, known = records([Issued(used, n, 10 + rank) for n in range(5)], names)
-            join.add(rank, made, known, world(2), generation, f"process {generation} of {rank}")
+            join.add_records(
+                rank, made, known, world(2), generation, f"process {generation} of {rank}"
+            )
         join.join()
         for rank in range(2):
-            join.end(rank, generation)
+            join.mark_ended(rank, generation)
     # Late records of the earlier processes are not joined.
     for rank in range(2):
-        join.end(rank, 0)
-        join.add(rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
+        join.mark_ended(rank, 0)
+        join.add_records(
+            rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}"
+        )
     join.join()
 
     assert {row.key.operation: (row.records, row.joined) for row in join.operations()} == {
         "broadcast": (10, 5)
     }
-    assert (counts(join), join.outdated_records) == (Counts(joined=5), 2)
+    assert (counts(join), join.outdated_records) == (JoinCounts(joined=5), 2)
 
 
 def test_name_ids_of_two_processes_with_one_rank_are_separate() -> None:
@@ -487,7 +500,7 @@ def test_name_ids_of_two_processes_with_one_rank_are_separate() -> None:
     join = CollectiveJoin()
     join.set_ranks([0])
     for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
-        join.add(0, *records([Issued(name, 0, 10)]), world(1), 0, process)
+        join.add_records(0, *records([Issued(name, 0, 10)]), world(1), 0, process)
 
     join.join()
     assert {row.key.operation: row.records for row in join.operations()} == {
@@ -503,14 +516,14 @@ def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
     for part in (range(first, first + 4), range(first + 4, first + 8)):
         add(join, {rank: [Issued(NAME, n, 10) for n in part] for rank in range(2)}, world(2))
 
-    assert counts(join) == Counts(joined=8)
+    assert counts(join) == JoinCounts(joined=8)
 
     many = MAX_PENDING + 1000
     numbers = range((1 << 32) + 10 - many, (1 << 32) + 10)
     join = joined({0: [Issued(NAME, n, 10) for n in numbers], 1: []})
     add(join, {1: [Issued(NAME, n, 10) for n in numbers[-10:]]}, world(2))
     # Numbers after the wrap are the newest, not the oldest.
-    assert counts(join) == Counts(joined=10, unjoined=1000)
+    assert counts(join) == JoinCounts(joined=10, unjoined=1000)
 
 
 # -- a restart of the sidecar
@@ -526,8 +539,8 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
     assert (counts(join).unjoined, counts(again).unjoined) == (0, 2)
 
     add(again, {0: [Issued(NAME, 6, 10)], 1: [Issued(NAME, n, 30) for n in range(4, 7)]}, world(2))
-    assert counts(again) == Counts(joined=5, unjoined=2, late_records=2)
-    assert of(again, "allreduce").totals()[0]["last"] == 5
+    assert counts(again) == JoinCounts(joined=5, unjoined=2, late_records=2)
+    assert of(again, "allreduce").totals_by_rank()[0]["last"] == 5
 
 
 def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart() -> None:
@@ -541,8 +554,8 @@ def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart
     again = saved(join)
     add(again, {0: [Issued(NAME, 9, ms)], 1: [Issued(NAME, 9, ms)]}, world(2))
 
-    assert again.uncomparable() == {"0"}
-    assert counts(again) == Counts(unmatched_records=12)
+    assert again.uncomparable_groups() == {"0"}
+    assert counts(again) == JoinCounts(unmatched_records=12)
 
 
 def test_messages_of_different_types_share_one_sequence_of_numbers() -> None:
@@ -553,12 +566,12 @@ def test_messages_of_different_types_share_one_sequence_of_numbers() -> None:
     names = [f"{{}} group=0 dtype={dtype} peer={{}}" for dtype in ("float32", "int8")]
     sent = [Issued(names[n % 2].format("send", 1), n, 10) for n in range(6)]
     got = [Issued(names[n % 2].format("recv", 0), n, 20) for n in range(6)]
-    assert counts(joined({0: sent, 1: got}, world(2))) == Counts(joined=6)
+    assert counts(joined({0: sent, 1: got}, world(2))) == JoinCounts(joined=6)
 
     wrong = joined(
         {0: sent[:2], 1: [got[1]._replace(sequence=0), got[0]._replace(sequence=1)]}, world(2)
     )
-    assert counts(wrong) == Counts(mismatched=2)
+    assert counts(wrong) == JoinCounts(mismatched=2)
 
 
 def test_records_that_are_no_collectives_are_ignored_by_the_join() -> None:
@@ -571,7 +584,7 @@ def test_records_that_are_no_collectives_are_ignored_by_the_join() -> None:
     # This name id is beyond the list of names.
     made["name_id"][3] = 77
     join = CollectiveJoin()
-    join.add(0, made, names, world(1))
+    join.add_records(0, made, names, world(1))
     join.join()
 
     assert [(row.key.operation, row.records) for row in join.operations()] == [("allreduce", 1)]

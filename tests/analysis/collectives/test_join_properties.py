@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.collectives import Issued, joined, records, world
-from torchlens_perf.analysis.collectives.channel import Counts
+from torchlens_perf.analysis.collectives.channel import JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.node_state import encode
@@ -67,7 +67,7 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
     join.set_ranks(by_rank)
     names = {rank: records(issued)[1] for rank, issued in by_rank.items()}
     for rank, issued in data.draw(st.permutations(chunks)):
-        join.add(rank, *records(issued, names[rank]), groups)
+        join.add_records(rank, *records(issued, names[rank]), groups)
         if data.draw(st.booleans()):
             join.join()
     join.join()
@@ -77,11 +77,13 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
             row.key: msgspec.json.decode(encode(row)) for row in each.operations() if row.records
         }
         return rows, {
-            place: counted for place, counted in each.counts().items() if counted != Counts()
+            place: counted
+            for place, counted in each.join_counts().items()
+            if counted != JoinCounts()
         }
 
     assert facts(join) == facts(whole)
-    assert join.pending_operations() == whole.pending_operations()
+    assert join.count_pending_operations() == whole.count_pending_operations()
 
 
 @given(job=jobs())

@@ -11,40 +11,40 @@ from tests.support.collectives import Issued, joined
 from torchlens_perf.analysis.collectives.semantics import (
     SEMANTICS,
     SEND_RECV,
-    Operation,
-    Size,
-    Waits,
-    attribute,
-    bus_factor,
-    cannot_tell,
-    parse,
+    CollectiveName,
+    SizeRule,
+    WaitRelation,
+    bus_bandwidth_factor,
+    describe_limits,
+    operation_sizes,
+    parse_collective_name,
     semantics_of,
-    size_bytes,
+    split_wait_and_transfer,
 )
 from torchlens_perf.hooks.collective import operators
 
-ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is Waits.ALL]
+ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is WaitRelation.ALL]
 
 
 @pytest.mark.parametrize(
     ("name", "operation"),
     [
-        ("allreduce group=0 dtype=float32", Operation("allreduce", "0", "float32")),
+        ("allreduce group=0 dtype=float32", CollectiveName("allreduce", "0", "float32")),
         (
             "broadcast group=12 dtype=bfloat16 root=3",
-            Operation("broadcast", "12", "bfloat16", root=3),
+            CollectiveName("broadcast", "12", "bfloat16", root=3),
         ),
-        ("send group=0 dtype=float16 peer=1", Operation("send", "0", "float16", peer=1)),
-        ("barrier group=a b", Operation("barrier", "a b")),
-        ("gather group=0 root=0", Operation("gather", "0", root=0)),
+        ("send group=0 dtype=float16 peer=1", CollectiveName("send", "0", "float16", peer=1)),
+        ("barrier group=a b", CollectiveName("barrier", "a b")),
+        ("gather group=0 root=0", CollectiveName("gather", "0", root=0)),
         ("(other)", None),
         ("forward Model", None),
     ],
 )
 def test_operation_is_read_from_the_name_of_a_collective_only(
-    name: str, operation: Operation | None
+    name: str, operation: CollectiveName | None
 ) -> None:
-    assert parse(name) == operation
+    assert parse_collective_name(name) == operation
 
 
 def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
@@ -55,7 +55,7 @@ def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
 
     assert named - SEMANTICS.keys() == {"recv_any_source"}
     assert SEMANTICS.keys() - named == {SEND_RECV}
-    assert semantics_of("recv_any_source").waits is Waits.UNKNOWN
+    assert semantics_of("recv_any_source").waits is WaitRelation.UNKNOWN
 
 
 @pytest.mark.parametrize("operation", ALL_FOR_ALL)
@@ -64,7 +64,7 @@ def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> Non
 
     Its lag is the distance to the second shortest, and longer durations include waiting.
     """
-    found = attribute(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
+    found = split_wait_and_transfer(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
 
     assert found.wait_ns.tolist() == [[30, 0, 70], [0, 0, 40]]
     assert found.wait_upper_bound_ns.tolist() == found.wait_ns.tolist()
@@ -80,7 +80,7 @@ def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
 
     The common part may be a late root or the transfer.
     """
-    found = attribute(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
+    found = split_wait_and_transfer(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
 
     assert found.wait_ns.tolist() == [[0, 0, 40], [0, 0, 0]]
     assert found.wait_upper_bound_ns.tolist() == [[0, 95, 135], [200, 0, 0]]
@@ -91,7 +91,7 @@ def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
 
 
 def test_all_seen_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
-    found = attribute("broadcast", np.array([[100, 140]]), None)
+    found = split_wait_and_transfer("broadcast", np.array([[100, 140]]), None)
 
     assert found.wait_ns.tolist() == [[0, 40]]
 
@@ -99,7 +99,7 @@ def test_all_seen_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
 @pytest.mark.parametrize("operation", ["reduce", "gather"])
 def test_only_the_root_of_a_gather_waits(operation: str) -> None:
     """The root waits for at most its excess. Other ranks leave when their part is sent."""
-    found = attribute(operation, np.array([[5, 200, 8]]), 1)
+    found = split_wait_and_transfer(operation, np.array([[5, 200, 8]]), 1)
 
     assert found.wait_ns.tolist() == [[0, 0, 0]]
     assert found.wait_upper_bound_ns.tolist() == [[0, 195, 0]]
@@ -109,14 +109,14 @@ def test_only_the_root_of_a_gather_waits(operation: str) -> None:
         [200],
     )
 
-    unseen = attribute(operation, np.array([[5, 200, 8]]), None)
+    unseen = split_wait_and_transfer(operation, np.array([[5, 200, 8]]), None)
     assert unseen.wait_upper_bound_ns.tolist() == [[0, 0, 0]]
     assert unseen.transfer_ns.tolist() == [-1]
 
 
 def test_send_longer_than_its_receive_waited_for_it() -> None:
     """A receive that is longer than its send may have waited, or the send was buffered."""
-    found = attribute(SEND_RECV, np.array([[90, 20], [20, 90]]), None)
+    found = split_wait_and_transfer(SEND_RECV, np.array([[90, 20], [20, 90]]), None)
 
     assert found.wait_ns.tolist() == [[70, 0], [0, 0]]
     assert found.wait_upper_bound_ns.tolist() == [[70, 0], [0, 70]]
@@ -126,7 +126,7 @@ def test_send_longer_than_its_receive_waited_for_it() -> None:
 
 def test_unknown_operation_has_no_wait_and_no_transfer() -> None:
     """The operation may belong to a newer torch."""
-    found = attribute("allshuffle", np.array([[50, 20]]), None)
+    found = split_wait_and_transfer("allshuffle", np.array([[50, 20]]), None)
 
     assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == (
         [[0, 0]],
@@ -135,7 +135,7 @@ def test_unknown_operation_has_no_wait_and_no_transfer() -> None:
     )
     assert (
         "nothing is concluded"
-        in cannot_tell("allshuffle", overlapped=False, all_seen=True, ended=True)[0]
+        in describe_limits("allshuffle", overlapped=False, all_seen=True, ended=True)[0]
     )
 
 
@@ -148,7 +148,7 @@ def test_unknown_operation_has_no_wait_and_no_transfer() -> None:
     ],
 )  # fmt: skip
 def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | None) -> None:
-    assert bus_factor(operation, 4) == factor
+    assert bus_bandwidth_factor(operation, 4) == factor
 
 
 def test_size_equals_that_of_nccl_tests() -> None:
@@ -157,14 +157,14 @@ def test_size_equals_that_of_nccl_tests() -> None:
     """
     record_bytes = np.array([[10, 10, 40]])
 
-    assert size_bytes("allgather", record_bytes[:, :2], 4).tolist() == [10]
-    assert size_bytes("reduce_scatter", record_bytes, 3).tolist() == [60]
+    assert operation_sizes("allgather", record_bytes[:, :2], 4).tolist() == [10]
+    assert operation_sizes("reduce_scatter", record_bytes, 3).tolist() == [60]
     # Two of eight ranks were seen.
-    assert size_bytes("reduce_scatter_base", record_bytes[:, :2], 8).tolist() == [80]
-    assert size_bytes("alltoall", record_bytes, 3).tolist() == [40]
-    assert size_bytes("gather", np.array([[0, 30, 0]]), 3).tolist() == [30]
-    assert size_bytes("barrier", record_bytes, 3).tolist() == [0]
-    assert semantics_of("barrier").size is Size.NONE
+    assert operation_sizes("reduce_scatter_base", record_bytes[:, :2], 8).tolist() == [80]
+    assert operation_sizes("alltoall", record_bytes, 3).tolist() == [40]
+    assert operation_sizes("gather", np.array([[0, 30, 0]]), 3).tolist() == [30]
+    assert operation_sizes("barrier", record_bytes, 3).tolist() == [0]
+    assert semantics_of("barrier").size is SizeRule.NONE
 
 
 def test_bandwidth_is_computed_from_the_transfer() -> None:
@@ -177,10 +177,10 @@ def test_bandwidth_is_computed_from_the_transfer() -> None:
         for rank, us in enumerate(durations_us)
     }
     (row,) = joined(issued).operations()
-    size = row.main_size()
+    size = row.octave_with_most_bytes()
 
     assert size is not None
-    bandwidth = row.bandwidth(size)
+    bandwidth = row.compute_bandwidths(size)
     assert bandwidth is not None
     assert bandwidth == pytest.approx((1e9, 1.5e9), rel=0.02)
 
@@ -189,14 +189,14 @@ def test_each_limit_of_the_numbers_has_a_text() -> None:
     """An all-reduce whose ends are known on all ranks has no such limit."""
     told = {"overlapped": False, "all_seen": True, "ended": True}
 
-    assert cannot_tell("allreduce", **told) == ()
-    assert "the root may leave" in cannot_tell("broadcast", **told)[0]
-    assert "the last to arrive is not known" in cannot_tell("reduce", **told)[0]
-    assert "uneven splits" in cannot_tell("alltoall_base", **told)[0]
-    assert "queueing" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
+    assert describe_limits("allreduce", **told) == ()
+    assert "the root may leave" in describe_limits("broadcast", **told)[0]
+    assert "the last to arrive is not known" in describe_limits("reduce", **told)[0]
+    assert "uneven splits" in describe_limits("alltoall_base", **told)[0]
+    assert "queueing" in describe_limits("allreduce", **{**told, "overlapped": True})[0]
     assert (
         "kernel began"
-        in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
+        in describe_limits("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
     )
-    assert "other nodes" in cannot_tell("allreduce", **{**told, "all_seen": False})[0]
-    assert "does not report the end" in cannot_tell("send", **{**told, "ended": False})[0]
+    assert "other nodes" in describe_limits("allreduce", **{**told, "all_seen": False})[0]
+    assert "does not report the end" in describe_limits("send", **{**told, "ended": False})[0]

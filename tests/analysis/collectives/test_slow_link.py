@@ -13,8 +13,8 @@ from torchlens_perf.analysis.collectives.slow_link import (
     MIN_OPERATIONS,
     LinkStatistics,
     SlowLink,
-    link_statistics,
-    slow_links,
+    build_link_statistics,
+    find_slow_links,
 )
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.words.verdict import slow_link_text
@@ -71,13 +71,13 @@ def job(
                         f"allreduce group={name} dtype=float32", sequence, duration_ns, size, flags
                     )
                     by_rank.setdefault(rank, []).append(issued)
-    return link_statistics(joined(by_rank, published).operations())
+    return build_link_statistics(joined(by_rank, published).operations())
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_slow_group_is_found_with_its_bandwidth_and_cost(seed: int) -> None:
     """One column of the mesh has half of the bandwidth of the others, which is reported too."""
-    found = slow_links(
+    found = find_slow_links(
         job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS
     )
 
@@ -103,7 +103,7 @@ def test_healthy_job_has_no_slow_link() -> None:
             rows = job(
                 {"mesh_tp": ROWS, "mesh_dp": COLUMNS}, seed=seed, noise=noise, operations=operations
             )
-            found = slow_links(rows, HOSTS)
+            found = find_slow_links(rows, HOSTS)
 
             assert found.links == (), (seed, noise)
             assert found.compared == 8
@@ -112,7 +112,7 @@ def test_healthy_job_has_no_slow_link() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_rank_common_to_all_slow_groups_is_blamed(seed: int) -> None:
     """A row and a column of the mesh are slow and have one rank in common."""
-    found = slow_links(
+    found = find_slow_links(
         job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {ROWS[1]: 2.5, COLUMNS[2]: 2.5}, seed=seed),
         HOSTS,
     )
@@ -126,7 +126,7 @@ def test_node_common_to_all_slow_groups_is_blamed() -> None:
     """Pairs of nodes are slow if they include one node."""
     pairs = [(a, b) for a in range(16) for b in (a + 4, a + 8) if b < 16]
     slow = {pair: 3.0 for pair in pairs if any(HOSTS[rank] == "node1" for rank in pair)}
-    found = slow_links(job({"mesh_dp": pairs}, dict(list(slow.items())[:8])), HOSTS)
+    found = find_slow_links(job({"mesh_dp": pairs}, dict(list(slow.items())[:8])), HOSTS)
 
     assert len(found.links) == 8
     assert (found.shared_ranks, found.shared_nodes) == ((), ("node1",))
@@ -137,7 +137,7 @@ def test_nodes_common_to_all_groups_are_not_blamed() -> None:
     pairs = [(rank, rank + 4) for rank in range(4)] + [
         (rank, 4 + (rank + 1) % 4) for rank in range(4)
     ]
-    found = slow_links(job({"x": pairs}, {pairs[0]: 3.0, pairs[2]: 3.0}), HOSTS)
+    found = find_slow_links(job({"x": pairs}, {pairs[0]: 3.0, pairs[2]: 3.0}), HOSTS)
 
     assert len(found.links) == 2
     assert (found.shared_ranks, found.shared_nodes) == ((), ())
@@ -147,8 +147,8 @@ def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
     """A low bandwidth is then no outlier."""
     factors = dict(zip(COLUMNS, (0.6, 1.0, 1.5, 2.3), strict=True))
 
-    assert slow_links(job({"x": COLUMNS}, factors, noise=0.02), HOSTS).links == ()
-    assert slow_links(job({"x": COLUMNS}, {COLUMNS[3]: 2.3}, noise=0.02), HOSTS).links
+    assert find_slow_links(job({"x": COLUMNS}, factors, noise=0.02), HOSTS).links == ()
+    assert find_slow_links(job({"x": COLUMNS}, {COLUMNS[3]: 2.3}, noise=0.02), HOSTS).links
 
 
 def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[LinkStatistics]:
@@ -163,12 +163,12 @@ def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[Link
                 by_rank[rank].append(
                     Issued(text, sequence, round(us * US * random.uniform(1, 1.1)))
                 )
-    return link_statistics(joined(by_rank).operations())
+    return build_link_statistics(joined(by_rank).operations())
 
 
 def test_slow_link_of_a_pipeline_is_found_with_its_direction() -> None:
     """The link is described by its sender and its receiver."""
-    (link,) = slow_links(messages({(2, 3): 2.0})).links
+    (link,) = find_slow_links(messages({(2, 3): 2.0})).links
 
     assert (link.ranks, link.pair, link.peers) == ((2, 3), True, 4)
     assert link.busbw is not None
@@ -177,14 +177,16 @@ def test_slow_link_of_a_pipeline_is_found_with_its_direction() -> None:
 
 def test_rank_common_to_slow_messages_is_blamed() -> None:
     """Slow messages to and from one rank point to the rank, not to two links."""
-    assert slow_links(messages({(2, 3): 2.5, (3, 4): 2.5}, ranks=8)).shared_ranks == (3,)
+    assert find_slow_links(messages({(2, 3): 2.5, (3, 4): 2.5}, ranks=8)).shared_ranks == (3,)
 
 
 def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
     """Its operations are long, but its transfers are as short as usual."""
     for seed in range(8):
         assert (
-            slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links
+            find_slow_links(
+                job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS
+            ).links
             == ()
         )
 
@@ -194,42 +196,44 @@ def test_group_whose_ranks_arrive_apart_is_no_slow_link() -> None:
     transfer.
     """
     rows = {"mesh_dp": COLUMNS}
-    assert slow_links(job(rows, {COLUMNS[2]: 2.0}), HOSTS).links
-    assert slow_links(job(rows, {COLUMNS[2]: 2.0}, late=6), HOSTS).links == ()
+    assert find_slow_links(job(rows, {COLUMNS[2]: 2.0}), HOSTS).links
+    assert find_slow_links(job(rows, {COLUMNS[2]: 2.0}, late=6), HOSTS).links == ()
 
 
 def test_group_with_more_bytes_in_the_same_size_class_is_no_slow_link() -> None:
     """Sizes in one class differ by up to a factor of two."""
     sizes = {columns: 1_050_000 if columns != COLUMNS[2] else 2_000_000 for columns in COLUMNS}
 
-    assert slow_links(job({"mesh_dp": COLUMNS}, sizes=sizes), HOSTS).links == ()
-    assert slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, sizes=sizes), HOSTS).links
+    assert find_slow_links(job({"mesh_dp": COLUMNS}, sizes=sizes), HOSTS).links == ()
+    assert find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, sizes=sizes), HOSTS).links
 
 
 def test_groups_across_nodes_are_not_compared_with_groups_within_nodes() -> None:
     """Transfers between nodes normally take longer."""
     groups = [*ROWS, COLUMNS[0]]
 
-    assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0}), HOSTS).links == ()
+    assert find_slow_links(job({"x": groups}, {COLUMNS[0]: 3.0}), HOSTS).links == ()
     # If the nodes are unknown, the groups are compared.
-    assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links
+    assert find_slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links
 
 
 def test_missing_comparison_of_links_is_explained() -> None:
     """The reasons are one group of all ranks, two similar groups, or too few operations."""
-    one = slow_links(job({"default_pg": [tuple(range(8))]}, {tuple(range(8)): 9.0}))
+    one = find_slow_links(job({"default_pg": [tuple(range(8))]}, {tuple(range(8)): 9.0}))
     assert (one.links, one.compared) == ((), 0)
     assert "cannot be distinguished from a slow network" in one.undecided
-    assert "no group has 2 others" in slow_links(job({"x": ROWS[:2]}, {ROWS[0]: 9.0})).undecided
+    assert (
+        "no group has 2 others" in find_slow_links(job({"x": ROWS[:2]}, {ROWS[0]: 9.0})).undecided
+    )
     assert (
         "operations of one kind yet"
-        in slow_links(job({"x": ROWS}, operations=MIN_OPERATIONS - 1)).undecided
+        in find_slow_links(job({"x": ROWS}, operations=MIN_OPERATIONS - 1)).undecided
     )
-    assert slow_links([]).undecided == ""
+    assert find_slow_links([]).undecided == ""
 
 
 def test_slow_links_are_unchanged_by_json() -> None:
-    found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
+    found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
 
     assert saved(found) == found
     assert isinstance(found.links[0], SlowLink)
@@ -239,7 +243,7 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     """The text has the link, its bandwidth and that of its peers, and the cost, with "at most" if
     it was overlapped.
     """
-    found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
+    found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text = slow_link_text(found)
     assert text.startswith(
         "the communication of ranks 1-13/4 is slow: allreduce of 1.0 MB takes 1.2"
@@ -249,6 +253,6 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
 
     flags = int(Flag.COMPLETED | Flag.ASYNC)
     assert "cost at most" in slow_link_text(
-        slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS)
+        find_slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS)
     )
-    assert "the link from rank 2 to 3" in slow_link_text(slow_links(messages({(2, 3): 2.0})))
+    assert "the link from rank 2 to 3" in slow_link_text(find_slow_links(messages({(2, 3): 2.0})))

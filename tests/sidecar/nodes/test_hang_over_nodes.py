@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.support.progress import WORLD, found, named, rank
-from torchlens_perf.analysis.collectives.hang import Hang, Progress
+from torchlens_perf.analysis.collectives.hang import Hang, RankProgress
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
@@ -18,13 +18,13 @@ from torchlens_perf.verdicts.words.hang import device_place, text
 MS = 1_000_000
 
 
-def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> Progress:
+def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> RankProgress:
     """Return the progress of a rank whose device mark is outside all spans."""
     mark = DeviceMark(99, place, int(kind), 3, False, 0, stood_ms * MS)
     return rank(number, inside=(), device=device_place(mark, "blocks.3"), **changed)
 
 
-def found_over_nodes(*ranks: Progress) -> Hang:
+def found_over_nodes(*ranks: RankProgress) -> Hang:
     """Return the hang that node 0 finds if ranks 2 and 3 are on another node."""
     payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
     others = summary.progress(
@@ -41,7 +41,7 @@ def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
         for number in range(4)
     ]
     hang = found_over_nodes(*ranks)
-    assert (hang.kind, named(hang), hang.alarm) == ("device", [stuck], True)
+    assert (hang.kind, named(hang), hang.needs_action) == ("device", [stuck], True)
     where = "module blocks.3" if stuck < 2 else "a module"
     assert (
         f"is in step 99 after the beginning of {where}, while the furthest device of ranks"

@@ -18,8 +18,8 @@ from tests.support.collectives import US
 from torchlens_perf.analysis.collectives.slow_link import (
     MIN_OPERATIONS,
     LinkStatistics,
-    merged_links,
-    slow_links,
+    find_slow_links,
+    merge_links,
 )
 from torchlens_perf.sidecar import alerts
 from torchlens_perf.sidecar.alerts import LinkWatch
@@ -95,7 +95,7 @@ def test_group_over_several_nodes_is_merged_into_one() -> None:
     """The merged group has the shorter transfer time."""
     (ours,), (theirs,) = rows_of((0, 1)), rows_of((0, 1), slow=(0, 1))
     theirs = structs.replace(theirs, wait_ns=1000.0, joined=ours.joined - 1)
-    (both,) = merged_links([[theirs], [structs.replace(ours, wait_ns=0.0)]])
+    (both,) = merge_links([[theirs], [structs.replace(ours, wait_ns=0.0)]])
 
     assert both.transfer_ns == ours.transfer_ns
     assert both.joined == ours.joined
@@ -105,7 +105,7 @@ def test_group_over_several_nodes_is_merged_into_one() -> None:
 def test_result_is_the_same_without_early_rejection_of_candidates() -> None:
     for count in (3, 4, 5, 8):
         groups = [(2 * number, 2 * number + 1) for number in range(count)]
-        found = slow_links(rows_of(*groups, slow=groups[-1]))
+        found = find_slow_links(rows_of(*groups, slow=groups[-1]))
         assert [link.ranks for link in found.links] == [groups[-1]]
         assert found.links[0].peers_transfer_ns == pytest.approx(TRANSFER_US * US, rel=0.1)
 
@@ -120,7 +120,7 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     wire, views = two_nodes(tmp_path)
     views[0].update(1.0)
     rows = {"node-0": rows_of(*PAIRS[:2]), "node-1": rows_of(*PAIRS[2:], slow=PAIRS[3])}
-    monkeypatch.setattr(alerts, "link_statistics", lambda host: rows[host])
+    monkeypatch.setattr(alerts, "build_link_statistics", lambda host: rows[host])
     verdicts = []
     for view, host in zip(reversed(views), ("node-1", "node-0"), strict=True):
         state = NodeState(host)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support import progress as ranks
 from tests.support.planted import Job, part_of, wider
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace
-from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
+from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
@@ -46,15 +46,15 @@ def received(*summaries: RankSummary) -> np.ndarray:
     return summary.unpack([summary.pack(each) for each in summaries])
 
 
-def back(sent: Progress) -> Progress:
+def back(sent: RankProgress) -> RankProgress:
     """Pack and unpack a rank's progress."""
     (value,) = received(made_summary(progress=sent))
     return summary.progress(np.array([value]), [sent.host], [0.0])[0]
 
 
-def assert_close(found: Progress, expected: Progress) -> None:
+def assert_close(found: RankProgress, expected: RankProgress) -> None:
     """Compare two values. Seconds are compared as 32-bit floats."""
-    for field in dataclasses.fields(Progress):
+    for field in dataclasses.fields(RankProgress):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), (
             field.name
@@ -152,7 +152,7 @@ class TestPlaceAndProgress:
 
     @pytest.mark.parametrize(("step", "place"), [(101, 0), (99, 65536), (-65436, 3)])
     def test_device_mark_out_of_range_is_not_sent(self, step: int, place: int) -> None:
-        assert back(ranks.rank(5, device=DevicePlace(step, place, "", 1.0))).device is None
+        assert back(ranks.rank(5, device=LastDeviceMark(step, place, "", 1.0))).device is None
 
     def test_unpacked_kernel_counts_equal_the_packed_ones(self) -> None:
         """Missing values are still missing. Large distances are limited."""

@@ -31,7 +31,7 @@ CALL = np.dtype(
 )  # fmt: skip
 
 
-def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+def concatenate_calls(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
     """Concatenate arrays of calls.
 
     The calls are copied as bytes, because NumPy copies structured arrays field by field, which is
@@ -44,7 +44,7 @@ def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
 
 
 @dataclasses.dataclass
-class Counts:
+class JoinCounts:
     """Results of joining the operations of a group or a pair.
 
     Fields named `*_records` count records. All other fields count operations.
@@ -72,8 +72,8 @@ class Counts:
       each other.
     """
 
-    def plus(self, other: Counts) -> Counts:
-        return Counts(
+    def plus(self, other: JoinCounts) -> JoinCounts:
+        return JoinCounts(
             *(
                 mine + theirs
                 for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)
@@ -90,7 +90,7 @@ class ChannelState:
     group: GroupKey
     pair: tuple[int, int] | None
     ordered: bool
-    counts: Counts
+    counts: JoinCounts
     floor: int | None
     """Last sequence number that a restored channel must not join, because some of its records were
     not saved; None if all operations may be joined.
@@ -103,7 +103,7 @@ class Channel:
     def __init__(self, group: GroupKey, pair: tuple[int, int] | None) -> None:
         self.group = group
         self.pair = pair
-        self.counts = Counts()
+        self.counts = JoinCounts()
         # True while sequence numbers show which records belong together.
         self.ordered = True
         # Operations up to this sequence number are no longer joined.
@@ -113,16 +113,16 @@ class Channel:
         self._queue: list[npt.NDArray[np.void]] = []
         self._pending = np.zeros(0, CALL)
 
-    def add(self, rank: int, rows: npt.NDArray[np.void]) -> None:
+    def queue_calls(self, rank: int, rows: npt.NDArray[np.void]) -> None:
         """Queue calls of one rank, which have 32-bit sequence numbers, for join()."""
         if not self.ordered:
             self.counts.unmatched_records += len(rows)
             return
         self._seen.add(rank)
-        rows["sequence"] = self._unwrapped(rows["sequence"])
+        rows["sequence"] = self._unwrap_sequences(rows["sequence"])
         self._queue.append(rows)
 
-    def _unwrapped(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _unwrap_sequences(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Convert 32-bit sequence numbers, which wrap, to 64-bit numbers that do not wrap."""
         if self._newest is None:
             self._newest = int(sequences[0])
@@ -131,32 +131,32 @@ class Channel:
         self._newest = max(self._newest, int(numbers.max()))
         return numbers
 
-    def disorder(self) -> None:
+    def stop_joining(self) -> None:
         """Stop joining and drop the pending records.
 
         Call it if sequence numbers do not show which records belong to the same operation.
         """
         if self.ordered:
             self.ordered = False
-            self.counts.unmatched_records += len(self._rows())
+            self.counts.unmatched_records += len(self._queued_calls())
             self._queue, self._pending = [], self._pending[:0]
 
-    def _rows(self) -> npt.NDArray[np.void]:
-        return concatenated([self._pending, *self._queue])
+    def _queued_calls(self) -> npt.NDArray[np.void]:
+        return concatenate_calls([self._pending, *self._queue])
 
     @property
     def pending_operations(self) -> int:
         """Number of operations that still have no record of at least one rank."""
-        return len(np.unique(self._rows()["sequence"]))
+        return len(np.unique(self._queued_calls()["sequence"]))
 
-    def state(self) -> ChannelState:
+    def to_state(self) -> ChannelState:
         """Return the state that restore() reads."""
         floors = [] if self._floor is None else [self._floor]
-        floor = max([*floors, *self._rows()["sequence"].tolist()], default=None)
-        counts = self.counts.plus(Counts(unjoined=self.pending_operations))
+        floor = max([*floors, *self._queued_calls()["sequence"].tolist()], default=None)
+        counts = self.counts.plus(JoinCounts(unjoined=self.pending_operations))
         return ChannelState(self.group, self.pair, self.ordered, counts, floor)
 
-    def go_on_from(self, earlier: ChannelState) -> None:
+    def restore(self, earlier: ChannelState) -> None:
         """Continue from the saved state of a channel with the same group and pair."""
         self.counts, self.ordered = (
             dataclasses.replace(earlier.counts),
@@ -164,7 +164,7 @@ class Channel:
         )
         self._floor = self._newest = earlier.floor
 
-    def ranks(self, local: set[int]) -> tuple[int, ...]:
+    def ranks_on_node(self, local: set[int]) -> tuple[int, ...]:
         """Return the members that run on this node.
 
         The members of a pair are its sender and receiver.
@@ -178,7 +178,9 @@ class Channel:
             else tuple(sorted(self._seen))
         )
 
-    def join(self, ranks: tuple[int, ...], left: set[int]) -> npt.NDArray[np.void]:
+    def pop_complete_operations(
+        self, ranks: tuple[int, ...], left: set[int]
+    ) -> npt.NDArray[np.void]:
         """Remove complete operations from the queue and return them, with shape [operations,
         ranks].
 
@@ -190,7 +192,7 @@ class Channel:
         nothing = np.zeros((0, len(ranks)), CALL)
         if not self._queue and not (left and len(self._pending)):
             return nothing
-        rows = self._rows()
+        rows = self._queued_calls()
         self._queue, self._pending = [], rows[:0]
         if self._floor is not None:
             in_time = rows["sequence"] > self._floor

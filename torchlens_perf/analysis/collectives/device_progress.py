@@ -30,7 +30,7 @@ _WAITS = re.compile(r"\.(item|tolist|synchronize)\(|(?<![\w.])(float|int|bool)\(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DevicePlace:
+class LastDeviceMark:
     """The last mark that a rank's device had reached when its training thread last polled it."""
 
     step: int
@@ -46,8 +46,8 @@ class DevicePlace:
     """True if the mark is the end of the span, False if it is the start."""
 
 
-class RankProgress(Protocol):
-    """The fields of hang.Progress that this module uses."""
+class ComparedProgress(Protocol):
+    """The fields of hang.RankProgress that this module uses."""
 
     @property
     def usual_step_s(self) -> float: ...
@@ -56,7 +56,7 @@ class RankProgress(Protocol):
     @property
     def began(self) -> Mapping[str, int]: ...
     @property
-    def device(self) -> DevicePlace | None: ...
+    def device(self) -> LastDeviceMark | None: ...
     @property
     def waits_in(self) -> str | None: ...
 
@@ -77,7 +77,7 @@ class DeviceFinding:
     """Ranks whose devices are behind; empty for `level` and `unknown`."""
     group: str = ""
     sequence: int = -1
-    places: Mapping[int, DevicePlace] = dataclasses.field(default_factory=dict)
+    places: Mapping[int, LastDeviceMark] = dataclasses.field(default_factory=dict)
     """For `mark` and `level`: the last mark of each rank's device."""
     waits_in: str = ""
     """For `unknown`: the line of code in which all hosts wait for their devices; "" if the hosts
@@ -87,12 +87,12 @@ class DeviceFinding:
     """Ranks whose Python stacks were read. All other ranks have the same open spans."""
 
 
-def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
+def compare_devices(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
     """Compare the progress of the ranks' devices. All hosts of these ranks are stuck.
 
     Return None if no device is known.
     """
-    found = _kernels_not_begun(ranks) or _marks_not_reached(ranks)
+    found = _find_kernels_behind(ranks) or _find_devices_behind(ranks)
     if found is None and any(each.device is not None for each in ranks.values()):
         asked = {rank: each.waits_in for rank, each in ranks.items() if each.waits_in is not None}
         places = set(asked.values())
@@ -101,12 +101,12 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     return found
 
 
-def is_device_wait(source: str) -> bool:
+def waits_for_device(source: str) -> bool:
     """Return True if this line of code waits until the device has finished its work."""
     return _WAITS.search(source) is not None
 
 
-def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
+def _find_kernels_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
     """Find ranks whose kernels are behind in at least one group and ahead in no group.
 
     A group is only compared if all of its ranks have issued the same operations and report when
@@ -139,7 +139,7 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
     )
 
 
-def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
+def _find_devices_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
     """Find stuck devices that are behind all other devices.
 
     The last mark of a stuck device is exact. For any other device, it is a lower bound.
@@ -158,5 +158,5 @@ def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
     return DeviceFinding("mark", there, places=places)
 
 
-def _is_stuck_at_mark(each: RankProgress) -> bool:
+def _is_stuck_at_mark(each: ComparedProgress) -> bool:
     return each.device is not None and 0 < STOOD_STEPS * each.usual_step_s <= each.device.stood_s

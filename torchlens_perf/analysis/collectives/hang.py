@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torchlens_perf.analysis.collectives.device_progress import (
     DeviceFinding,
-    DevicePlace,
+    LastDeviceMark,
     compare_devices,
 )
 from torchlens_perf.run.ring import CAPTURING
@@ -53,7 +53,7 @@ _COMMUNICATING = (WAIT, "backward")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """State of one rank at one time."""
 
     rank: int
@@ -99,7 +99,7 @@ class Progress:
     """For each group, the sequence number of the last collective whose kernel has started on the
     device. Groups that do not report kernels are missing.
     """
-    device: DevicePlace | None = None
+    device: LastDeviceMark | None = None
     """Last mark that the device is known to have reached; None if there is no device or it is not
     timed.
     """
@@ -129,7 +129,7 @@ class Collective:
 class BlockingRank:
     """A rank that other ranks wait for."""
 
-    progress: Progress
+    progress: RankProgress
     problem: str
     """One of: dead, stopped, traced, silent (its node does not report), closed, busy (it still
     writes records), device (its device is behind), stuck.
@@ -206,13 +206,13 @@ class Hang:
     """
 
     @property
-    def alarm(self) -> bool:
+    def needs_action(self) -> bool:
         """True if the hang needs action. False for kinds that also occur in healthy jobs."""
         return self.kind not in ("pause", "busy")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Front:
+class _PartlyEntered:
     """A collective that only some members of its group have entered."""
 
     collective: Collective
@@ -222,7 +222,7 @@ class _Front:
     ahead: frozenset[int]
 
 
-def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
+def hang_limit_s(progress: Iterable[RankProgress], factor: float = FACTOR) -> float:
     """Return the number of seconds without a step that counts as a hang.
 
     The limit is `factor` times the usual step of the slowest rank, but at least MIN_S.
@@ -238,7 +238,7 @@ def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
 
 
 def find_hang(
-    progress: Mapping[int, Progress],
+    progress: Mapping[int, RankProgress],
     groups: Mapping[str, tuple[int, ...]],
     *,
     silent_s: float = SILENT_S,
@@ -250,7 +250,7 @@ def find_hang(
     - silent_s: age of the last report above which a node counts as silent.
     """
     ranks = [progress[rank] for rank in sorted(progress)]
-    limit = limit_s(ranks)
+    limit = hang_limit_s(ranks)
     if any(CAPTURING in each.inside and each.state not in (*ENDED, *_STOPPED) for each in ranks):
         limit += CAPTURE_S
     live = {
@@ -290,10 +290,14 @@ def find_hang(
     members = {rank for group in groups.values() for rank in group} | progress.keys()
     ended = {each.rank for each in ranks if each.state in ENDED}
     unheard = tuple(sorted(members - known.keys() - ended - set(moving)))
-    return _Case(ranks, live, known, still, moving, unheard, limit, _fronts(known, groups)).judge()
+    return _HangAnalysis(
+        ranks, live, known, still, moving, unheard, limit, _find_partly_entered(known, groups)
+    ).find_cause()
 
 
-def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]) -> list[_Front]:
+def _find_partly_entered(
+    known: Mapping[int, RankProgress], groups: Mapping[str, tuple[int, ...]]
+) -> list[_PartlyEntered]:
     found = []
     for group in sorted(
         {group for each in known.values() for group in each.issued} | groups.keys()
@@ -311,45 +315,47 @@ def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
             rank for rank, level in levels.items() if level > low and known[rank].state not in ENDED
         )
         if ahead:
-            collective = _collective_with_name(group, low + 1, (known[rank] for rank in ahead))
+            collective = _make_collective(group, low + 1, (known[rank] for rank in ahead))
             found.append(
-                _Front(collective, frozenset(rank for rank in levels if levels[rank] == low), ahead)
+                _PartlyEntered(
+                    collective, frozenset(rank for rank in levels if levels[rank] == low), ahead
+                )
             )
     return found
 
 
-def _collective_with_name(group: str, sequence: int, ranks: Iterable[Progress]) -> Collective:
+def _make_collective(group: str, sequence: int, ranks: Iterable[RankProgress]) -> Collective:
     """Return the collective, with its operation if all ranks that know it report the same name."""
     names = {each.operations.get(group, {}).get(sequence, "") for each in ranks} - {""}
     return Collective(group, sequence, names.pop() if len(names) == 1 else "")
 
 
-def _open_where(each: Progress) -> tuple[str, ...]:
+def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:
     """Return the open spans, without an innermost wait, which the collective already shows."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
+class _HangAnalysis:
     """The state of the ranks in a hang, from which its cause is determined."""
 
-    ranks: list[Progress]
+    ranks: list[RankProgress]
     # Ranks that are alive, reported recently, and are not moving.
-    live: dict[int, Progress]
+    live: dict[int, RankProgress]
     # All ranks that may be involved.
-    known: dict[int, Progress]
+    known: dict[int, RankProgress]
     # Ranks that neither finish steps nor write records.
     still: set[int]
     moving: tuple[int, ...]
     unheard: tuple[int, ...]
     limit: float
-    fronts: list[_Front]
+    fronts: list[_PartlyEntered]
 
     @property
     def since_s(self) -> float:
         return min(each.since_step_s for each in self.live.values())
 
-    def judge(self) -> Hang:
+    def find_cause(self) -> Hang:
         broken = [
             each
             for each in self.known.values()
@@ -365,7 +371,7 @@ class _Case:
                 else "silent"
             )
             return self._blame_ranks(kind, broken)
-        mismatch = self._mismatched_operations()
+        mismatch = self._find_mismatched_operations()
         if mismatch:
             return mismatch
         ahead = frozenset(rank for front in self.fronts for rank in front.ahead)
@@ -375,9 +381,9 @@ class _Case:
             problems = {self._problem_of_rank(each) for each in missing}
             kind = "missing" if "stuck" in problems else "busy" if "busy" in problems else "uneven"
             return self._blame_ranks(kind, missing)
-        return self._wait_cycle() if self.fronts else self._all_entered()
+        return self._make_wait_cycle() if self.fronts else self._classify_fully_entered()
 
-    def _problem_of_rank(self, each: Progress) -> str:
+    def _problem_of_rank(self, each: RankProgress) -> str:
         if each.state in ENDED or each.state in _STOPPED:
             return each.state
         if each.rank not in self.live:
@@ -385,7 +391,7 @@ class _Case:
             return "silent" if each.since_step_s <= self.limit else "stuck"
         return "stuck" if each.rank in self.still else "busy"
 
-    def _blame_ranks(self, kind: str, blocking: list[Progress]) -> Hang:
+    def _blame_ranks(self, kind: str, blocking: list[RankProgress]) -> Hang:
         ranks = {each.rank for each in blocking}
         live = self.live.keys() - ranks
         # Report the group in which most ranks wait for the blocking ranks.
@@ -399,7 +405,7 @@ class _Case:
             kind, blocking, main.ahead & live if main else live, main.collective if main else None
         )
 
-    def _mismatched_operations(self) -> Hang | None:
+    def _find_mismatched_operations(self) -> Hang | None:
         """Find the first sequence number under which ranks of a group issued different
         operations.
         """
@@ -420,7 +426,7 @@ class _Case:
                     )
         return None
 
-    def _wait_cycle(self) -> Hang:
+    def _make_wait_cycle(self) -> Hang:
         """Return a hang of kind "mismatch" with the cycle of ranks that wait for each other.
 
         Every rank that is behind in one group is ahead in another, so following the waits leads
@@ -438,13 +444,13 @@ class _Case:
             "mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle]
         )
 
-    def _all_entered(self) -> Hang:
+    def _classify_fully_entered(self) -> Hang:
         """Classify a hang in which every collective was entered by all of its members or by
         none.
         """
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
-            return self._hang_on_devices(devices)
+            return self._blame_devices(devices)
         if len(ranks) == 1 and (self.moving or (len(self.ranks) > 1 and not self.unheard)):
             return self._make_hang("alone", list(self.live.values()))
         talking = {
@@ -469,18 +475,18 @@ class _Case:
             )
         # Ranks that do not wait come first. Among them, ranks come first whose open spans few other
         # ranks share.
-        crowd = {place: len(there) for place, there in self._ranks_by_place().items()}
+        crowd = {place: len(there) for place, there in self._ranks_by_open_spans().items()}
         odd = sorted(
             self.live.values(),
-            key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank),
+            key=lambda each: (each.rank in talking, crowd[_spans_without_wait(each)], each.rank),
         )
         return self._make_hang("apart", [], talking, look_at=[each.rank for each in odd])
 
-    def _hang_on_devices(self, devices: DeviceFinding) -> Hang:
+    def _blame_devices(self, devices: DeviceFinding) -> Hang:
         others = [each for rank, each in self.live.items() if rank not in devices.ranks]
         where = self._last_collective()
         if devices.kind == "kernel":
-            where = _collective_with_name(devices.group, devices.sequence, self.live.values())
+            where = _make_collective(devices.group, devices.sequence, self.live.values())
         blocking = [self.live[rank] for rank in devices.ranks]
         return self._make_hang(
             "device", blocking, [each.rank for each in others], where, devices=devices
@@ -488,7 +494,7 @@ class _Case:
 
     def _last_collective(self) -> Collective | None:
         """Return the last collective of the group that most ranks use."""
-        users: dict[str, list[Progress]] = {}
+        users: dict[str, list[RankProgress]] = {}
         for each in self.live.values():
             for group, sequence in each.issued.items():
                 if sequence >= 0:
@@ -496,15 +502,15 @@ class _Case:
         if not users:
             return None
         group = max(users, key=lambda name: (len(users[name]), name))
-        return _collective_with_name(group, users[group][0].issued[group], users[group])
+        return _make_collective(group, users[group][0].issued[group], users[group])
 
-    def _ranks_by_place(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+    def _ranks_by_open_spans(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         places: dict[tuple[str, ...], list[int]] = {}
         for each in self.live.values():
-            places.setdefault(_open_where(each), []).append(each.rank)
+            places.setdefault(_spans_without_wait(each), []).append(each.rank)
         return {place: tuple(ranks) for place, ranks in places.items()}
 
-    def _blocking_rank(self, each: Progress, problem: str = "") -> BlockingRank:
+    def _make_blocking_rank(self, each: RankProgress, problem: str = "") -> BlockingRank:
         mine = (front for front in self.fronts if each.rank in front.behind)
         main = max(mine, key=lambda front: (len(front.ahead), front.collective.group), default=None)
         return BlockingRank(
@@ -512,9 +518,10 @@ class _Case:
         )
 
     def _make_hang(
-        self, kind: str, blocking: list[Progress], waiting: Iterable[int] = (), collective: Collective | None = None,
-        cycle: tuple[tuple[int, Collective], ...] = (), operations: Mapping[str, tuple[int, ...]] | None = None,
-        look_at: Sequence[int] = (), devices: DeviceFinding | None = None,
+        self, kind: str, blocking: list[RankProgress], waiting: Iterable[int] = (),
+        collective: Collective | None = None, cycle: tuple[tuple[int, Collective], ...] = (),
+        operations: Mapping[str, tuple[int, ...]] | None = None, look_at: Sequence[int] = (),
+        devices: DeviceFinding | None = None,
     ) -> Hang:  # fmt: skip
         step = max(each.step for each in self.live.values())
         ranks = tuple(each.rank for each in blocking)
@@ -528,13 +535,14 @@ class _Case:
             usual_s=max(each.usual_step_s for each in self.ranks),
             step=step,
             blocking=tuple(
-                self._blocking_rank(each, kind if kind == "device" else "") for each in blocking
+                self._make_blocking_rank(each, kind if kind == "device" else "")
+                for each in blocking
             ),
             waiting=tuple(sorted(waiting)),
             collective=collective,
             cycle=cycle,
             operations=operations or {},
-            places=self._ranks_by_place(),
+            places=self._ranks_by_open_spans(),
             asleep=tuple(
                 each.rank for each in self.live.values() if each.state == "uninterruptible"
             ),

@@ -22,20 +22,20 @@ from torchlens_perf.analysis.collectives.channel import (
     NOT_ENDED,
     Channel,
     ChannelState,
-    Counts,
-    concatenated,
+    JoinCounts,
+    concatenate_calls,
 )
 from torchlens_perf.analysis.collectives.semantics import (
     SEND_RECV,
+    CollectiveName,
     GroupKey,
-    Operation,
     OperationKey,
-    Waits,
-    attribute,
-    ends_after_all_have_come,
-    parse,
+    WaitRelation,
+    ends_after_all_started,
+    operation_sizes,
+    parse_collective_name,
     semantics_of,
-    size_bytes,
+    split_wait_and_transfer,
 )
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
 from torchlens_perf.run.ring import Flag, Kind
@@ -75,7 +75,7 @@ class JoinState:
     channels: list[ChannelState]
 
 
-class Joined(Protocol):
+class JoinedCallback(Protocol):
     """Callback for joined operations with the same key, each of which all `ranks` have finished."""
 
     def __call__(
@@ -102,14 +102,14 @@ class CollectiveJoin:
     operations of each group.
     """
 
-    def __init__(self, joined: Joined | None = None) -> None:
+    def __init__(self, joined: JoinedCallback | None = None) -> None:
         """joined: callback for all joined operations."""
         self._joined = joined
         # Number of records of earlier generations.
         self.outdated_records = 0
-        self._begin(0)
+        self._reset(0)
 
-    def _begin(self, generation: int) -> None:
+    def _reset(self, generation: int) -> None:
         self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
@@ -138,7 +138,7 @@ class CollectiveJoin:
         if self._accepts_generation(generation):
             self._local.update(ranks)
 
-    def add(
+    def add_records(
         self,
         rank: int,
         records: npt.NDArray[np.void],
@@ -168,7 +168,7 @@ class CollectiveJoin:
         self._local.add(rank)
         if not len(records):
             return
-        places = self._positions_of_records(
+        places = self._locate_records(
             rank, process, records["name_id"].astype(np.int64), names, groups
         )
         flags = records["flags"].astype(np.int64)
@@ -186,10 +186,10 @@ class CollectiveJoin:
         calls["by_device"] = flags & Flag.DEVICE != 0
         calls["held_up"] = False if held_up is None else held_up[collective]
         self._uncounted.append(calls)
-        for index, chosen in _indexes_by_value(places[:, 0]):
-            self._channels[index].add(rank, calls.take(chosen))
+        for index, chosen in _group_indexes_by_value(places[:, 0]):
+            self._channels[index].queue_calls(rank, calls.take(chosen))
 
-    def end(self, rank: int, generation: int = 0) -> None:
+    def mark_ended(self, rank: int, generation: int = 0) -> None:
         """Mark the rank as ended, after all of its records were added.
 
         Operations without a record of this rank are dropped.
@@ -199,12 +199,12 @@ class CollectiveJoin:
 
     def _accepts_generation(self, generation: int) -> bool:
         if generation > self.generation:
-            self._begin(generation)
+            self._reset(generation)
         return generation == self.generation
 
     # -- names
 
-    def _positions_of_records(
+    def _locate_records(
         self,
         rank: int,
         process: str,
@@ -222,19 +222,19 @@ class CollectiveJoin:
         passing = []
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
             if known[name_id, 2] == _NOT_LEARNT:
-                operation = parse(names[name_id]) if name_id < len(names) else None
+                operation = parse_collective_name(names[name_id]) if name_id < len(names) else None
                 if operation is None:
                     known[name_id] = _NONE
                     continue
-                group = self._group(rank, operation.group, groups)
-                known[name_id] = self._join_position(rank, operation, group)
+                group = self._find_group(rank, operation.group, groups)
+                known[name_id] = self._locate_operation(rank, operation, group)
                 if not group.ranks:
                     passing.append(name_id)
         found: npt.NDArray[np.int64] = known[name_ids]
         known[passing] = _NOT_LEARNT
         return found
 
-    def _group(self, rank: int, name: str, groups: Mapping[str, ProcessGroup]) -> GroupKey:
+    def _find_group(self, rank: int, name: str, groups: Mapping[str, ProcessGroup]) -> GroupKey:
         """Return the group as published by the rank, or else by another member of the group."""
         published = groups.get(name)
         if published is not None:
@@ -244,8 +244,8 @@ class CollectiveJoin:
         others = [key for key in self._groups.get(name, ()) if rank in key.ranks]
         return others[0] if len(others) == 1 else GroupKey(name, "")
 
-    def _join_position(
-        self, rank: int, operation: Operation, group: GroupKey
+    def _locate_operation(
+        self, rank: int, operation: CollectiveName, group: GroupKey
     ) -> tuple[int, int, int]:
         pair, meaning = (
             _sender_and_receiver(rank, operation, group),
@@ -257,16 +257,18 @@ class CollectiveJoin:
         if row == len(self._rows):
             self._rows.append(OperationStatistics(key))
         if operation.operation == _ANY_SOURCE:
-            self._receives_from_any(group, rank)
-        if operation.operation == _ANY_SOURCE or (pair is None and meaning.waits is Waits.PAIR):
+            self._stop_joining_receives(group, rank)
+        if operation.operation == _ANY_SOURCE or (
+            pair is None and meaning.waits is WaitRelation.PAIR
+        ):
             return _NONE, _NONE, row
-        signature = _Signature(row, group.member(operation.root))
+        signature = _Signature(row, group.global_rank(operation.root))
         code = self._signature_of.setdefault(signature, len(self._signatures))
         if code == len(self._signatures):
             self._signatures.append(signature)
-        return self._channel(group, pair), code, row
+        return self._channel_index(group, pair), code, row
 
-    def _channel(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
+    def _channel_index(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
         """Return the index of a channel.
 
         Every backend counts the collectives of a group in one sequence, and the messages of a pair
@@ -276,10 +278,10 @@ class CollectiveJoin:
         if index == len(self._channels):
             self._channels.append(Channel(group, pair))
             if pair is not None and (group, pair[1]) in self._from_any:
-                self._channels[index].disorder()
+                self._channels[index].stop_joining()
         return index
 
-    def _receives_from_any(self, group: GroupKey, rank: int) -> None:
+    def _stop_joining_receives(self, group: GroupKey, rank: int) -> None:
         """Stop joining messages to a rank that has received from any source.
 
         The sources of such messages are not known, so the rank's receives cannot be assigned to the
@@ -288,7 +290,7 @@ class CollectiveJoin:
         self._from_any.add((group, rank))
         for channel in self._channels:
             if channel.group == group and channel.pair is not None and channel.pair[1] == rank:
-                channel.disorder()
+                channel.stop_joining()
 
     # -- joining
 
@@ -298,21 +300,21 @@ class CollectiveJoin:
         Call it after adding every rank's new records.
         """
         if self._uncounted:
-            calls = concatenated(self._uncounted)
+            calls = concatenate_calls(self._uncounted)
             self._uncounted = []
-            for index, chosen in _indexes_by_value(calls["row"]):
-                self._rows[index].count(calls.take(chosen))
+            for index, chosen in _group_indexes_by_value(calls["row"]):
+                self._rows[index].count_records(calls.take(chosen))
         for channel in self._channels:
             if not channel.group.ranks and self._groups.get(channel.group.name):
                 # Several groups share this name, and these records do not show which group they
                 # belong to.
-                channel.disorder()
-            ranks = channel.ranks(self._local)
-            calls = channel.join(ranks, self._left)
+                channel.stop_joining()
+            ranks = channel.ranks_on_node(self._local)
+            calls = channel.pop_complete_operations(ranks, self._left)
             if len(calls):
-                self._add_joined(channel, ranks, calls)
+                self._add_complete(channel, ranks, calls)
 
-    def _add_joined(
+    def _add_complete(
         self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
     ) -> None:
         """Check complete operations and add them to the statistics. calls: shape [operations,
@@ -328,9 +330,9 @@ class CollectiveJoin:
         channel.counts.mismatched += int((~same).sum())
         channel.counts.unended += int((same & ~ended).sum())
         calls = calls.compress(same & ended, axis=0)
-        possible = self._has_possible_times(calls)
+        possible = self._have_possible_times(calls)
         if not (possible | calls["by_device"].any(axis=1)).all():
-            channel.disorder()
+            channel.stop_joining()
             channel.counts.unmatched_records += calls.size
             return
         # A single impossible kernel time does not disorder the channel, because the rank's NCCL
@@ -338,10 +340,10 @@ class CollectiveJoin:
         channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
         channel.counts.joined += int(possible.sum())
         calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
-        for code, chosen in _indexes_by_value(calls["signature"][:, 0]):
-            self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
+        for code, chosen in _group_indexes_by_value(calls["signature"][:, 0]):
+            self._add_statistics(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
-    def _has_possible_times(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def _have_possible_times(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return for each operation whether its times may be those of one operation.
 
         In most operations, no rank may leave before all ranks have arrived.
@@ -350,8 +352,7 @@ class CollectiveJoin:
         messages before the watch started, equal sequence numbers belong to different collectives.
         """
         waits = [
-            ends_after_all_have_come(self._rows[each.row].key.operation)
-            for each in self._signatures
+            ends_after_all_started(self._rows[each.row].key.operation) for each in self._signatures
         ]
         must_wait = np.array(waits, bool)[calls["signature"][:, 0]]
         started_ns = calls["start_ns"]
@@ -362,25 +363,27 @@ class CollectiveJoin:
         )
         return found
 
-    def _add(
+    def _add_statistics(
         self, signature: _Signature, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
     ) -> None:
         row = self._rows[signature.row]
         operation = row.key.operation
-        sizes = size_bytes(operation, calls["bytes"], len(row.key.members) or len(ranks))
+        sizes = operation_sizes(operation, calls["bytes"], len(row.key.members) or len(ranks))
         root = ranks.index(signature.root) if signature.root in ranks else None
         if self._joined is not None:
             self._joined(row.key, ranks, calls, root)
         overlapped = calls["overlapped"] & (not semantics_of(operation).blocks)
-        for octave, chosen in _indexes_by_value(
+        for octave, chosen in _group_indexes_by_value(
             np.frexp(sizes.astype(np.float64))[1].astype(np.int64)
         ):
-            found = attribute(operation, calls["duration_ns"][chosen], root)
-            row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
+            found = split_wait_and_transfer(operation, calls["duration_ns"][chosen], root)
+            row.octave_statistics(octave).add_operations(
+                ranks, sizes[chosen], overlapped[chosen], found
+            )
 
     # -- output
 
-    def has_all(self, members: Sequence[int]) -> bool:
+    def has_all_ranks(self, members: Sequence[int]) -> bool:
         """Return True if all members are ranks of this node, so operations are joined over all
         ranks.
         """
@@ -393,14 +396,14 @@ class CollectiveJoin:
         """
         return self._rows
 
-    def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
+    def join_counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], JoinCounts]:
         """Return how many operations of each group and pair were joined or dropped."""
         return {
             (channel.group, channel.pair): dataclasses.replace(channel.counts)
             for channel in self._channels
         }
 
-    def uncomparable(self) -> set[str]:
+    def uncomparable_groups(self) -> set[str]:
         """Return the names of groups whose ranks began to count at different operations.
 
         Sequence numbers of these groups are not comparable between ranks.
@@ -411,13 +414,13 @@ class CollectiveJoin:
             if channel.pair is None and not channel.ordered
         }
 
-    def pending_operations(self) -> int:
+    def count_pending_operations(self) -> int:
         """Return the number of operations of all groups that still have no record of at least one
         rank.
         """
         return sum(channel.pending_operations for channel in self._channels)
 
-    def state(self) -> JoinState:
+    def to_state(self) -> JoinState:
         """Return the state that from_state() reads. Pending operations count as unjoined."""
         return JoinState(
             self.generation,
@@ -426,13 +429,13 @@ class CollectiveJoin:
             tuple(sorted(self._left)),
             self._rows,
             sorted(self._from_any),
-            [channel.state() for channel in self._channels],
+            [channel.to_state() for channel in self._channels],
         )
 
     @classmethod
-    def going_on_from(cls, earlier: JoinState) -> CollectiveJoin:
+    def from_state(cls, earlier: JoinState) -> CollectiveJoin:
         join = cls()
-        join._begin(earlier.generation)
+        join._reset(earlier.generation)
         join.outdated_records = earlier.outdated_records
         join._local, join._left, join._from_any = (
             set(earlier.local),
@@ -444,13 +447,13 @@ class CollectiveJoin:
             {row.key: at for at, row in enumerate(earlier.operations)},
         )
         for each in earlier.channels:
-            join._channels[join._channel(each.group, each.pair)].go_on_from(each)
+            join._channels[join._channel_index(each.group, each.pair)].restore(each)
             if each.group.ranks:
                 join._groups.setdefault(each.group.name, set()).add(each.group)
         return join
 
 
-def _indexes_by_value(
+def _group_indexes_by_value(
     values: npt.NDArray[np.signedinteger[Any]],
 ) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
     """Yield each non-negative value with the ascending indexes of its occurrences."""
@@ -463,14 +466,14 @@ def _indexes_by_value(
 
 
 def _sender_and_receiver(
-    rank: int, operation: Operation, group: GroupKey
+    rank: int, operation: CollectiveName, group: GroupKey
 ) -> tuple[int, int] | None:
     """Return sender and receiver of a message; None for other operations, or if the peer is not
     known.
     """
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
-    peer = group.member(operation.peer)
+    peer = group.global_rank(operation.peer)
     if peer is None or peer == rank:
         return None
     return (rank, peer) if operation.operation == "send" else (peer, rank)

@@ -42,7 +42,7 @@ class GroupKey:
         """Member ranks in ascending order; empty if not known."""
         return parse_ranges(self.ranges)
 
-    def member(self, position: int | None) -> int | None:
+    def global_rank(self, position: int | None) -> int | None:
         """Return the global rank at a position in the group.
 
         If the members are not known, return the position itself.
@@ -75,7 +75,7 @@ _NAME = re.compile(r"(\S+) group=(.*?)(?: dtype=(\S+))?(?: (root|peer)=(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class CollectiveName:
     """The parsed name of a COLLECTIVE record."""
 
     operation: str
@@ -90,7 +90,7 @@ class Operation:
     """Position in the group of the other rank of a send or receive."""
 
 
-def parse(name: str) -> Operation | None:
+def parse_collective_name(name: str) -> CollectiveName | None:
     """Parse the name of a COLLECTIVE record, such as "allreduce group=0 dtype=float32".
 
     Return None if the name has another form.
@@ -100,10 +100,10 @@ def parse(name: str) -> Operation | None:
         return None
     operation, group, dtype, role, position = found.groups()
     root, peer = (int(position) if role == wanted else None for wanted in ("root", "peer"))
-    return Operation(operation, group, dtype or "", root, peer)
+    return CollectiveName(operation, group, dtype or "", root, peer)
 
 
-class Waits(Enum):
+class WaitRelation(Enum):
     """Which ranks wait for which other ranks in an operation."""
 
     ALL = "all for all"
@@ -113,7 +113,7 @@ class Waits(Enum):
     UNKNOWN = "not known"
 
 
-class Size(Enum):
+class SizeRule(Enum):
     """How the size of an operation is computed from the bytes in the ranks' records.
 
     A record has the number of bytes of the operation's first argument.
@@ -129,8 +129,8 @@ class Size(Enum):
 class Semantics:
     """Properties of an operation."""
 
-    waits: Waits
-    size: Size
+    waits: WaitRelation
+    size: SizeRule
     factor: str
     """Formula of the bus bandwidth's factor, a key in bus_factor(); "" if no data moves."""
     equal_bytes: bool = True
@@ -142,11 +142,11 @@ class Semantics:
     """True if the caller always waits, even if the record is marked as asynchronous."""
 
 
-_REDUCE = Semantics(Waits.ALL, Size.TOTAL, "2(n-1)/n")
-_ALLGATHER = Semantics(Waits.ALL, Size.TOTAL, "(n-1)/n")
-_REDUCE_SCATTER = Semantics(Waits.ALL, Size.PART, "(n-1)/n")
-_ALLTOALL = Semantics(Waits.ALL, Size.OWN, "(n-1)/n", equal_bytes=False)
-_PAIR = Semantics(Waits.PAIR, Size.TOTAL, "1")
+_REDUCE = Semantics(WaitRelation.ALL, SizeRule.TOTAL, "2(n-1)/n")
+_ALLGATHER = Semantics(WaitRelation.ALL, SizeRule.TOTAL, "(n-1)/n")
+_REDUCE_SCATTER = Semantics(WaitRelation.ALL, SizeRule.PART, "(n-1)/n")
+_ALLTOALL = Semantics(WaitRelation.ALL, SizeRule.OWN, "(n-1)/n", equal_bytes=False)
+_PAIR = Semantics(WaitRelation.PAIR, SizeRule.TOTAL, "1")
 
 SEMANTICS = {
     "allreduce": _REDUCE,
@@ -161,18 +161,20 @@ SEMANTICS = {
     "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER,
     "alltoall": _ALLTOALL,
     "alltoall_base": _ALLTOALL,
-    "barrier": Semantics(Waits.ALL, Size.NONE, ""),
-    "monitored_barrier": Semantics(Waits.ALL, Size.NONE, "", blocks=True),
-    "broadcast": Semantics(Waits.RECEIVERS, Size.TOTAL, "1"),
-    "scatter": Semantics(Waits.RECEIVERS, Size.PART, "(n-1)/n"),
-    "reduce": Semantics(Waits.ROOT, Size.TOTAL, "1"),
+    "barrier": Semantics(WaitRelation.ALL, SizeRule.NONE, ""),
+    "monitored_barrier": Semantics(WaitRelation.ALL, SizeRule.NONE, "", blocks=True),
+    "broadcast": Semantics(WaitRelation.RECEIVERS, SizeRule.TOTAL, "1"),
+    "scatter": Semantics(WaitRelation.RECEIVERS, SizeRule.PART, "(n-1)/n"),
+    "reduce": Semantics(WaitRelation.ROOT, SizeRule.TOTAL, "1"),
     # Only the root has the output tensors.
-    "gather": Semantics(Waits.ROOT, Size.OWN, "(n-1)/n", equal_bytes=False, equal_dtype=False),
+    "gather": Semantics(
+        WaitRelation.ROOT, SizeRule.OWN, "(n-1)/n", equal_bytes=False, equal_dtype=False
+    ),
     "send": _PAIR,
     "recv": _PAIR,
     SEND_RECV: _PAIR,
 }
-_UNKNOWN = Semantics(Waits.UNKNOWN, Size.NONE, "", equal_bytes=False, equal_dtype=False)
+_UNKNOWN = Semantics(WaitRelation.UNKNOWN, SizeRule.NONE, "", equal_bytes=False, equal_dtype=False)
 
 
 def semantics_of(operation: str) -> Semantics:
@@ -180,16 +182,16 @@ def semantics_of(operation: str) -> Semantics:
     return SEMANTICS.get(operation, _UNKNOWN)
 
 
-def ends_after_all_have_come(operation: str) -> bool:
+def ends_after_all_started(operation: str) -> bool:
     """Return True if no rank can finish the operation before all ranks have started it.
 
     An all-to-all is not included, because some of its parts may be empty.
     """
     meaning = semantics_of(operation)
-    return meaning.waits is Waits.ALL and meaning.equal_bytes
+    return meaning.waits is WaitRelation.ALL and meaning.equal_bytes
 
 
-def bus_factor(operation: str, ranks: int) -> float | None:
+def bus_bandwidth_factor(operation: str, ranks: int) -> float | None:
     """Return the factor by which bus bandwidth is larger than algorithm bandwidth; None if no data
     moves.
 
@@ -200,7 +202,7 @@ def bus_factor(operation: str, ranks: int) -> float | None:
     return factors.get(semantics_of(operation).factor)
 
 
-def size_bytes(
+def operation_sizes(
     operation: str, record_bytes: npt.NDArray[np.int64], ranks: int
 ) -> npt.NDArray[np.int64]:
     """Return the size of each operation, from which its bandwidth is computed.
@@ -209,9 +211,9 @@ def size_bytes(
     size of the group.
     """
     size = semantics_of(operation).size
-    if size is Size.NONE:
+    if size is SizeRule.NONE:
         return np.zeros(len(record_bytes), np.int64)
-    if size is Size.PART:
+    if size is SizeRule.PART:
         parts: npt.NDArray[np.int64] = record_bytes.sum(axis=1) * ranks // record_bytes.shape[1]
         return parts
     largest: npt.NDArray[np.int64] = record_bytes.max(axis=1)
@@ -219,7 +221,7 @@ def size_bytes(
 
 
 @dataclasses.dataclass(frozen=True)
-class Attribution:
+class WaitAndTransfer:
     """Wait and transfer times, computed from the durations of operations of one kind.
 
     Times are in ns, with one row per operation and one column per rank.
@@ -246,7 +248,9 @@ class Attribution:
     """
 
 
-def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | None) -> Attribution:
+def split_wait_and_transfer(
+    operation: str, duration_ns: npt.NDArray[np.int64], root: int | None
+) -> WaitAndTransfer:
     """Split durations into wait and transfer, and find the last rank to arrive.
 
     If the semantics of the operation do not allow this, values are -1, 0 or an upper bound.
@@ -261,13 +265,13 @@ def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | No
     nothing = np.zeros_like(surplus)
     nobody = np.full(len(duration_ns), -1, np.int64)
     no_lag = np.zeros(len(duration_ns), np.int64)
-    if waits is Waits.ALL:
+    if waits is WaitRelation.ALL:
         # All ranks finish together, once the last rank has arrived and the transfer is done. The
         # last rank to arrive has the shortest duration.
         lag_ns = np.partition(duration_ns, 1, axis=1)[:, 1] - shortest
         last = np.where(lag_ns > 0, duration_ns.argmin(axis=1), -1)
-        return Attribution(surplus, surplus, last, lag_ns, shortest)
-    if waits is Waits.RECEIVERS:
+        return WaitAndTransfer(surplus, surplus, last, lag_ns, shortest)
+    if waits is WaitRelation.RECEIVERS:
         # In the time by which a receiver exceeds the shortest receiver, only the root was missing.
         # A late root for which all receivers waited equally cannot be distinguished from a root
         # that left early, so only an upper bound is known.
@@ -276,51 +280,51 @@ def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | No
         wait_ns, upper_bound_ns = np.maximum(duration_ns - transfer_ns[:, None], 0), surplus
         if root is not None:
             wait_ns[:, root] = 0
-        return Attribution(wait_ns, upper_bound_ns, nobody, no_lag, transfer_ns)
-    if waits is Waits.ROOT:
+        return WaitAndTransfer(wait_ns, upper_bound_ns, nobody, no_lag, transfer_ns)
+    if waits is WaitRelation.ROOT:
         # Other ranks may leave when they have sent their parts, so the root's excess also includes
         # the root's own work.
         if root is None:
-            return Attribution(nothing, nothing, nobody, no_lag, nobody)
+            return WaitAndTransfer(nothing, nothing, nobody, no_lag, nobody)
         upper_bound_ns = nothing.copy()
         upper_bound_ns[:, root] = surplus[:, root]
-        return Attribution(nothing, upper_bound_ns, nobody, no_lag, duration_ns[:, root])
-    if waits is Waits.PAIR and duration_ns.shape[1] == 2:
+        return WaitAndTransfer(nothing, upper_bound_ns, nobody, no_lag, duration_ns[:, root])
+    if waits is WaitRelation.PAIR and duration_ns.shape[1] == 2:
         # A send that takes longer than its receive has waited for the receiver. A send that takes
         # less time may have been buffered.
         wait_ns = surplus.copy()
         wait_ns[:, 1] = 0
         receiver_last = wait_ns[:, 0] > 0
-        return Attribution(
+        return WaitAndTransfer(
             wait_ns, surplus, np.where(receiver_last, 1, -1), wait_ns[:, 0], shortest
         )
-    return Attribution(nothing, nothing, nobody, no_lag, nobody)
+    return WaitAndTransfer(nothing, nothing, nobody, no_lag, nobody)
 
 
 _CANNOT_TELL = {
-    Waits.ALL: "",
-    Waits.RECEIVERS: (
+    WaitRelation.ALL: "",
+    WaitRelation.RECEIVERS: (
         "the root may leave before its receivers have all data: if all receivers waited "
         "equally, only an upper bound of the root's delay is known"
     ),
-    Waits.ROOT: (
+    WaitRelation.ROOT: (
         "ranks other than the root may leave before the root arrives: the last to "
         "arrive is not known, the root's wait is an upper bound, and the transfer is the root's "
         "whole duration"
     ),
-    Waits.PAIR: (
+    WaitRelation.PAIR: (
         "a send may be buffered and end before its receive: the receiver's wait and the bandwidth"
         " are upper bounds; messages that tags bring into another order than that of their issue"
         " are not joined"
     ),
-    Waits.UNKNOWN: (
+    WaitRelation.UNKNOWN: (
         "which ranks wait in this operation is not known: nothing is concluded from its durations"
     ),
 }
 
 
 @functools.cache
-def cannot_tell(
+def describe_limits(
     operation: str, *, overlapped: bool, all_seen: bool, ended: bool, by_device: bool = False
 ) -> tuple[str, ...]:
     """Return texts that say what the numbers of an operation do not show.
@@ -362,8 +366,10 @@ def cannot_tell(
     return tuple(text for text in found if text)
 
 
-def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return Progress.operations for groups in which only one kind of collective was issued.
+def infer_last_operations(
+    issued: Mapping[str, int], names: Iterable[str]
+) -> dict[str, dict[int, str]]:
+    """Return RankProgress.operations for groups in which only one kind of collective was issued.
 
     The last collective of such a group must be of that kind.
 

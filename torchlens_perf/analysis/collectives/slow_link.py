@@ -17,7 +17,11 @@ from typing import TypeVar
 import numpy as np
 from msgspec import Struct
 
-from torchlens_perf.analysis.collectives.semantics import Waits, bus_factor, semantics_of
+from torchlens_perf.analysis.collectives.semantics import (
+    WaitRelation,
+    bus_bandwidth_factor,
+    semantics_of,
+)
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
 from torchlens_perf.analysis.statistics.robust import spread
 from torchlens_perf.run.rank_ranges import parse_ranges
@@ -109,7 +113,7 @@ class LinkKey(Struct, array_like=True, frozen=True):
     octave: int
 
     @property
-    def place(self) -> tuple[str, str, tuple[int, int] | None]:
+    def group_or_pair(self) -> tuple[str, str, tuple[int, int] | None]:
         """Identity of the group or pair, without the operation."""
         return self.group, self.ranges, self.pair
 
@@ -146,12 +150,15 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
         The value is None if the operation moves no data.
         """
-        factor, median_ns = bus_factor(self.key.operation, len(self.members)), self.transfer_ns[1]
+        factor, median_ns = (
+            bus_bandwidth_factor(self.key.operation, len(self.members)),
+            self.transfer_ns[1],
+        )
         if factor is None or not self.bytes or not median_ns > 0:
             return None
         return self.mean_bytes / median_ns * 1e9 * factor
 
-    def merged(self, other: LinkStatistics) -> LinkStatistics:
+    def merged_with(self, other: LinkStatistics) -> LinkStatistics:
         """Return these statistics combined with another node's on the same operations."""
         more, waits = max(self, other, key=lambda each: each.joined), self.waits + other.waits
         # Each node's transfer time is an upper bound, so the smaller one is more exact.
@@ -170,12 +177,15 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
         )
 
 
-def link_statistics(operations: Iterable[OperationStatistics]) -> list[LinkStatistics]:
+def build_link_statistics(operations: Iterable[OperationStatistics]) -> list[LinkStatistics]:
     """Return the statistics of those operations whose transfers can be compared."""
     found = []
     for row in operations:
         key = row.key
-        if not key.members or semantics_of(key.operation).waits not in (Waits.ALL, Waits.PAIR):
+        if not key.members or semantics_of(key.operation).waits not in (
+            WaitRelation.ALL,
+            WaitRelation.PAIR,
+        ):
             continue
         group = key.group
         for octave, size in row.sizes.items():
@@ -203,7 +213,7 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
     return sketch.quantile_ns(q) if sketch.count else 0.0
 
 
-def merged_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
+def merge_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
     """Concatenate the rows of several nodes. Rows of the same operation on the same group are
     merged.
     """
@@ -211,18 +221,18 @@ def merged_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatisti
     for node in nodes:
         for each in node:
             known = found.get(each.key)
-            found[each.key] = each if known is None else known.merged(each)
+            found[each.key] = each if known is None else known.merged_with(each)
     return list(found.values())
 
 
 @dataclasses.dataclass
-class _Candidate:
+class _LinkCandidate:
     row: LinkStatistics
     members: tuple[int, ...]
     slow: bool = False
 
 
-def slow_links(
+def find_slow_links(
     rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None
 ) -> LinkFindings:
     """Find the slow links.
@@ -232,7 +242,7 @@ def slow_links(
     """
     hosts = hosts or {}
     # Candidates by the properties that peers must share.
-    kinds: dict[tuple[object, ...], list[_Candidate]] = {}
+    kinds: dict[tuple[object, ...], list[_LinkCandidate]] = {}
     groups, few = set(), False
     for row in rows:
         if row.transfers < MIN_OPERATIONS:
@@ -240,9 +250,9 @@ def slow_links(
             continue
         key, members = row.key, row.members
         nodes = len({hosts.get(rank, "") for rank in members})
-        groups.add(key.place)
+        groups.add(key.group_or_pair)
         kind = key.operation, key.dtype, key.description, len(members), nodes, key.octave
-        kinds.setdefault(kind, []).append(_Candidate(row, members))
+        kinds.setdefault(kind, []).append(_LinkCandidate(row, members))
     compared = [alike for alike in kinds.values() if len(alike) > MIN_PEERS]
     if not compared:
         undecided = (
@@ -261,7 +271,9 @@ def slow_links(
         for index, each in enumerate(alike):
             if each.row.transfer_ns[1] < MIN_RATIO * usual_ns:
                 continue
-            link = _judge(each, [peer.row for peer in (*alike[:index], *alike[index + 1 :])])
+            link = _judge_candidate(
+                each, [peer.row for peer in (*alike[:index], *alike[index + 1 :])]
+            )
             if link is not None:
                 each.slow = True
                 known = found.get((link.group, link.ranks))
@@ -272,11 +284,13 @@ def slow_links(
                     )
                 found[link.group, link.ranks] = link
     links = tuple(sorted(found.values(), key=lambda link: -link.cost_ns))
-    judged = {each.row.key.place for alike in compared for each in alike}
-    return LinkFindings(links, *_shared_elements(links, compared, hosts), len(judged), "")
+    judged = {each.row.key.group_or_pair for alike in compared for each in alike}
+    return LinkFindings(
+        links, *_find_shared_ranks_or_nodes(links, compared, hosts), len(judged), ""
+    )
 
 
-def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
+def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
     """Return a SlowLink if the candidate is significantly slower than its peers, else None."""
     each = candidate.row
     low_ns, transfer_ns, _ = each.transfer_ns
@@ -326,8 +340,10 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
     )
 
 
-def _shared_elements(
-    links: Sequence[SlowLink], compared: Sequence[Sequence[_Candidate]], hosts: Mapping[int, str]
+def _find_shared_ranks_or_nodes(
+    links: Sequence[SlowLink],
+    compared: Sequence[Sequence[_LinkCandidate]],
+    hosts: Mapping[int, str],
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the ranks, or else the nodes, that all slow links have in common, without those that
     all of their peers have in common.
@@ -337,20 +353,21 @@ def _shared_elements(
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]
     peers = [each.members for alike in with_slow for each in alike if not each.slow]
     slow = [link.ranks for link in links]
-    ranks = _only_in_slow([set(each) for each in slow], [set(each) for each in peers])
+    ranks = _elements_only_in_slow([set(each) for each in slow], [set(each) for each in peers])
     if ranks:
         return tuple(sorted(ranks)), ()
-    nodes = _only_in_slow(
-        [_nodes(each, hosts) for each in slow], [_nodes(each, hosts) for each in peers]
+    nodes = _elements_only_in_slow(
+        [_nodes_of_ranks(each, hosts) for each in slow],
+        [_nodes_of_ranks(each, hosts) for each in peers],
     )
     return (), tuple(sorted(nodes))
 
 
-def _nodes(ranks: Iterable[int], hosts: Mapping[int, str]) -> set[str]:
+def _nodes_of_ranks(ranks: Iterable[int], hosts: Mapping[int, str]) -> set[str]:
     return {hosts[rank] for rank in ranks if rank in hosts}
 
 
-def _only_in_slow(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
+def _elements_only_in_slow(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
     """Return the elements that are in every slow set, but not in every fast set."""
     usual = set[_T]().union(*fast[:1]).intersection(*fast)
     return slow[0].intersection(*slow) - usual

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from torchlens_perf.analysis.collectives.channel import NOT_ENDED
 from torchlens_perf.analysis.collectives.semantics import (
     SEND_RECV,
-    Attribution,
     OperationKey,
-    bus_factor,
+    WaitAndTransfer,
+    bus_bandwidth_factor,
     semantics_of,
 )
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -57,12 +57,12 @@ class SizeStatistics:
     )
     """Shape [ranks, len(TOTALS)]."""
 
-    def add(
+    def add_operations(
         self,
         ranks: tuple[int, ...],
         sizes: npt.NDArray[np.int64],
         overlapped: npt.NDArray[np.bool_],
-        found: Attribution,
+        found: WaitAndTransfer,
     ) -> None:
         """Add joined operations.
 
@@ -141,7 +141,7 @@ class OperationStatistics:
     """Ranks that have a record."""
     sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
 
-    def count(self, calls: npt.NDArray[np.void]) -> None:
+    def count_records(self, calls: npt.NDArray[np.void]) -> None:
         """Count records, whether they are joined or not. calls: array of channel.CALL."""
         ended = calls["duration_ns"] != NOT_ENDED
         self.ranks.update(np.flatnonzero(np.bincount(calls["rank"])).tolist())
@@ -159,21 +159,21 @@ class OperationStatistics:
         """Number of operations that have a record of every rank."""
         return sum(size.joined for size in self.sizes.values())
 
-    def size(self, octave: int) -> SizeStatistics:
+    def octave_statistics(self, octave: int) -> SizeStatistics:
         """Return the statistics of one octave, created if missing. Its sizes start at 2**(octave -
         1).
         """
         return self.sizes.setdefault(octave, SizeStatistics())
 
-    def main_size(self) -> SizeStatistics | None:
+    def octave_with_most_bytes(self) -> SizeStatistics | None:
         """Return the statistics of the octave that has most bytes."""
         return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)
 
-    def whole(self, name: str) -> Sketch:
-        """Return the sketch in the field `name` of SizeStatistics, merge_sketches over all sizes."""
+    def merge_sketches(self, name: str) -> Sketch:
+        """Return the sketch in the field `name` of SizeStatistics, merged over all sizes."""
         return merge_sketches(getattr(size, name) for size in self.sizes.values())
 
-    def totals(self) -> dict[int, dict[str, int]]:
+    def totals_by_rank(self) -> dict[int, dict[str, int]]:
         """Return the sums of TOTALS for each rank, over all sizes."""
         both = SizeStatistics()
         for size in self.sizes.values():
@@ -183,12 +183,12 @@ class OperationStatistics:
             for rank, row in zip(both.ranks, both.totals.tolist(), strict=True)
         }
 
-    def bandwidth(self, size: SizeStatistics) -> tuple[float, float] | None:
+    def compute_bandwidths(self, size: SizeStatistics) -> tuple[float, float] | None:
         """Return algorithm and bus bandwidth in bytes per second, from the median transfer time.
 
         Return None if the operation moves no data or has no transfer time.
         """
-        factor = bus_factor(self.key.operation, len(self.key.members) or len(size.ranks))
+        factor = bus_bandwidth_factor(self.key.operation, len(self.key.members) or len(size.ranks))
         transfer_ns = size.transfer.quantile_ns(0.5)
         if factor is None or not size.bytes or not transfer_ns > 0:
             return None
@@ -212,7 +212,7 @@ class OperationStatistics:
                 self.sizes[octave] = copy.deepcopy(size)
 
 
-def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
+def merge_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
     """Concatenate the rows of several nodes. Rows of the same operation on the same group are
     merged.
     """
@@ -223,7 +223,7 @@ def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[Op
     return list(found.values())
 
 
-def describe(key: OperationKey) -> str:
+def describe_ranks(key: OperationKey) -> str:
     """Return the ranks of a row as text: "ranks 0-3", or "ranks 2 to 3" for a pair.
 
     The text is "group 7" if the ranks are not known.

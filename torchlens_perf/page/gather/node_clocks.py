@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.semantics import ends_after_all_have_come, parse
+from torchlens_perf.analysis.collectives.semantics import (
+    ends_after_all_started,
+    parse_collective_name,
+)
 from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
@@ -126,11 +129,11 @@ def _ends(each: RankRecords, uncomparable: Collection[str]) -> list[tuple[tuple[
     ]
     found = []
     for row in rows:
-        operation = parse(names[row["name_id"]])
+        operation = parse_collective_name(names[row["name_id"]])
         if (
             operation is None
             or operation.group in uncomparable
-            or not ends_after_all_have_come(operation.operation)
+            or not ends_after_all_started(operation.operation)
         ):
             continue
         group = each.groups.get(operation.group)

@@ -132,7 +132,7 @@ def _ranks_of(
     findings = max(
         (state.findings for state in states), key=lambda each: each.compared, default=NOTHING
     )
-    uncomparable = {name for state in states for name in state.join.uncomparable()}
+    uncomparable = {name for state in states for name in state.join.uncomparable_groups()}
     return processes, node_of, slow_times(findings), uncomparable
 
 

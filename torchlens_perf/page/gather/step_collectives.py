@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import (
     OperationKey,
-    Waits,
-    attribute,
-    parse,
+    WaitRelation,
+    parse_collective_name,
     semantics_of,
+    split_wait_and_transfer,
 )
 from torchlens_perf.page.contents import CollectiveJoined
 from torchlens_perf.run.ring import Kind
@@ -64,7 +64,7 @@ def joined_by_step(
         if not one_clock:
             records = records.copy()
             records["start_ns"] = -records["duration_ns"]
-        join.add(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
+        join.add_records(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
     join.join()
     return {
         step: [row for _, row in sorted(rows, key=lambda each: each[0])]
@@ -81,7 +81,7 @@ def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tup
     for each in ranks:
         records, names = each.records
         rows = records[records["kind"] == int(Kind.COLLECTIVE)]
-        operations = [parse(name) for name in names]
+        operations = [parse_collective_name(name) for name in names]
         ends = (rows["start_ns"] + rows["duration_ns"]).tolist()
         numbers = (rows["value1"] & 0xFFFFFFFF).tolist()
         for name_id, number, step, end_ns in zip(
@@ -105,11 +105,11 @@ def _row(
 ) -> CollectiveJoined:
     durations, starts = row["duration_ns"], row["start_ns"]
     semantics = semantics_of(key.operation)
-    found = attribute(key.operation, durations[None, :], root)
+    found = split_wait_and_transfer(key.operation, durations[None, :], root)
     whole = bool(key.members) and set(key.members) <= set(known)
     last = int(found.last[0])
     arrival_ns: list[int | None] = [None] * len(ranks)
-    if semantics.waits is Waits.ALL:
+    if semantics.waits is WaitRelation.ALL:
         arrival_ns = (durations.max() - durations).tolist()
     elif one_clock:
         arrival_ns = (starts - starts.min()).tolist()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace
-from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
+from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest, reported_modules
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
@@ -98,7 +98,7 @@ class RankSummary:
     """Age of that set."""
     world_size: int
     place: Placement
-    progress: Progress
+    progress: RankProgress
     rows: StepBins | None = None
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Mean own forward time per step of each module, over the rank's run."""
@@ -181,7 +181,7 @@ def times_ns(
     return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
 
 
-def _device(progress: Progress) -> tuple[int, int, float, int]:
+def _device(progress: RankProgress) -> tuple[int, int, float, int]:
     place = progress.device
     if place is None:
         return 0, 0, 0.0, 0
@@ -196,7 +196,7 @@ def _device(progress: Progress) -> tuple[int, int, float, int]:
     )
 
 
-def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> DevicePlace:
+def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> LastDeviceMark:
     """Return the device's place.
 
     The span's name is missing, because it is not part of a summary.
@@ -346,14 +346,14 @@ def place(value: np.void, host: str, location: str = "") -> Placement:
 
 def progress(
     values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]
-) -> list[Progress]:
+) -> list[RankProgress]:
     """Return the progress of each summary's rank. report_age_s: ages of the summaries."""
     # Convert whole columns: reading a single field takes as long as a column of a few summaries.
     columns = {name: values[name].tolist() for name in _PROGRESS}
     text = {name: name.decode() for name in np.unique(values["groups"]["name"]).tolist()}
     rows = zip(*columns.values(), hosts, report_age_s, strict=True)
     return [
-        Progress(
+        RankProgress(
             rank=rank,
             host=host,
             step=step,

@@ -6,8 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from torchlens_perf.analysis.collectives.device_progress import DevicePlace
-from torchlens_perf.analysis.collectives.hang import WAIT, BlockingRank, Collective, Hang, Progress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
+from torchlens_perf.analysis.collectives.hang import (
+    WAIT,
+    BlockingRank,
+    Collective,
+    Hang,
+    RankProgress,
+)
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -150,7 +156,7 @@ def _clause(blocking: BlockingRank, hang: Hang) -> str:
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
 
 
-def _device_wait(each: Progress) -> str:
+def _device_wait(each: RankProgress) -> str:
     return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
@@ -220,7 +226,7 @@ def _device(hang: Hang) -> str:
     )
 
 
-def _device_place(place: DevicePlace) -> str:
+def _device_place(place: LastDeviceMark) -> str:
     return f"in step {place.step} after {place.mark or f'mark {place.place}'}"
 
 
@@ -312,7 +318,7 @@ _UNNAMED_SPANS: dict[int, str] = {
 }  # fmt: skip
 
 
-def device_place(mark: DeviceMark, name: str) -> DevicePlace:
+def device_place(mark: DeviceMark, name: str) -> LastDeviceMark:
     """Return the place of a rank's device from a mark in its ring file.
 
     name: of the mark's span; "" if not known.
@@ -324,7 +330,7 @@ def device_place(mark: DeviceMark, name: str) -> DevicePlace:
     if span:
         words = f"the {'end' if mark.is_end else 'beginning'} of {span}"
     stood_s = max(0, mark.looked_ns - mark.since_ns) / 1e9
-    return DevicePlace(mark.step, mark.place, words, stood_s, mark.kind, mark.is_end)
+    return LastDeviceMark(mark.step, mark.place, words, stood_s, mark.kind, mark.is_end)
 
 
 # -- the action
