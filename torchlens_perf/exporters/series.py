@@ -1,9 +1,10 @@
-"""A meter whose instruments accept whole arrays of values, and which creates the SDK's data points.
+"""A meter whose instruments accept arrays of values. It creates the data points of OpenTelemetry's
+SDK.
 
-It resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten durations, and
-ten calls of its `record()` take 100 us. Here one call records a batch of steps. Each series of a
-histogram is a sketch: an exponential histogram of scale 5, or one with explicit bounds. The
-sidecar's thread writes, and the sender's thread reads.
+The interface resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten
+durations, and ten calls of `record()` take 100 us. Here, one call records a batch of steps. Each
+series of a histogram is a sketch: an exponential histogram of scale 5, or a histogram with explicit
+bounds. The sidecar's thread writes, and the sender's thread reads.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_MAX_EXEMPLARS = 10  # per series and export
-MAX_BUCKETS = 160  # the SDK's default limit per point; more buckets are merged in pairs
+# Largest number per series and export.
+_MAX_EXEMPLARS = 10
+# The SDK's default limit per point. If there are more buckets, pairs are merged.
+MAX_BUCKETS = 160
 _SENT = {each.name: each for each in METRICS}
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
@@ -45,7 +48,7 @@ Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
 class Example(NamedTuple):
-    """A recorded value and the span that it belongs to."""
+    """A recorded value and the span in which it was measured."""
 
     value: float
     unix_ns: int
@@ -58,11 +61,12 @@ def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
 
 
 class _Series:
-    """One series of a histogram, with its exemplars."""
+    """The sketch and exemplars of one series of a histogram."""
 
     def __init__(self) -> None:
         self.sketch = Sketch()
-        self.examples: dict[int, Example] = {}  # the newest per octave
+        # The newest exemplar of each octave of values.
+        self.examples: dict[int, Example] = {}
 
     def show(self, examples: Iterable[Example]) -> None:
         for example in examples:
@@ -74,7 +78,9 @@ class _Series:
 
 
 class Histogram:
-    """Durations by attributes, recorded in ns and sent in seconds."""
+    """A histogram of durations, with one series per set of attributes. Values are recorded in ns
+    and sent in seconds.
+    """
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
@@ -82,26 +88,26 @@ class Histogram:
         self._series: dict[tuple[tuple[str, Any], ...], _Series] = {}
 
     def record(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
-        """Add durations. Negative values are ignored."""
+        """Record durations. Negative values are ignored."""
         values_ns = values_ns[values_ns >= 0]
         if len(values_ns):
             with self._meter.lock:
                 self._of(attributes).sketch.add(values_ns, self._meter.bounds_ns)
 
     def merge(self, sketch: Sketch, attributes: Attributes) -> None:
-        """Add the counts of another node, whose buckets have the same bounds."""
+        """Add the counts of another node. Both sketches must have the same bucket bounds."""
         with self._meter.lock:
             self._of(attributes).sketch.merge(sketch)
 
     def show(self, attributes: Attributes, examples: Iterable[Example]) -> None:
-        """Add exemplars. Their values are in seconds."""
+        """Add exemplars, whose values are in seconds."""
         if self._meter.exemplars:
             with self._meter.lock:
                 for example in examples:
                     self._of(attributes).show([example])
 
     def sketches(self) -> list[tuple[Attributes, Sketch]]:
-        """Return what was recorded, by attributes."""
+        """Return the attributes and sketch of each series."""
         with self._meter.lock:
             return [(dict(key), series.sketch) for key, series in self._series.items()]
 
@@ -109,14 +115,14 @@ class Histogram:
         return self._series.setdefault(_key(attributes), _Series())
 
     def metric(self, unix_ns: int) -> Metric | None:
-        """Return the current points, or None without any. The caller holds the meter's lock."""
+        """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         points: list[Any] = []
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
             sketch = of_key.sketch
             if not sketch.count or not self._meter.shows(key):
                 continue
-            # With delta temporality, steps before `since_ns` are in an earlier export.
+            # With delta temporality, exemplars before `since_ns` were exported earlier.
             examples = [
                 each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns
             ]
@@ -148,7 +154,7 @@ class Histogram:
 
 
 def _buckets(sketch: Sketch) -> dict[str, Any]:
-    """Return the fields of a point that describe its buckets.
+    """Return the fields of a data point that describe the buckets.
 
     The sketch's first bucket has no lower bound, so its count becomes `zero_count`.
     """
@@ -173,10 +179,10 @@ def _buckets(sketch: Sketch) -> dict[str, Any]:
 
 
 class Number:
-    """A counter, an up-down counter or a gauge, with values by attributes."""
+    """A counter, up-down counter or gauge, with one value per set of attributes."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str, kind: str) -> None:
-        """kind: counter, updown or gauge."""
+        """kind: "counter", "updown" or "gauge"."""
         self.name, self.unit, self.description, self.kind = name, unit, description, kind
         self._meter = meter
         self._values: dict[tuple[tuple[str, Any], ...], float] = {}
@@ -192,19 +198,21 @@ class Number:
             self._values[_key(attributes)] = value
 
     def total(self) -> float:
-        """Return the sum over all attributes."""
+        """Return the sum of the values over all attributes."""
         with self._meter.lock:
             return sum(self._values.values())
 
     def observe(self) -> None:
-        """Call the callbacks, without holding the lock because they acquire locks of their own."""
+        """Update the values from the callbacks. The lock is not held, because callbacks acquire
+        locks of their own.
+        """
         if self.callbacks:
             observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
             with self._meter.lock:
                 self._values = {_key(each.attributes or {}): each.value for each in observed}
 
     def metric(self, unix_ns: int) -> Metric | None:
-        """Return the current points, or None without any. The caller holds the meter's lock."""
+        """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         if not self._values:
             return None
         counts = self.kind == "counter"
@@ -233,7 +241,7 @@ def _exemplar(example: Example) -> Exemplar:
 
 
 class Meter:
-    """All series of a node."""
+    """The instruments of a node, with all of their series."""
 
     def __init__(
         self,
@@ -244,10 +252,12 @@ class Meter:
         keeps_examples: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets. delta:
-        points count from
-        the last export. keeps_examples: each export has the newest exemplars, not only those
-        since the last export, because several clients may scrape. clock_ns: UNIX time."""
+        """- explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets.
+        - delta: points count from the last export.
+        - keeps_examples: exports include exemplars that were exported before, because several
+          clients may scrape.
+        - clock_ns: returns UNIX time.
+        """
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
         self.bounds_ns = (
             np.rint(np.multiply(DURATION_BOUNDS_S, 1e9)).astype(np.int64)
@@ -258,29 +268,29 @@ class Meter:
         self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
         self.shown_ranks: frozenset[int] | None = None
-        """Ranks whose own series are sent; None: all ranks."""
+        """Ranks whose own series are sent; None for all ranks."""
         self._collected = False
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
         self._instruments: list[Histogram | Number] = []
 
     def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
-        """Return True if the series is sent."""
+        """Return True if the series with this key is sent."""
         return self.shown_ranks is None or all(
             value in self.shown_ranks for name, value in key if name == RANK
         )
 
     def began(self, unix_ns: int) -> None:
-        """Move the start of all series back to the first step, which in a replay was long ago."""
+        """Set the start of all series to the first step. In a replay, this step was long ago."""
         with self.lock:
             if not self._collected and unix_ns < self._began_ns:
                 self._began_ns = self._last_ns = unix_ns
 
     def since(self, unix_ns: int, *, grows: bool) -> int:
-        """Return the start time of a point."""
+        """Return the start time of a data point."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
-    # semantics.py has unit and description of all metrics that are sent over OTLP.
+    # semantics.py defines unit and description of all metrics that are sent over OTLP.
 
     def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
         found = Histogram(self, name, *_unit_and_description(name, unit, description))
@@ -301,7 +311,7 @@ class Meter:
     def create_observable_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
-        """Create a counter whose callbacks return totals. Delta temporality is not supported."""
+        """Create a counter whose callbacks return totals. It does not support delta temporality."""
         return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
@@ -318,7 +328,7 @@ class Meter:
         return found
 
     def collect(self) -> list[Metric]:
-        """Return all metrics that have points."""
+        """Return all metrics that have data points."""
         for instrument in self._instruments:
             if isinstance(instrument, Number):
                 instrument.observe()

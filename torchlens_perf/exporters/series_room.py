@@ -1,10 +1,9 @@
-"""Limits on the number of series per node, so that all nodes together stay within the job's limit.
-Pure.
+"""Limit the number of series per node, which limits the number of series of the job. Pure.
 
-Node 0 sends the series that describe a large job. The rest of the limit is for hardware, shared
-between nodes by their number of ranks. If a node has more series than its share, the least
-important metrics are left out, and points of
-several components are merged: into the largest value, or for counters into the sum.
+Node 0 sends the series that describe a large job. The rest of the limit is for hardware and is
+divided between nodes by their number of ranks. If a node has more series than its share, the least
+important metrics are left out. Points of several components are then merged to one point with the
+largest value, or for counters with the sum.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ _COMPONENT = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME)
 
 
 class Room(NamedTuple):
-    """The numbers of series that a node may send."""
+    """The largest numbers of series that a node may send."""
 
     hardware: int
     others: int | None
-    """Number of series that do not describe hardware; None: their number is bounded anyway."""
+    """Number of series that do not describe hardware; None if it needs no limit."""
 
 
 def most_ranks(max_series: int) -> int:
-    """Return the largest number of ranks that can each have series of their own."""
+    """Return the largest world size with which every rank has series of its own."""
     return int(_PER_RANK_SHARE * max_series) // SERIES_A_RANK
 
 
 def shares(world_size: int, part: JobPart) -> Room:
-    """Return the share of this node."""
+    """Return the number of series that this node may send."""
     if world_size <= most_ranks(part.max_series):
         return Room(int((part.max_series - world_size * SERIES_A_RANK) * part.share), None)
     job = _LARGE_JOB_SHARE * part.max_series
@@ -62,8 +61,8 @@ def most_important(
 ) -> list[Metric]:
     """Reduce metrics to at most `room` points.
 
-    forms_before: the form of each metric in earlier exports; updated. A merged metric is never
-    split again, because each change creates new series.
+    forms_before: index of each metric's form in earlier exports. It is updated. A merged metric is
+    never split again, because each change would create new series.
     """
     before = {} if forms_before is None else forms_before
     points = {each.name: each.data.data_points for each in metrics}
@@ -74,7 +73,8 @@ def most_important(
     )
     forms = {each.name: _forms(each) for each in ordered}
     taken: dict[str, int] = {}
-    for each in ordered:  # Each metric gets its smallest form before any gets a larger one.
+    # Each metric gets its smallest form before any metric gets a larger form.
+    for each in ordered:
         smallest = len(forms[each.name]) - 1
         if len(forms[each.name][smallest]) <= room:
             taken[each.name] = smallest
@@ -102,7 +102,9 @@ def most_important(
 
 
 def _forms(metric: Metric) -> list[Sequence[Any]]:
-    """Return a metric's points in ever smaller forms: all, merged over components, one."""
+    """Return a metric's points in three forms: all points, merged over components, and merged to
+    one point.
+    """
     points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
     if not isinstance(metric.data, Gauge | Sum):

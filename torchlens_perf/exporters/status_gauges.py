@@ -1,4 +1,4 @@
-"""Gauges of current problems, and of the differences between a job's ranks."""
+"""Gauges of current problems, and of quantiles over a job's ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torchlens_perf.exporters.series import Callback, Meter
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
-# Number of zeros after a problem's end: backends extend the last value of a series that stops.
+# Number of zeros that are sent after the end of a problem. Without them, backends extend the last
+# value.
 _ZERO_POINTS = 3
 MAX_COSTS = 32
 
 
 class StatusGauges:
-    """Gauges of the newest assessment. The sidecar's thread writes, the sender's thread reads."""
+    """Gauges of the newest assessment. The sidecar's thread writes, and the sender's thread
+    reads.
+    """
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -27,7 +30,8 @@ class StatusGauges:
         self._newest: Assessment | None = None
         self._hang_found_s = 0.0
         self._hangs_s: Mapping[Any, float] = {}
-        self._pending_zeros: dict[tuple[str, Any], int] = {}  # by gauge and key
+        # Zeros that are still to be sent, by gauge and key.
+        self._pending_zeros: dict[tuple[str, Any], int] = {}
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
             (semantics.STRAGGLER_COST, self._cost),
@@ -67,7 +71,8 @@ class StatusGauges:
 
     def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
-        # The job waits until all ranks of a slow node are faster, so each shows their joint cost.
+        # The job only becomes faster if all ranks of a slow group do, so each rank's point shows
+        # the cost of the group.
         joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
         costs_ns = {
             (each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns)
@@ -97,7 +102,7 @@ class StatusGauges:
     def _ending_with_zeros(
         self, gauge: str, values: Mapping[Any, float]
     ) -> list[tuple[Any, float]]:
-        """Return these points, and zeros for keys that were among them in recent exports."""
+        """Return the values, and a zero for each key that had a value in a recent export."""
         with self._lock:
             ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]
             for key in ended:

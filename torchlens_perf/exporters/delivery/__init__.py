@@ -1,1 +1,3 @@
-"""Delivery of OTLP requests: the outbox that queues them, transports, retries and counts."""
+"""Delivery of OTLP requests: queue (outbox), transports, retries and counts of undelivered
+items.
+"""

@@ -1,8 +1,9 @@
-"""The result of one OTLP request: delivered, to be retried, too large, or refused for good.
+"""The result of sending an OTLP request: delivered, to be retried, too large, or refused.
 
-It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures), except that
-requests are also retried if the server cannot be the endpoint (a wrong address, an expired token, a
-web page). A user may fix that while the job runs, and waiting costs nothing but room in the outbox.
+Results follow the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures) with one
+exception. Requests are also retried if the server does not seem to be the endpoint (a wrong
+address, an expired token, a web page). The user may fix this error while the job runs, and until
+then requests only take space in the outbox.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 class Outcome(enum.Enum):
     DELIVERED = "delivered"
     LATER = "later"
-    """To be retried: the endpoint is unreachable or busy, or the server is no OTLP endpoint."""
+    """The request must be retried: the endpoint is unreachable or busy, or the server is no OTLP
+    endpoint.
+    """
     TOO_LARGE = "too large"
     """The endpoint may accept the request in smaller parts."""
     REFUSED = "refused"
-    """The endpoint will never accept the request: it considers it malformed."""
+    """The endpoint will never accept the request, for example because it is malformed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +35,17 @@ class Answer:
 
     outcome: Outcome
     reason: str = ""
-    """Why the request was not delivered, for the log."""
+    """Reason, for the log, why the request was not delivered."""
     after_s: float | None = None
-    """Seconds that the endpoint asks to wait before a retry; None if it does not."""
+    """Delay before a retry that the endpoint requests, in seconds; None if it requests none."""
     rejected: int = 0
     """Number of items of a delivered request that the endpoint reports as rejected."""
 
 
 class NotDeliveredError(Exception):
-    """Raised in the SDK's exporter to end an export before it retries or reports success."""
+    """Raised inside an exporter of the SDK to end an export, before the exporter retries or reports
+    success.
+    """
 
 
 def later(reason: str, after_s: float | None = None) -> Answer:
@@ -48,7 +53,9 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 
 
 def rejected(response: bytes) -> int:
-    """Return the number of rejected items. Responses of all signals have the same layout."""
+    """Return the number of rejected items in a response. Responses of all signals have the same
+    layout.
+    """
     try:
         return max(
             0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans)
@@ -58,9 +65,9 @@ def rejected(response: bytes) -> int:
 
 
 def wait_of(header: str, unix_s: float | None = None) -> float | None:
-    """Return the seconds (at least 0) that a Retry-After header asks for; None if it is invalid.
+    """Return the delay in seconds (at least 0) in a Retry-After header; None if it is invalid.
 
-    The header has a number of seconds or a date.
+    The header contains a number of seconds or a date.
     """
     text = header.strip()
     if text.isdecimal():

@@ -1,4 +1,4 @@
-"""The parts of an endpoint's address. Only `shown` has no credentials and may be printed."""
+"""Split an endpoint's address into parts, to remove credentials before the address is printed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import NamedTuple
 
 from torchlens_perf.errors import printable
 
-# Names that gRPC resolves itself: https://github.com/grpc/grpc/blob/master/doc/naming.md
+# Schemes of names that gRPC resolves itself: https://github.com/grpc/grpc/blob/master/doc/naming.md
 _GRPC_SCHEMES = ("dns", "unix", "unix-abstract", "ipv4", "ipv6", "vsock", "xds")
 _WITH_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 
 
 class EndpointAddress(NamedTuple):
-    """The parts of an address. Each is as it was written; a missing part is ""."""
+    """The parts of an address. Parts are unchanged text, and a missing part is ""."""
 
     scheme: str
     """Scheme in lower case."""
     user_info: str
     host: str
-    """Host and port; "" for addresses that gRPC resolves itself, which are in `path`."""
+    """Host and port. For an address that gRPC resolves itself, it is "", and `path` has the
+    address.
+    """
     path: str
     query: str
     fragment: str
@@ -32,13 +34,15 @@ class EndpointAddress(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Scheme, host, port and path in one line. These are safe to print."""
+        """Scheme, host, port and path in one line. They contain no credentials and may be
+        printed.
+        """
         separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
         return printable(f"{self.scheme}{separator}{self.host}{self.path}")
 
 
 def parsed(address: str) -> EndpointAddress:
-    """Split an address, with or without a scheme. Any text is accepted."""
+    """Split an address into parts. It may have no scheme, and any text is accepted."""
     whole = address.strip()
     rest, _, fragment = whole.partition("#")
     rest, _, query = rest.partition("?")
@@ -46,17 +50,17 @@ def parsed(address: str) -> EndpointAddress:
     scheme = name.lower() if colon else ""
     if scheme.startswith("unix") and scheme in _GRPC_SCHEMES:
         return EndpointAddress(scheme, "", "", after, query, fragment)
-    # dns:password@host is no gRPC name, but has a user called dns.
+    # dns:password@host is no gRPC name. It has credentials for a user called dns.
     if scheme in _GRPC_SCHEMES and "@" not in rest.partition("/")[0]:
         before, _, last = after.rpartition("@")
-        # In dns://authority/user:password@host, the credentials begin after the last slash.
+        # In dns://authority/user:password@host, the credentials start after the last slash.
         slashes = before[: before.rfind("/") + 1]
         return EndpointAddress(scheme, before[len(slashes) :], "", slashes + last, query, fragment)
     found = _WITH_SCHEME.fullmatch(rest)
     scheme, rest = (found[1].lower(), found[2]) if found else ("", rest)
     authority, slash, path = rest.partition("/")
     if "@" not in authority and "@" in whole and not _HOST_AND_PORT.fullmatch(authority):
-        # The password contains "/", "?" or "#", so its beginning was taken for the port.
+        # The password contains "/", "?" or "#", so its start was parsed as the port.
         before, _, last = whole[len(scheme) + len("://") if scheme else 0 :].rpartition("@")
         return parsed(f"{scheme}://{last}" if scheme else last)._replace(user_info=before)
     user_info, _, host = authority.rpartition("@")
@@ -64,5 +68,5 @@ def parsed(address: str) -> EndpointAddress:
 
 
 def shown(address: str) -> str:
-    """Return the parts of an address that are safe to print."""
+    """Return an address without credentials, which may be printed."""
     return parsed(address).shown

@@ -1,4 +1,4 @@
-"""An interceptor that classifies the responses to the SDK's gRPC exporters."""
+"""An interceptor that classifies the responses to gRPC exporters of the SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchlens_perf.exporters.delivery.answer import (
     rejected,
 )
 
-# Reconnect at least every 10 s: gRPC's default of two minutes would delay data after an outage.
+# Reconnect at least every 10 s. gRPC's default of two minutes would delay data after an outage.
 OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_retries", 0))
 _DETAILS = "grpc-status-details-bin"
 _REFUSES = (
@@ -30,17 +30,20 @@ _MAX_REASON = 200
 
 
 class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Classifies responses.
+    """Classifies the responses to an exporter's calls.
 
-    Failures raise NotDeliveredError, so the SDK does not retry by itself.
+    Failed calls raise NotDeliveredError, so the SDK does not retry by itself.
     """
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
-        """Result of the last call; None before the first."""
+        """Result of the last call; None before the first call."""
 
     def observe(self, exporter: Any) -> None:
-        """Intercept all calls of an SDK exporter. Raises AttributeError if the SDK has changed."""
+        """Intercept all calls of an exporter of the SDK.
+
+        Raises AttributeError if the SDK's private attributes have changed.
+        """
         exporter._channel = grpc.intercept_channel(exporter._channel, self)
         exporter._client = exporter._stub(exporter._channel)
 
@@ -67,7 +70,7 @@ def _classify(error: Any) -> Answer:
 
 
 def _retry_delay_s(error: Any) -> float | None:
-    """Return the delay that a google.rpc.RetryInfo among the error's details asks for."""
+    """Return the delay in a google.rpc.RetryInfo in the error's details; None if there is none."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
             try:

@@ -1,9 +1,8 @@
-"""The session through which the SDK's exporters send over HTTP: it classifies each response and
-enforces a timeout.
+"""An HTTP session for exporters of the SDK that classifies responses and enforces a timeout.
 
-The SDK counts redirects and web pages as success, and its timeouts start again with each byte that
-arrives. Here every failure raises NotDeliveredError, so the SDK neither drops the request nor
-retries by itself.
+The SDK counts redirects and web pages as success, and restarts its timeout with each received byte.
+Here, every failure raises NotDeliveredError, so the SDK neither drops the request nor retries by
+itself.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from torchlens_perf.exporters.delivery.answer import (
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
-# The endpoint is busy or unreachable. 500 is not in the specification, but proxies send it.
+# The endpoint is busy or unreachable. The specification does not contain 500, but proxies send it.
 _BUSY = (408, 429, 500, 502, 503, 504)
-# The address or the credentials are wrong. A user may fix that while the job runs.
+# The address or the credentials are wrong. The user may fix them while the job runs.
 _MISCONFIGURED = (401, 403, 404, 405, 407)
 _MAX_REASON = 200
 _CHUNK_BYTES, _MAX_RESPONSE_BYTES = 256, 1 << 16
@@ -45,43 +44,46 @@ _SHUTDOWN_RETRY_S = 0.2
 
 
 class ObservedSession(requests.Session):
-    """The session of one exporter. Not thread-safe."""
+    """The HTTP session of one exporter. Not thread-safe."""
 
     def __init__(self, provider: str = "") -> None:
-        """provider: name of the credential provider whose session sends the requests; "": no
-        provider.
+        """Prepare the session. Raises RuntimeError if the credential provider is missing.
 
-        Raises RuntimeError if the provider is missing."""
+        provider: name of the credential provider whose session sends the requests; "" for none.
+        """
         super().__init__()
         self.answer: Answer | None = None
-        """Result of the last request; None before the first."""
+        """Result of the last request; None before the first request."""
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._provider_session = _load_provider_session(provider) if provider else None
         if not provider:
             self.auth = _authorize
         session = self._provider_session or self
         for prefix, adapter in list(session.adapters.items()):
-            if type(adapter) is HTTPAdapter:  # Adapters of a user's provider are kept.
+            # Adapters of a user's provider are kept.
+            if type(adapter) is HTTPAdapter:
                 session.mount(prefix, _TrackingAdapter(self._connections))
 
     def request(
         self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any
     ) -> requests.Response:
-        """Send once, within the timeout for everything.
+        """Send a request once. The timeout limits the total time.
 
-        Raises NotDeliveredError unless delivered.
+        Raises NotDeliveredError if the request was not delivered.
         """
         self.answer = None
-        # Redirects are not followed: credentials must not be sent to another server.
+        # Do not follow redirects, because credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
         timeout_s = float(named.get("timeout") or 10)
         with self._cut_after(timeout_s) as is_over:
             try:
                 with self._send(method, url, *arguments, **named) as response:
                     answer = _classify(response, _read_body(response))
-            except Exception as error:  # A session of a user's provider may raise anything.
+            except Exception as error:
+                # A session of a user's provider may raise any exception.
                 answer = later(f"{type(error).__name__}: {error}")
-            if is_over.is_set():  # Headers that were cut off look like a complete response.
+            # Truncated headers look like a complete response.
+            if is_over.is_set():
                 answer = later(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
         if answer.outcome is not Outcome.DELIVERED:
@@ -98,18 +100,19 @@ class ObservedSession(requests.Session):
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:
-        """Prefer the exporter's own certificate to REQUESTS_CA_BUNDLE from the environment."""
+        """Use the exporter's own certificate instead of REQUESTS_CA_BUNDLE from the environment."""
         own = self.verify if isinstance(self.verify, str) and verify is None else verify
         return super().merge_environment_settings(url, proxies, stream, own, cert)
 
     @contextlib.contextmanager
     def _cut_after(self, timeout_s: float) -> Iterator[threading.Event]:
-        """Shut connections down after the timeout. The event is set when the timeout has passed."""
+        """Shut all connections down when the timeout passes. The yielded event is then set."""
         ended, is_over = threading.Event(), threading.Event()
 
         def watch() -> None:
             wait_s = timeout_s
-            while not ended.wait(wait_s):  # Meanwhile another connection may be opened.
+            # Repeat, because another connection may be opened meanwhile.
+            while not ended.wait(wait_s):
                 is_over.set()
                 wait_s = _SHUTDOWN_RETRY_S
                 for connection in list(self._connections):
@@ -134,7 +137,8 @@ class _TrackingAdapter(HTTPAdapter):
 
     def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> Any:
         pool = super().get_connection_with_tls_context(*arguments, **named)
-        if "ConnectionCls" not in vars(pool):  # A new pool has no attribute of its own yet.
+        # A new pool has no attribute of its own yet.
+        if "ConnectionCls" not in vars(pool):
             make = pool.ConnectionCls
 
             def tracked(*arguments: Any, **named: Any) -> Any:
@@ -147,7 +151,9 @@ class _TrackingAdapter(HTTPAdapter):
 
 
 def _read_body(response: requests.Response) -> bytes:
-    """Return the start of the response body. A server at a wrong address may send any amount."""
+    """Return at most the start of the response body. A server at a wrong address may send any
+    amount of data.
+    """
     content = b""
     for piece in response.iter_content(_CHUNK_BYTES):
         content += piece
@@ -186,10 +192,10 @@ def _message(content: bytes, kind: str) -> str:
 
 
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Authorize a request without ~/.netrc, which would replace the header that the user has set.
+    """Add the credentials in the endpoint's address to a request that has no Authorization header.
 
-    Credentials in the endpoint's address are used if there is no header. Proxies and certificates
-    still come from the environment.
+    This replaces the default authorization, which would overwrite the user's header by ~/.netrc.
+    Proxies and certificates are still read from the environment.
     """
     user, password = get_auth_from_url(request.url or "")
     if user and "Authorization" not in request.headers:
@@ -198,7 +204,7 @@ def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
 
 
 def _load_provider_session(provider: str) -> requests.Session:
-    """Return the session that the user's credential provider creates."""
+    """Create a session with the user's credential provider."""
     for entry in importlib.metadata.entry_points(group=_PROVIDERS, name=provider):
         session = entry.load()()
         if isinstance(session, requests.Session):

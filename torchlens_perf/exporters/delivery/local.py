@@ -1,8 +1,8 @@
 """A transport that writes requests to files, for clusters without a network.
 
 Each line is one OTLP request in JSON
-(https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding). It can be sent as it is to any
-OTLP endpoint that accepts JSON.
+(https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding). A line can be sent to any OTLP
+endpoint that accepts JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
 
 
 def _with_hex_ids(value: Any) -> Any:
-    """Convert ids from base64 (protobuf's JSON) to the hexadecimal digits that OTLP requires."""
+    """Convert ids from base64, as in protobuf's JSON, to the hexadecimal digits that OTLP
+    requires.
+    """
     if isinstance(value, dict):
         return {
             key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each)
@@ -36,7 +38,7 @@ def _with_hex_ids(value: Any) -> Any:
 
 
 class FileTransport:
-    """Appends a line for each request to a file: OTEL_TRACES_EXPORTER=otlp_json_file."""
+    """Appends one line per request to a file, as requested by OTEL_*_EXPORTER=otlp_json_file."""
 
     def __init__(self, signal: str, path: Path) -> None:
         self._signal, self._path = signal, path
@@ -53,7 +55,8 @@ class FileTransport:
                 try:
                     ownership.write_all(file, line)
                 except OSError:
-                    file.truncate(end)  # A partial line would corrupt the next one.
+                    # A partial line would corrupt the next line.
+                    file.truncate(end)
                     raise
         except OSError as error:
             return later(f"{self._path}: {error.strerror}")

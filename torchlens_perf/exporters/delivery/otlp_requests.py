@@ -1,6 +1,6 @@
-"""Conversion of the SDK's spans, metrics and log records to bytes of OTLP requests, and back.
+"""Convert spans, metrics and log records of OpenTelemetry's SDK to OTLP requests, and back.
 
-The encoders of OpenTelemetry's exporters make the bytes, so any endpoint accepts a request that was
+Requests are encoded by OpenTelemetry's own exporters, so any endpoint accepts a request that was
 stored in a file.
 """
 
@@ -33,9 +33,10 @@ from opentelemetry.trace import (
 from opentelemetry.trace.status import Status, StatusCode
 
 Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
-"""An element of a request. A request of metrics has one element."""
+"""An element of a request. A request of metrics has a single element."""
 
-_REMOTE = 0x200  # in SpanFlags: the parent or linked span belongs to another process
+# Bit of SpanFlags: the parent or linked span belongs to another process.
+_REMOTE = 0x200
 _ENCODERS = {
     "traces": ("trace_encoder", "encode_spans"),
     "metrics": ("metrics_encoder", "encode_metrics"),
@@ -44,7 +45,7 @@ _ENCODERS = {
 
 
 def size(items: Iterable[Item]) -> int:
-    """Return the number of spans, metric points or log records."""
+    """Return the number of spans, metric points or log records in these items."""
     return sum(_points(item) if isinstance(item, MetricsData) else 1 for item in items)
 
 
@@ -53,7 +54,7 @@ def _points(data: MetricsData) -> int:
 
 
 def metrics_of(data: MetricsData) -> list[sdk.Metric]:
-    """Return the metrics of all resources."""
+    """Return the metrics of all resources and scopes."""
     return [
         metric
         for of in data.resource_metrics
@@ -63,7 +64,9 @@ def metrics_of(data: MetricsData) -> list[sdk.Metric]:
 
 
 def halves(items: Sequence[Item]) -> list[list[Item]]:
-    """Split a request in two; [] if it has only one item. Points of one metric stay together."""
+    """Split the items of a request in two; [] if they cannot be split. Points of one metric stay
+    together.
+    """
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
     if (
@@ -79,14 +82,15 @@ def halves(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _slice_of_metrics(data: MetricsData, begin: int, end: int) -> MetricsData:
-    (of,) = data.resource_metrics  # NodeMetrics creates exactly one resource and one scope.
+    # NodeMetrics creates exactly one resource and one scope.
+    (of,) = data.resource_metrics
     (scope,) = of.scope_metrics
     kept = sdk.ScopeMetrics(scope.scope, scope.metrics[begin:end], scope.schema_url)
     return MetricsData([sdk.ResourceMetrics(of.resource, [kept], of.schema_url)])
 
 
 def message(signal: str, items: Sequence[Item]) -> Any:
-    """Return the request as the SDK's exporters encode it."""
+    """Build the protobuf message of a request with the encoders of the SDK's exporters."""
     module, name = _ENCODERS[signal]
     encode = getattr(
         importlib.import_module(f"opentelemetry.exporter.otlp.proto.common.{module}"), name
@@ -95,13 +99,13 @@ def message(signal: str, items: Sequence[Item]) -> Any:
 
 
 def encode(signal: str, items: Sequence[Item]) -> bytes:
-    """Return the bytes of a request."""
+    """Encode items as the bytes of a request."""
     body: bytes = message(signal, items).SerializeToString()
     return body
 
 
 def decode(signal: str, body: bytes) -> list[Item]:
-    """Return the items of a request. Raises ValueError if the bytes are no request."""
+    """Decode the bytes of a request to items. Raises ValueError if the bytes are invalid."""
     try:
         if signal == "traces":
             return list(_spans(ExportTraceServiceRequest.FromString(body)))
@@ -188,7 +192,7 @@ def _metric(metric: Any) -> sdk.Metric:
 
 
 def _from_message(kind: type, message: Any, **known: Any) -> Any:
-    """Return a dataclass of the SDK, filled from the message's fields of the same names."""
+    """Create a dataclass of the SDK from the message's fields with the same names."""
     fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
     return kind(**known, **{name: _FIELDS.get(name, _same_value)(message, name) for name in fields})
 
@@ -214,7 +218,7 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def in_span(context: SpanContext) -> Any:
-    """Return a context whose current span is the given one."""
+    """Return a context with a span of this span context as the current span."""
     return set_span_in_context(NonRecordingSpan(context))
 
 

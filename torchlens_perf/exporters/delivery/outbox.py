@@ -1,10 +1,9 @@
-"""A queue of data to deliver, oldest first. New items are in memory; requests that could not be
-sent are on disk.
+"""A queue of requests to deliver, oldest first.
 
-A file of the outbox is one complete request, and its name has the number of items. It is written
-under a temporary name, renamed, and deleted after delivery. A process that is killed in between
-sends that request twice and loses none. When the outbox is full, the oldest items are dropped and
-counted.
+New items are in memory. Requests that could not be sent are on disk, one per file. The file's name
+contains the number of items. A file is written under a temporary name, renamed, and deleted after
+delivery. If the process is killed before the deletion, the request is sent twice, but never lost.
+When the outbox is full, the oldest items are dropped and counted.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The items that are sent together."""
+    """Items that are sent together."""
 
     items: Sequence[Item]
     count: int
     """Number of spans, metric points or log records."""
     path: Path | None = None
-    """File of the request; None if it is in memory."""
+    """File of the request; None if the request is in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,9 @@ class Room:
 
 
 class Outbox:
-    """The queue of one signal. put() is thread-safe, and the sender's thread calls the rest."""
+    """The queue of one signal. Any thread may call put(). Only the sender's thread calls all other
+    methods.
+    """
 
     def __init__(
         self,
@@ -63,11 +64,12 @@ class Outbox:
         room: Room | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """folder: the run's outbox; None: keep everything in memory. owner: name of the node that
-        owns the files; "": files of all nodes, for a replay. batch_items: maximum of a request.
-        delay_s: wait for a full request.
+        """Continue a queue. Files of an earlier process are delivered first.
 
-        Files that an earlier process left are delivered first.
+        - folder: folder of the run's outbox. If None, all requests stay in memory.
+        - owner: name of the node that owns the files; "" in a replay for the files of all nodes.
+        - batch_items: largest number of items in a request.
+        - delay_s: longest time to wait for a full request.
         """
         self.signal = signal
         self._folder, self._owner = folder, owner or "replay"
@@ -77,20 +79,24 @@ class Outbox:
         self._items: deque[Item] = deque()
         self._item_count = 0
         self._oldest_item_s = math.inf
-        self._requests: deque[Request] = deque()  # formed from _items; the first may be in flight
+        # Requests in memory. The first may be in flight.
+        self._requests: deque[Request] = deque()
         self._on_disk = threading.Lock()
-        self._files: deque[tuple[Path, int, int]] = deque()  # path, number of items, bytes
+        # Path, number of items and number of bytes of each file.
+        self._files: deque[tuple[Path, int, int]] = deque()
         self._disk_bytes = 0
         self._number = 0
         self._woken = False
         self.dropped = 0
-        """Total of items dropped because the outbox was full or a file could not be read."""
+        """Number of items that were dropped because the outbox was full or a file could not be
+        read.
+        """
         for path, count, number in found(folder, signal, owner):
             self._add_file(path, count, path.stat().st_size)
             self._number = max(self._number, number + 1)
 
     def put(self, items: Sequence[Item]) -> None:
-        """Append items. Never blocks and never writes to disk."""
+        """Append items. This neither blocks nor writes to disk."""
         with self._arrived:
             was_empty = not self._items
             if was_empty:
@@ -116,7 +122,7 @@ class Outbox:
             return self._item_count + in_requests + sum(count for _, count, _ in self._files)
 
     def due_s(self) -> float:
-        """Return the seconds until a request is ready to send, if no further items arrive."""
+        """Return the seconds until a request is due if no further items arrive."""
         with self._arrived:
             if self._files or self._requests or len(self._items) >= self._batch_items:
                 return 0.0
@@ -129,16 +135,15 @@ class Outbox:
             self._woken = False
 
     def wake(self) -> None:
-        """End the current wait(), or make the next one return at once."""
+        """End the current wait(). If no thread waits, the next wait() returns at once."""
         with self._arrived:
             self._woken = True
             self._arrived.notify()
 
     def oldest(self, *, everything: bool = False) -> Request | None:
-        """Return the request to send next, without removing it. Unreadable files are dropped and
-        counted.
+        """Return the next request without removing it. Unreadable files are dropped and counted.
 
-        everything: do not wait for a full request.
+        everything: return a request even if it is not due.
         """
         while self._files:
             path, count, size_bytes = self._files[0]
@@ -148,7 +153,8 @@ class Outbox:
                     count,
                     path,
                 )
-            except OSError:  # The file is kept, as it may be readable in a replay.
+            except OSError:
+                # The file is kept, because a replay may be able to read it.
                 self._drop_file(count, size_bytes)
             except ValueError:
                 self._drop_file(count, size_bytes)
@@ -159,11 +165,12 @@ class Outbox:
             return self._requests[0] if self._requests else None
 
     def remove(self, request: Request, parts: Sequence[Sequence[Item]] = ()) -> None:
-        """Remove a request that was delivered or refused. parts: smaller requests that replace one
-        that was too large.
+        """Remove a request that was delivered, refused or too large.
 
-        Parts of a file are written to disk before the file is deleted, so nothing is lost if the
-        process is killed."""
+        parts: items of smaller requests that replace a request that was too large. If the request
+        was a file, its parts are written to disk before the file is deleted. A process that is
+        killed thus loses nothing.
+        """
         smaller = [Request(part, size(part)) for part in parts]
         if request.path is not None:
             smaller = [part for part in smaller if not self._write_request(part)]
@@ -177,7 +184,10 @@ class Outbox:
             self._requests.extendleft(reversed(smaller))
 
     def to_disk(self, *, everything: bool = True) -> bool:
-        """Write requests that are due (or everything) to disk. Return True if all are on disk."""
+        """Write requests that are due to disk, or all items if `everything` is True.
+
+        Return True if all of these requests are on disk.
+        """
         with self._on_disk:
             while True:
                 with self._arrived:
@@ -201,7 +211,7 @@ class Outbox:
         )
 
     def _form_request(self) -> None:
-        """Form a request from the oldest items. The caller holds the lock."""
+        """Create a request from the oldest items. The caller must hold the lock."""
         if self._items:
             taken = [self._items.popleft() for _ in range(min(self._batch_items, len(self._items)))]
             count = size(taken)
@@ -210,7 +220,7 @@ class Outbox:
             self._requests.append(Request(taken, count))
 
     def _write_request(self, request: Request) -> bool:
-        """Write the request to disk. Return True if that succeeded."""
+        """Write the request to disk. Return True if this succeeded."""
         try:
             body = encode(self.signal, request.items)
             path = self._write_file(body, request.count)
@@ -254,10 +264,10 @@ def outbox(run: Path) -> Path:
 
 
 def found(folder: Path | None, signal: str, owner: str = "") -> list[tuple[Path, int, int]]:
-    """Return a signal's files in the outbox, oldest first, as (path, number of items, sequence
+    """List a signal's files in the outbox, oldest first, as (path, number of items, sequence
     number).
 
-    owner: name of a node; "": files of all nodes.
+    owner: name of a node; "" for the files of all nodes.
     """
     if folder is None or not folder.is_dir():
         return []

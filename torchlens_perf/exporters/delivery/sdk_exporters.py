@@ -1,4 +1,4 @@
-"""Transports on OpenTelemetry's own exporters, which read OTEL_EXPORTER_OTLP_* themselves."""
+"""Transports that use OpenTelemetry's own exporters, which read OTEL_EXPORTER_OTLP_* themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.delivery.http_session import ObservedSession
     from torchlens_perf.exporters.delivery.otlp_requests import Item
 
-# By signal: module and class of the OTLP exporter, then of the console exporter.
+# For each signal, module and class of the OTLP exporter and of the console exporter.
 _EXPORTERS = {
     "traces": ("trace_exporter", "OTLPSpanExporter", "trace.export", "ConsoleSpanExporter"),
     "metrics": ("metric_exporter", "OTLPMetricExporter", "metrics.export", "ConsoleMetricExporter"),
@@ -29,9 +29,12 @@ class SdkTransport:
     def __init__(
         self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None
     ) -> None:
-        """observer: classifies the endpoint's responses; None if the exporter has no endpoint."""
+        """observer: object that classifies the endpoint's responses; None if the exporter has no
+        endpoint.
+        """
         self._signal, self._exporter, self._observer = signal, exporter, observer
-        # The sender logs failed responses, at a limited rate. Other messages of the SDK are kept.
+        # Drop the SDK's messages about failed responses, because the sender logs these at a limited
+        # rate.
         self._logger = logging.getLogger(type(exporter).__module__)
         self._logger.addFilter(self._is_news)
 
@@ -58,7 +61,7 @@ class SdkTransport:
 
 
 def over_http(signal: str) -> SdkTransport:
-    """Return a transport over HTTP. Raises RuntimeError if the credential provider is missing."""
+    """Create a transport over HTTP. Raises RuntimeError if the credential provider is missing."""
     from torchlens_perf.exporters.delivery.http_session import ObservedSession
 
     module, name, _, _ = _EXPORTERS[signal]
@@ -72,7 +75,7 @@ def over_http(signal: str) -> SdkTransport:
 
 
 def over_grpc(signal: str) -> SdkTransport:
-    """Return a transport over gRPC. Errors of the SDK about invalid variables propagate."""
+    """Create a transport over gRPC. The SDK's errors about invalid variables propagate."""
     from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ObservedCalls
 
     module, name, _, _ = _EXPORTERS[signal]
@@ -83,7 +86,7 @@ def over_grpc(signal: str) -> SdkTransport:
 
 
 def to_console(signal: str) -> SdkTransport:
-    """Return a transport that prints to standard output, as the SDK does."""
+    """Create a transport that prints items to standard output in the SDK's format."""
     _, _, module, name = _EXPORTERS[signal]
     return SdkTransport(
         signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)()

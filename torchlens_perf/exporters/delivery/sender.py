@@ -1,9 +1,9 @@
-"""A thread that sends one signal's requests from its outbox, until it is closed.
+"""A thread that sends the requests in a signal's outbox until it is closed.
 
-A failed request is retried for as long as the outbox has room: after the delay that the endpoint
-asks for, otherwise with a backoff of up to a minute. Meanwhile new requests are written to disk, so
-a sidecar that is killed loses none of them. Only one request is in flight at a time, so at most one
-is delivered twice.
+A failed request is retried until the outbox is full and drops it. The pause before a retry is the
+delay that the endpoint requests, or a backoff of up to a minute. Meanwhile, new requests are
+written to disk, so they are not lost if the sidecar is killed. Only one request is in flight at a
+time, so at most one request is delivered twice.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Transport(Protocol):
     """A way to send requests to an endpoint."""
 
     def send(self, items: Sequence[Item]) -> Answer:
-        """Send once, within a bounded time."""
+        """Send items once, within a bounded time."""
 
     def close(self) -> None:
-        """Release all resources. send() is not called afterwards."""
+        """Release all resources. The caller must not call send() afterwards."""
 
 
 class Sender:
-    """Delivers an outbox. Counts are numbers of items: spans, metric points or log records."""
+    """Delivers the requests in an outbox. It counts items: spans, metric points or log records."""
 
     def __init__(
         self,
@@ -54,16 +54,20 @@ class Sender:
         collect: Callable[[bool], float] = lambda final: float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """collect: called on the sender's thread to add() the items that are due, or all items if
-        its argument is True.
+        """Start the thread.
 
-        It returns the seconds until more items are due. clock: seconds, also for pauses between
-        retries."""
+        - collect: callback on the sender's thread that calls add() with the items that are due, or
+          with all items if its argument is True. It returns the seconds until more items are due.
+        - clock: returns seconds.
+        """
         self.signal, self.outbox = outbox.signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
-        """Items added, delivered, rejected in delivered requests, and in refused requests."""
-        self.put = outbox.waiting()  # items left by an earlier process
+        """Numbers of items: added, delivered, rejected in delivered requests, and in refused
+        requests.
+        """
+        # Include the items of an earlier process.
+        self.put = outbox.waiting()
         self._changed = threading.Condition()
         self._closing = self._ended = self._written_by_close = False
         self._next_try_s = 0.0
@@ -74,18 +78,21 @@ class Sender:
         self._thread.start()
 
     def add(self, items: Sequence[Item]) -> None:
-        """Queue items without waiting. Called on the sidecar's and on the sender's thread."""
+        """Queue items without waiting. The sidecar's and the sender's thread call it."""
         with self._changed:
             self.put += size(items)
         self.outbox.put(items)
 
     @property
     def failing(self) -> bool:
-        """True if the last attempt failed."""
+        """True if the last attempt to send failed."""
         return self._consecutive_failures > 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Send until no request is due (return True), an attempt fails or the timeout passes."""
+        """Send until no request is due, an attempt fails or the timeout passes.
+
+        Return True if no request is due.
+        """
         with self._changed:
             failed = self._total_failures
             self._next_try_s = 0.0
@@ -103,7 +110,7 @@ class Sender:
         return self.outbox.due_s() > 0
 
     def begin_closing(self) -> None:
-        """Deliver the remaining items on the thread, until an attempt fails. Does not wait."""
+        """Make the thread deliver the remaining items and end. This method does not wait."""
         with self._changed:
             self._closing = True
             self._next_try_s = 0.0
@@ -111,7 +118,7 @@ class Sender:
         self.outbox.wake()
 
     def close(self, timeout_s: float) -> None:
-        """Deliver the remaining items within the timeout, and write the rest to disk."""
+        """Deliver the remaining items within the timeout, and write undelivered items to disk."""
         self.begin_closing()
         if not _in_slices(self._has_ended, timeout_s):
             self._written_by_close = True
@@ -131,7 +138,8 @@ class Sender:
                 while self._send_or_pause():
                     pass
             finally:
-                self._collect(True)  # Items may have arrived during the last attempt.
+                # Items may have arrived during the last attempt.
+                self._collect(True)
                 self._write_undelivered()
                 with self._changed:
                     self._ended = True
@@ -147,7 +155,7 @@ class Sender:
         pause_s = self._next_try_s - self._clock()
         if pause_s > 0 and not self._closing:
             with self._changed:
-                # Wake up regularly during a long pause, to write new requests to disk.
+                # Wake up regularly during a long pause to write new requests to disk.
                 self._changed.wait(min(pause_s, due_s, _WRITE_INTERVAL_S))
             return True
         request = self.outbox.oldest(everything=final)
@@ -160,15 +168,18 @@ class Sender:
         return self._process_result(request, self._send_once(request)) or not self._closing
 
     def _send_once(self, request: Request) -> Answer:
-        """Send once. An unexpected exception must not end the thread and means a retry."""
+        """Send once. After an unexpected exception, the request is retried and the thread
+        continues.
+        """
         try:
             return self._transport.send(request.items)
         except Exception as error:
             return later(f"{type(error).__name__}: {error}")
 
     def _process_result(self, request: Request, answer: Answer) -> bool:
-        """Process the result of a request. Return False if it has to be retried later."""
-        if self._written_by_close:  # close() timed out and has written the request to disk.
+        """Process the result of a request. Return False if the request must be retried later."""
+        # close() timed out and has written the request to disk.
+        if self._written_by_close:
             return False
         if answer.outcome is Outcome.LATER:
             self._consecutive_failures += 1
@@ -176,7 +187,8 @@ class Sender:
             pause_s = min(
                 _LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1)
             )
-            pause_s *= random.uniform(0.8, 1.2)  # Nodes must not all retry at the same moment.
+            # Nodes must not all retry at the same moment.
+            pause_s *= random.uniform(0.8, 1.2)
             if answer.after_s is not None:
                 pause_s = max(pause_s, min(answer.after_s, _MAX_RETRY_AFTER_S))
             with self._changed:
@@ -225,10 +237,12 @@ class Sender:
 
 
 def _in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:
-    """Call wait(seconds) until it returns True or the timeout passes. Return its last result.
+    """Call `wait` with short timeouts until it returns True or `timeout_s` passes. Return its last
+    result.
 
-    Python handles Ctrl-C only while the main thread runs. If another thread receives the signal,
-    a long wait would delay it."""
+    Python only handles Ctrl-C while the main thread runs Python code, so a single long wait could
+    delay the handler.
+    """
     until_s = time.monotonic() + timeout_s
     while (
         not (done := wait(max(0.0, min(_WAIT_SLICE_S, until_s - time.monotonic()))))

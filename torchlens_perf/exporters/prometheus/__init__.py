@@ -1,1 +1,3 @@
-"""The sidecar's /metrics for Prometheus, off by default. It needs prometheus_client."""
+"""The sidecar's /metrics endpoint for Prometheus. It is off by default and needs
+prometheus_client.
+"""

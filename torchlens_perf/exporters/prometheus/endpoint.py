@@ -1,8 +1,7 @@
-"""A server that answers GET /metrics on a thread of its own, one request at a time, each with a
-time and size limit.
+"""An HTTP server for GET /metrics with one thread and limits on time and size.
 
-prometheus_client's own server starts a thread for each request and waits for slow clients without a
-limit.
+prometheus_client's own server starts a thread for each request, and waits for slow clients without
+a limit.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _LOOPBACK_NAME = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])?(:[0-9]+)
 
 
 class Answer(NamedTuple):
-    """The body of a response and its type."""
+    """Body and content type of a response."""
 
     content_type: str
     body: bytes
 
 
 class Address(NamedTuple):
-    """A numeric IP address and a port; port 0 selects a free one."""
+    """A numeric IP address and a port. Port 0 selects a free port."""
 
     host: str
     port: int
 
     @classmethod
     def of(cls, text: str) -> Address:
-        """Parse "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464" (default: loopback)."""
+        """Parse "9464" (on loopback), "0.0.0.0:9464", "[::1]:9464" or "localhost:9464"."""
         host, _, port = text.strip().rpartition(":")
         host = host.strip("[]")
         return cls(_LOOPBACK if host in ("", "localhost") else host, int(port))
@@ -57,7 +56,7 @@ class Address(NamedTuple):
 
 
 class Endpoint:
-    """The server. It listens from its creation until close()."""
+    """The HTTP server. It listens from its creation until close()."""
 
     def __init__(
         self,
@@ -66,16 +65,16 @@ class Endpoint:
         request_timeout_s: float = 3.0,
         answer_timeout_s: float = 10.0,
     ) -> None:
-        """answer: renders /metrics for an Accept header; called on the server's thread.
+        """Start to listen. Raises OSError if the port is in use or not permitted.
 
-        request_timeout_s: limit for receiving all headers. answer_timeout_s: limit for sending the
-        response; the default is that of Prometheus. Raises OSError if the port is in use or not
-        permitted.
+        - answer: renders /metrics for an Accept header. It is called on the server's thread.
+        - request_timeout_s: time limit for receiving all headers.
+        - answer_timeout_s: time limit for sending the response. The default is that of Prometheus.
         """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Without SO_REUSEADDR the port stays in TIME_WAIT for a minute after each run.
+            # Without SO_REUSEADDR, the port would be in TIME_WAIT for a minute after each run.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((address.host, address.port))
             self._socket.listen(_BACKLOG)
@@ -97,7 +96,8 @@ class Endpoint:
         """Close the port. A request in progress may continue until its timeout."""
         self._closing = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            # This wakes the thread.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join(1)
 
@@ -109,7 +109,8 @@ class Endpoint:
                 connection, _ = self._socket.accept()
             except OSError:
                 if not self._closing:
-                    time.sleep(0.1)  # The process may be out of file descriptors for a while.
+                    # The process may be out of file descriptors for a while.
+                    time.sleep(0.1)
                 continue
             with connection, contextlib.suppress(OSError), guard("answering a scrape"):
                 self._handle(connection)
@@ -119,7 +120,8 @@ class Endpoint:
         head = _read_head(connection, began_s + self._request_timeout_s)
         if not head:
             return
-        connection.settimeout(self._answer_timeout_s)  # limits all of sendall()
+        # The timeout limits the whole of sendall().
+        connection.settimeout(self._answer_timeout_s)
         method, path, headers = _parse_head(head)
         status, answer = self._respond(method, path, headers)
         lines = [
@@ -142,7 +144,7 @@ class Endpoint:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
-            # DNS rebinding: the page of another site may have its own name resolve to this address.
+            # Prevent DNS rebinding: another website's host name may resolve to this address.
             return HTTPStatus.MISDIRECTED_REQUEST, _text(
                 "The Host header is not a name of this machine's loopback.\n"
             )
@@ -154,7 +156,7 @@ class Endpoint:
 
 
 def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
-    """Return the request line and headers; b"" if they are late or too long."""
+    """Read the request line and headers. Return b"" if they are incomplete, late or too long."""
     found = b""
     while b"\r\n\r\n" not in found:
         left_s = deadline_s - time.monotonic()
@@ -169,7 +171,7 @@ def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
 
 
 def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Return the method, the path, and the headers by lower-case name."""
+    """Return the method, the path and the headers. Names of headers are in lower case."""
     first, *lines = head.decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
     headers = {}

@@ -1,6 +1,6 @@
-"""The exporter for Prometheus: the metrics that are also sent over OTLP, and figures of the node.
+"""The exporter for Prometheus, with all OTLP metrics and further metrics of the node.
 
-The sidecar's thread only stores values. The server's thread renders them as text when /metrics is
+The sidecar's thread only stores values. The server's thread renders these values when /metrics is
 requested.
 """
 
@@ -38,16 +38,20 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 
-CACHE_S = 1.0  # Time for which a response is reused, however many clients there are.
+# Time for which a response is reused for all clients.
+CACHE_S = 1.0
 _UPDATE_INTERVAL_S = 2.0
-_MIN_IDLE_RATIO = 100.0  # Updates take at most about 1% of the sidecar's time.
+# Updates take at most about 1% of the sidecar's time.
+_MIN_IDLE_RATIO = 100.0
 
 
 class PrometheusExporter:
-    """Implements Exporter. All methods but _answer() are called on the sidecar's thread."""
+    """Serves metrics on /metrics. The server's thread calls _render(), and the sidecar's thread all
+    other methods.
+    """
 
     def __init__(self, address: Address, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the server. Raises OSError if it cannot listen. clock: seconds."""
+        """Start the server. Raises OSError if it cannot listen. clock: returns seconds."""
         self._clock = clock
         self._meter = Meter(explicit_bounds=True, keeps_examples=True)
         self._metrics = NodeMetrics(self._meter, clock)
@@ -57,22 +61,22 @@ class PrometheusExporter:
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
         self._state: NodeState | None = None
-        self._assesses_job = (
-            False  # Only the sidecar that assesses the whole job shows open alerts.
-        )
+        # Only the sidecar that assesses the whole job shows open alerts.
+        self._assesses_job = False
         self._update_due_s = float("-inf")
         self._final_updates = 0
-        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # only the newest
+        # The newest response, with its time.
+        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}
         self._endpoint = Endpoint(address, self._answer)
 
     @property
     def address(self) -> Address:
-        """The address of the server, with the actual port."""
+        """Address of the server. If port 0 was requested, it has the selected port."""
         return self._endpoint.address
 
     @property
     def scrapes(self) -> list[float]:
-        """See Endpoint.scrapes."""
+        """Start times of the last two complete responses."""
         return self._endpoint.scrapes
 
     # -- from the sidecar
@@ -81,7 +85,9 @@ class PrometheusExporter:
         self.export_with(batch, {})
 
     def export_with(self, batch: ExportBatch, spans: Sampled) -> None:
-        """Export a batch. spans: ids of spans that are sent for its steps, used as exemplars."""
+        """Export a batch. spans: ids of spans that are sent for the batch's steps. They are used as
+        exemplars.
+        """
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
             self._metrics.export(batch, spans)
@@ -92,7 +98,8 @@ class PrometheusExporter:
         with guard("taking the judgement over for /metrics"):
             self._identity = assessment.identity
             self._assesses_job = assessment.whole_job
-            # Alerts are updated first: a scrape that shows a hang must show the suspected rank too.
+            # Update the alerts first, because a scrape that shows a hang must also show the
+            # suspected rank.
             self._figures = NodeFigures(
                 {**self._figures.points, **self._open_alerts()}, self._figures.gone
             )
@@ -103,7 +110,9 @@ class PrometheusExporter:
             self._metrics.measured(hardware)
 
     def look(self, state: NodeState, *, final: bool = False) -> None:
-        """Update the node's figures, at a limited rate because many collectives take a while."""
+        """Update the node's metrics from its state. The rate is limited, because reading many
+        collectives takes long.
+        """
         began_s = self._clock()
         if began_s < self._update_due_s and not final:
             return
@@ -140,7 +149,7 @@ class PrometheusExporter:
         now_s = self._clock()
         if answer is None or now_s - made_s >= CACHE_S:
             answer = Answer(content_type, encode(_Families(self._families)))
-            self._answers = {what: (now_s, answer)}  # Only the newest is kept.
+            self._answers = {what: (now_s, answer)}
         return answer
 
     def _families(self) -> Iterator[Metric]:
@@ -153,7 +162,7 @@ class PrometheusExporter:
 
 
 class _Families(Collector):
-    """An adapter for prometheus_client's encoders."""
+    """An adapter that passes metric families to prometheus_client's encoders."""
 
     def __init__(self, found: Callable[[], Iterator[Metric]]) -> None:
         self._found = found

@@ -1,6 +1,7 @@
-"""Conversion of a node's metrics from the SDK's points to metric families of prometheus_client.
+"""Convert metrics of OpenTelemetry's SDK to metric families of prometheus_client.
 
-Histograms of phases become sums and counts: their buckets would be 90% of all series.
+Histograms of phases are converted to sums and counts, because their buckets would be 90% of all
+series.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint
     from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 
-MAX_POINTS = 1024  # per metric; 64 ranks with 10 phases have 640
+# Largest number of points per metric. 64 ranks with 10 phases have 640 points.
+MAX_POINTS = 1024
 MAX_LABEL = 256
 _WITHOUT_BUCKETS = {semantics.PHASE_DURATION, semantics.DEVICE_DURATION}
 _OF_PROCESSES = {semantics.MEMORY, semantics.DEVICE_MEMORY}
@@ -35,10 +37,10 @@ Labels = dict[str, str]
 def families(
     metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()
 ) -> Iterator[Metric]:
-    """Yield families with samples, target_info first.
+    """Yield metric families with their samples, target_info first.
 
-    resource: the node's attributes. gone: ranks whose processes have ended. Their memory gauges are
-    left out, and their counters are kept.
+    resource: attributes of the node's resource. gone: ranks whose processes have ended. Memory
+    gauges of these ranks are left out, and counters are kept.
     """
     info = Metric("target", "Who serves these metrics: the resource of OpenTelemetry", "info")
     info.add_sample("target_info", labels_of(resource.items()), 1)
@@ -64,7 +66,9 @@ def families(
 
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
-    """Return attributes as labels, limited in length and without terminal control characters."""
+    """Convert attributes to labels. Values are limited in length and have no terminal control
+    characters.
+    """
     return {
         prometheus_name(name): printable(_label_text(value))[:MAX_LABEL]
         for name, value in attributes
@@ -101,7 +105,8 @@ def _histogram_family(
 
 def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> None:
     bounds, until_here = list(point.explicit_bounds), 0
-    newest: dict[int, Any] = {}  # by bucket
+    # The newest exemplar of each bucket.
+    newest: dict[int, Any] = {}
     for example in sorted(point.exemplars, key=lambda each: each.time_unix_nano):
         newest[bisect_left(bounds, example.value)] = example
     for bucket, count in enumerate(point.bucket_counts):

@@ -1,6 +1,6 @@
-"""Prometheus names of OpenTelemetry metrics, units and attributes. Pure.
+"""Convert names of OpenTelemetry metrics, units and attributes to Prometheus names. Pure.
 
-They follow OpenTelemetry's rules, so one dashboard works with both scraped and OTLP metrics:
+The names follow OpenTelemetry's rules, so one dashboard works with both scraped and OTLP metrics:
 https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
 """
 
@@ -17,9 +17,9 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 def prometheus_unit(unit: str, *, gauge: bool) -> str:
-    """Return the unit suffix of a name, or "". Annotations such as {step} are no units.
+    """Return the unit suffix of a metric's name, or "". Annotations such as {step} have no suffix.
 
-    A gauge with unit 1 is a ratio. A sum with unit 1 is a count and has no suffix.
+    The suffix of a gauge with unit 1 is "ratio". A sum with unit 1 is a count and has no suffix.
     """
     if unit == "1":
         return _RATIO if gauge else ""
@@ -27,7 +27,7 @@ def prometheus_unit(unit: str, *, gauge: bool) -> str:
 
 
 def prometheus_name(name: str, unit: str = "") -> str:
-    """Return the name of a metric or an attribute. unit: a suffix from prometheus_unit()."""
+    """Return the Prometheus name of a metric or attribute. unit: suffix from prometheus_unit()."""
     found = _NOT_IN_NAMES.sub("_", name)
     if found[:1].isdigit():
         found = f"_{found}"
@@ -35,9 +35,10 @@ def prometheus_name(name: str, unit: str = "") -> str:
 
 
 def series_name(name: str, unit: str, *, kind: str) -> str:
-    """Return the name of a metric in queries, without _bucket, _sum and _count.
+    """Return the name of a metric in queries. Suffixes of histograms (_bucket, _sum, _count) are
+    not added.
 
-    unit: OpenTelemetry's unit. kind: counter, gauge, updown or histogram.
+    unit: OpenTelemetry's unit. kind: "counter", "gauge", "updown" or "histogram".
     """
     found = prometheus_name(name, prometheus_unit(unit, gauge=kind == "gauge"))
     return f"{found}_total" if kind == "counter" else found

@@ -1,17 +1,20 @@
-"""A token bucket that limits the spans a job may send. Pure.
+"""A token bucket that limits the number of spans that a job may send. Pure.
 
-The timestamps of steps refill it, so a replay, which reads faster than real time, sends no more
-spans.
+The bucket is refilled by the timestamps of steps instead of a clock. A replay, which is faster than
+real time, thus sends no more spans than the run.
 """
 
 from __future__ import annotations
 
 _MINUTE_S = 60.0
-_BURST_S = 20.0  # capacity in seconds of the rate; the rest of a minute's budget refills it
+# Capacity of the bucket, in seconds of the rate. The rest of a minute's budget refills the bucket.
+_BURST_S = 20.0
 
 
 class SpanBudget:
-    """A limit of `spans_per_s` spans a second, averaged over any minute; 0 disables it."""
+    """A limit of `spans_per_s` spans per second, averaged over any minute. A value of 0 disables
+    the limit.
+    """
 
     def __init__(self, spans_per_s: float) -> None:
         self.is_unlimited = spans_per_s <= 0
@@ -21,7 +24,9 @@ class SpanBudget:
         self._newest_s: float | None = None
 
     def at(self, time_s: float) -> float:
-        """Return the number of spans that a step that ended at `time_s` may send."""
+        """Refill the bucket up to `time_s`, the end of a step. Return the number of spans that may
+        be sent.
+        """
         if self._newest_s is not None and time_s > self._newest_s:
             self._left = min(
                 self.capacity, self._left + (time_s - self._newest_s) * self._refill_per_s

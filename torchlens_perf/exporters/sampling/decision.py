@@ -1,4 +1,4 @@
-"""The message in which the sidecar of node 0 sends the selected traces to the other nodes. Pure."""
+"""The message that node 0's sidecar sends to all other nodes to select traces. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 
 from torchlens_perf.run.records import TracedStep
 
-# Why a step is sent.
+# Reasons why a step is sent.
 FIRST, NUMBER, SLOW, VERDICT = "first", "number", "slow", "verdict"
-# Why a rank of the step is sent, if not all ranks are.
+# Reasons why a rank of the step is sent, if not all ranks are sent.
 NAMED, LAST, MOST_WORK, REFERENCE, ONLY_KNOWN = (
     "slow",
     "arrived last",
@@ -34,18 +34,20 @@ _SAID = tuple[_Number, _Number, _Number, _Ranks, _Steps]
 
 @dataclasses.dataclass(frozen=True)
 class TraceDecision:
-    """The decisions of node 0, by which all nodes send the same ranks of the same steps."""
+    """The decisions of node 0, with which all nodes send the same ranks of the same steps."""
 
     attempt: int
     decided_to: int
-    """The last step up to which all steps have been decided."""
+    """Last step for which it is decided, as for all earlier steps, whether it is sent."""
     standing: tuple[int, ...]
     """Ranks that have metric series of their own."""
     steps: tuple[TracedStep, ...]
-    """The newest steps that were selected."""
+    """The newest selected steps."""
 
     def encode(self, max_bytes: int) -> bytes:
-        """Encode into `max_bytes`, without the oldest steps if needed; b"" if impossible."""
+        """Encode the decision in at most `max_bytes`. The oldest steps are left out if needed.
+        Return b"" if this is impossible.
+        """
         for first in range(max(0, len(self.steps) - _MAX_SAID_STEPS), len(self.steps) + 1):
             steps = [dataclasses.astuple(each)[1:] for each in self.steps[first:]]
             found = msgspec.json.encode(
@@ -57,7 +59,7 @@ class TraceDecision:
 
     @classmethod
     def decode(cls, data: bytes) -> TraceDecision:
-        """Decode a message. Raises ValueError if it is invalid."""
+        """Decode a message. Raises ValueError if the message is invalid."""
         try:
             version, attempt, decided_to, standing, steps = msgspec.json.decode(data, type=_SAID)
         except (msgspec.MsgspecError, UnicodeError) as error:

@@ -1,7 +1,7 @@
-"""Work and wait times of each rank in the newest steps: they show which rank arrived last and which
-had most work.
+"""Work and wait times of all ranks in the newest steps. Pure.
 
-A row is the mean over the steps of one bin (analysis/statistics/step_bins.py). Pure.
+They show which rank arrived last, and which rank had most work. A row is the mean over the steps of
+one bin (analysis/statistics/step_bins.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Row:
-    """Times of all ranks in one bin: arrays by rank, NaN where times have not arrived."""
+    """Mean times of all ranks in one bin of steps. Arrays are indexed by rank, and times that have
+    not arrived are NaN.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.work_ns = np.full(ranks, np.nan, np.float32)
@@ -53,7 +55,8 @@ class RankRows:
     """The newest rows of all ranks that this sidecar compares."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], Row] = {}  # keyed by (bin width, bin number)
+        # Rows by (bin width, bin number).
+        self._rows: dict[tuple[int, int], Row] = {}
         self._ranks = 0
 
     def add(self, block: BinBatch) -> None:
@@ -61,7 +64,8 @@ class RankRows:
             max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
         )
         work_ns, rows = block.parts_ns.sum(axis=2), block.key.shape[1]
-        if len(block.ranks) == 1:  # Ranks of this node come one at a time.
+        if len(block.ranks) == 1:
+            # Ranks of this node are added one at a time.
             for index in range(max(0, rows - _KEPT_ROWS), rows):
                 self._row(block.width, int(block.key[0, index])).set(
                     block.ranks, work_ns[0, index], block.wait_ns[0, index]
@@ -82,7 +86,9 @@ class RankRows:
         return found
 
     def at(self, step: int) -> Row | None:
-        """Return the times of the ranks in that step, merged from the bins of all widths."""
+        """Return the times of all ranks in the bins that contain the step. Ranks may have bins of
+        different widths.
+        """
         found: Row | None = None
         for (width, key), row in self._rows.items():
             if key == step // width:
@@ -94,7 +100,11 @@ class RankRows:
         return found
 
     def spread_s(self) -> dict[tuple[str, str], float]:
-        """Return quantiles in seconds by ("work" or "wait", quantile), from the fullest row."""
+        """Return quantiles over ranks in seconds, with keys ("work" or "wait", name of the
+        quantile).
+
+        They are computed from the newest row with times of the most ranks.
+        """
         ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
         most = max((row.known for _, row in ordered), default=0)
         row = next((row for _, row in ordered if row.known == most and most > 1), None)
@@ -116,12 +126,12 @@ def ranks_that_matter(
     places: Mapping[int, Placement],
     within: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
-    """Return the ranks that explain a step, keyed by their role in it.
+    """Return the ranks that explain the duration of a step, by role.
 
-    The roles: ranks reported as slow (the costliest first), the rank that arrived last, the rank
-    with most work, and a
-    rank with median work for comparison. row: times of the step, if known. within: limits the
-    result to these ranks.
+    The roles are: ranks reported as slow (most expensive first), the rank that arrived last, the
+    rank with most work, and a rank with median work for comparison.
+
+    row: times of the step, if known. within: ranks to which the result is limited.
     """
     found: dict[str, list[int]] = {}
     named = [rank for rank in slow if within is None or rank in within][:MAX_NAMED]

@@ -1,4 +1,4 @@
-"""Detection of steps that are slower than the steps before them. Pure."""
+"""Detect steps that are slower than the steps before them. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 WINDOW, MIN_STEPS = 512, 64
 QUANTILE = 0.99
-MIN_EXCESS = 0.1  # relative to the median, for jobs whose steps all take about the same time
+# Smallest excess over the median, for jobs in which all steps take about the same time.
+MIN_EXCESS = 0.1
 
 
 class SlowSteps:
-    """Recent step durations of one rank, which represents all in synchronous training."""
+    """Detects slow steps from the durations on one rank, which are similar on all ranks."""
 
     def __init__(self) -> None:
         self._recent_ns: deque[int] = deque(maxlen=WINDOW)
 
     def add(self, steps: StepTable) -> npt.NDArray[np.bool_]:
-        """Return a mask of the slow steps: above the 99th percentile of the last 512 steps, and 10%
-        above their median.
+        """Add steps, and return a mask of the slow steps.
 
-        No step is slow before there are 64 steps to compare with."""
+        A step is slow if its duration is above the 99th percentile of the last 512 steps and 10%
+        above their median. No step is slow until MIN_STEPS steps were added.
+        """
         above_ns = self._limit_ns()
         self._recent_ns.extend(steps.duration_ns.tolist())
         slow: npt.NDArray[np.bool_] = steps.duration_ns > above_ns

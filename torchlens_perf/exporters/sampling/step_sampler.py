@@ -1,10 +1,9 @@
-"""Selection of finished steps to send as traces, and of the ranks of each step, within a budget of
-spans. Pure.
+"""Select the finished steps, and the ranks of each step, that are sent as traces. Pure.
 
-A step becomes a candidate because of its number, because it is slower than the steps before it, or
-because a rank is reported as slow. Once the records of a candidate have arrived, all ranks are sent
-if they fit into the budget, and otherwise only the ranks that explain the step. Candidates that
-exceed the budget are counted.
+A step becomes a candidate because of its number, because it is slower than earlier steps, or
+because a rank is reported as slow. The candidate is decided when its records have arrived. If all
+ranks fit into the budget of spans, all are sent. Otherwise only the ranks that explain the step are
+sent. Candidates that exceed the budget are counted.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ if TYPE_CHECKING:
 
 FIRST_TRACED_STEPS = 3
 _LOCAL_RECORDS_TIMEOUT_S, _OTHER_NODES_TIMEOUT_S = 3.0, 8.0
-_REMOTE_SPANS_MARGIN = 1.1  # Ranks of other nodes may have more spans than local ones.
-# When a job slows down, many steps are slow. Some budget is kept for the verdict that follows.
+# Ranks of other nodes may have more spans than ranks of this node.
+_REMOTE_SPANS_MARGIN = 1.1
+# When a job slows down, many steps are slow. For each reason, a fraction of the budget is therefore
+# reserved for steps with other reasons.
 _RESERVED_SHARE = {FIRST: 0.0, NUMBER: 0.1, SLOW: 0.5, VERDICT: 0.0}
 _COMPLETE_STEP_INTERVAL_S = 60.0
 _MAX_CANDIDATES = 4096
@@ -38,24 +39,26 @@ _MIN_SPANS = 48
 class _Candidate:
     because: str
     ended_s: float
-    """Time on the rank's clock."""
+    """End of the step by the rank's clock."""
     since_s: float
-    """Time on the sidecar's clock."""
+    """Time at which the step became a candidate, by the sidecar's clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSnapshot:
-    """The state of the job from which steps and ranks are selected."""
+    """The state of the job on which the selection of steps and ranks is based."""
 
     spans: Callable[[int], Mapping[int, int]]
-    """Return the spans of a step by rank, for local ranks whose records have arrived."""
+    """Return a step's number of spans by rank, for ranks of this node whose records have
+    arrived.
+    """
     running: frozenset[int]
     """Ranks of this node that still run steps."""
     world_size: int
-    """Number of ranks that the selection covers."""
+    """Number of ranks from which the sampler selects."""
     rows: RankRows
     slow: Sequence[int]
-    """Ranks reported as slow, the costliest first."""
+    """Ranks reported as slow, most expensive first."""
     places: Mapping[int, Placement]
 
 
@@ -65,7 +68,7 @@ class StepSampler:
     def __init__(self, spans_per_s: float) -> None:
         self.budget = SpanBudget(spans_per_s)
         self.samples_slow = True
-        """True if slow steps, and steps in which a rank was found slow, are sent."""
+        """True if slow steps, and steps in which a rank was reported as slow, become candidates."""
         self._slow_steps = SlowSteps()
         self._candidates: dict[int, _Candidate] = {}
         self._newest = -1
@@ -73,12 +76,14 @@ class StepSampler:
         self._last_numbered_end_s = -math.inf
         self._left_out = 0
         self.left_out = 0
-        """Number of candidates that were not sent because they exceeded the budget."""
+        """Total number of candidates that were not sent because they exceeded the budget."""
 
     def add_steps(self, steps: StepTable, every: int, now_s: float) -> None:
-        """Add finished steps of one rank, which stands for all ranks.
+        """Add finished steps of one rank, and make candidates of some steps.
 
-        every: trace one step in this many; 0: none. now_s: time on the sidecar's clock."""
+        every: one in this number of steps becomes a candidate; 0 for none. now_s: time by the
+        sidecar's clock.
+        """
         if not len(steps):
             return
         slow = self._slow_steps.add(steps).tolist()
@@ -94,22 +99,22 @@ class StepSampler:
         self._newest, self._newest_ended_s = int(steps.step[-1]), ended_s[-1]
 
     def verdict_began(self, now_s: float) -> None:
-        """Make the newest step a candidate because a rank was reported as slow."""
+        """Make the newest step a candidate, because a rank was reported as slow."""
         if self.samples_slow and self._newest >= 0:
             self._candidates[self._newest] = _Candidate(VERDICT, self._newest_ended_s, now_s)
 
     @property
     def decided_to(self) -> int:
-        """The last step up to which all candidates have been decided."""
+        """Last step before the oldest undecided candidate."""
         return min(self._candidates, default=self._newest + 1) - 1
 
     @property
     def has_candidates(self) -> bool:
-        """True if undecided candidates are left."""
+        """True if there are undecided candidates."""
         return bool(self._candidates)
 
     def forget(self, decided_to: int) -> None:
-        """Drop the candidates up to this step: another node has decided about them."""
+        """Drop the candidates up to this step, because another node has decided about them."""
         for step in [step for step in self._candidates if step <= decided_to]:
             del self._candidates[step]
 
@@ -122,9 +127,10 @@ class StepSampler:
         final: bool = False,
         after_s: float = 0.0,
     ) -> list[TracedStep]:
-        """Return the steps to send, among the candidates that can be decided now.
+        """Decide about candidates, and return the steps to send.
 
-        final: no more records will arrive. after_s: decide only on candidates this old.
+        final: True if no more records will arrive. after_s: smallest age of candidates that are
+        decided.
         """
         found = []
         for step in sorted(self._candidates):
@@ -139,7 +145,8 @@ class StepSampler:
                 attempt, step, candidate.because, spans, known, waited_s, candidate.ended_s
             )
             if chosen is None:
-                break  # `decided_to` is a single number, so the steps have to be decided in order.
+                # `decided_to` is a single number, so candidates must be decided in order.
+                break
             del self._candidates[step]
             if isinstance(chosen, TracedStep):
                 found.append(chosen)
@@ -152,7 +159,11 @@ class StepSampler:
         self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: JobSnapshot, waited_s: float,
         ended_s: float,
     ) -> TracedStep | bool | None:  # fmt: skip
-        """Return False if the step exceeds the budget or has no records, None if it must wait."""
+        """Decide about one candidate.
+
+        Return False if the step exceeds the budget or has no records. Return None if it cannot be
+        decided yet.
+        """
         if not spans:
             return False
         most = max(spans.values()) + 1
@@ -170,7 +181,8 @@ class StepSampler:
             and is_small
             and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S
         ):
-            return False  # A complete step will fit later.
+            # A complete step will fit into the budget later.
+            return False
         row = known.rows.at(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
         if (row is None or row.known < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:
@@ -205,7 +217,7 @@ class StepSampler:
 
 
 def reason(step: int, every: int) -> str:
-    """Return FIRST or NUMBER if the step is traced because of its number, and "" otherwise."""
+    """Return FIRST or NUMBER if the step is traced because of its number, else ""."""
     if not every:
         return ""
     return FIRST if step < FIRST_TRACED_STEPS else NUMBER if step % every == 0 else ""

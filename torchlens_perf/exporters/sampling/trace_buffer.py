@@ -1,4 +1,4 @@
-"""A buffer of the newest steps, kept until the steps to trace are selected. Pure."""
+"""A buffer that keeps the newest steps until the traced steps are selected. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.records import StepTable, StepTrace
 
-MAX_BYTES = 16 << 20  # Most of these arrays are in memory anyway until they are written.
+# Most of the buffered arrays are in memory anyway until they are written to disk.
+MAX_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferedSteps:
-    """Complete steps of one process."""
+    """Complete steps of one process, with their records."""
 
     key: str
     """Identity.key of the process."""
@@ -29,7 +30,7 @@ class BufferedSteps:
     anchor: Anchor
     records: npt.NDArray[np.void]
     later: npt.NDArray[np.void]
-    """Records that arrived after these steps and may belong to them."""
+    """Records that arrived after these steps. Some of these records may belong to the steps."""
     names: list[str]
     steps: StepTable
 
@@ -38,12 +39,12 @@ class BufferedSteps:
         return found[0] if found else None
 
     def spans(self, step: int) -> int:
-        """Return the number of spans of a step, without the step's own span."""
+        """Return the number of spans of a step, without the span of the step itself."""
         return span_count(self.records, step) + span_count(self.later, step)
 
 
 class TraceBuffer:
-    """A queue of steps that drops its oldest entries above a number of bytes."""
+    """A queue of steps. It drops its oldest entries when its size exceeds a number of bytes."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -51,14 +52,16 @@ class TraceBuffer:
         self._kept: deque[BufferedSteps] = deque()
 
     def add(self, shelved: BufferedSteps) -> None:
-        """Append at least one step of a process. Steps are in order."""
+        """Append steps of a process. There must be at least one step, and steps must be in
+        order.
+        """
         self._kept.append(shelved)
         self._bytes += _bytes(shelved)
         while self._bytes > self._max_bytes and len(self._kept) > 1:
             self._bytes -= _bytes(self._kept.popleft())
 
     def of(self, step: int) -> list[BufferedSteps]:
-        """Return the entries that contain a step: for each rank, that of the newest process."""
+        """Return for each rank the newest entry that contains a step."""
         found: dict[int, BufferedSteps] = {}
         for each in self._kept:
             if (
@@ -69,7 +72,7 @@ class TraceBuffer:
         return [found[rank] for rank in sorted(found)]
 
     def spans(self, step: int) -> dict[int, int]:
-        """Return the number of spans of a step by rank, without the step's own span."""
+        """Return the number of spans of a step by rank, without the span of the step itself."""
         return {each.rank: each.spans(step) for each in self.of(step)}
 
 
