@@ -50,7 +50,10 @@ def test_no_hang_is_reported_before_the_time_limit(usual_s: float, limit: float)
 
 
 def test_time_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
-    assert hang_limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
+    assert (
+        hang_limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)])
+        == FACTOR * 40
+    )
 
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])

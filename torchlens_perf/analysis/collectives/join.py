@@ -114,7 +114,7 @@ class CollectiveJoin:
         self._local: set[int] = set()
         self._left: set[int] = set()
         # For each rank and process, an array that maps name ids to channel, signature and row. The
-        # value _NONE means that there is none.
+        # value is _NONE for names of other records.
         self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
         self._channels: list[Channel] = []
         self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}

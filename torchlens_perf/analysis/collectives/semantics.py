@@ -104,7 +104,7 @@ def parse_collective_name(name: str) -> CollectiveName | None:
 
 
 class WaitRelation(Enum):
-    """Which ranks wait for which other ranks in an operation."""
+    """The ranks of an operation that wait, and the ranks that they wait for."""
 
     ALL = "all for all"
     RECEIVERS = "the receivers for the root"
@@ -114,7 +114,7 @@ class WaitRelation(Enum):
 
 
 class SizeRule(Enum):
-    """How the size of an operation is computed from the bytes in the ranks' records.
+    """Rule that computes the size of an operation from the bytes in the ranks' records.
 
     A record has the number of bytes of the operation's first argument.
     """

@@ -66,7 +66,7 @@ _MASK, _LITTLE_MASK = (
     int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS)
 )
 _NAMES = {**_KINDS, **_LITTLE_KINDS}
-# Flags of steps that do no work besides training or inference.
+# Flags of steps that do no work except training or inference.
 _BASES = (0, int(Flag.INFERENCE))
 # The parts of a step in which each kind of work takes time. The work is only reported as a cause if
 # the step's extra time is in one of these parts.

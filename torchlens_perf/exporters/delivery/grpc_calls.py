@@ -70,7 +70,9 @@ def _classify(error: Any) -> Answer:
 
 
 def _retry_delay_s(error: Any) -> float | None:
-    """Return the delay in a google.rpc.RetryInfo in the error's details; None if there is none."""
+    """Return the delay in a google.rpc.RetryInfo in the error's details; None if the error has no
+    RetryInfo.
+    """
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
             try:
