@@ -58,8 +58,8 @@ def test_joined_row_has_lag_of_the_last_rank_and_wait_of_the_others() -> None:
         0: (0, 0), 1: (1, 60), 2: (1, 10),
     }  # fmt: skip
     assert (
-        row.merge_sketches("transfer").sum_ns,
-        row.merge_sketches("wait").sum_ns,
+        row.merge_size_sketches("transfer").sum_ns,
+        row.merge_size_sketches("wait").sum_ns,
         row.duration.sum_ns,
     ) == (
         30,
@@ -208,7 +208,7 @@ def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
     (row,) = merge_operations(halves)
 
     assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
-    assert row.merge_sketches("transfer").sum_ns == 100
+    assert row.merge_size_sketches("transfer").sum_ns == 100
     assert {rank: each["exposed_wait_ns"] for rank, each in row.totals_by_rank().items()} == {
         0: 0,
         1: 50,

@@ -169,7 +169,7 @@ class OperationStatistics:
         """Return the statistics of the octave that has most bytes."""
         return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)
 
-    def merge_sketches(self, name: str) -> Sketch:
+    def merge_size_sketches(self, name: str) -> Sketch:
         """Return the sketch in the field `name` of SizeStatistics, merged over all sizes."""
         return merge_sketches(getattr(size, name) for size in self.sizes.values())
 
