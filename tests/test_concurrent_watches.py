@@ -116,7 +116,9 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 def test_watch_that_ended_cannot_be_entered_again(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its models no longer exist, so another entry would record something else."""
+    """The models of an ended watch no longer exist, so another entry would record something
+    else.
+    """
     if how == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     watch, outer = (perf.watch(dir=str(tmp_path), **SETTINGS) for _ in range(2))
@@ -226,7 +228,7 @@ def test_automatic_recordings_wait_for_a_step_may_end_during_a_watch() -> None:
 
 
 def test_first_steps_of_two_threads_start_one_watch(tmp_path: Path) -> None:
-    """Both threads have just made their first step.
+    """The two threads have just made their first step.
 
     One of them starts the watch, and the other one continues.
     """

@@ -120,7 +120,7 @@ def test_quiet_command_shows_no_progress() -> None:
 
 @pytest.mark.parametrize("colors", ["", "1"])
 def test_no_progress_is_shown_without_a_terminal(colors: str) -> None:
-    """This also holds if colours are forced, as in the log of a CI job."""
+    """Forced colours, as in the log of a CI job, make no difference."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
     done = subprocess.run(
         [sys.executable, "-c", WORK],
@@ -296,7 +296,7 @@ def test_quiet_build_prints_nothing_on_success(
 
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> None:
-    """A report is printed only if the user asks for one. If recording is off, no note says so."""
+    """A report is printed only if the user asks for one. No note is printed if recording is off."""
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}

@@ -61,7 +61,7 @@ def test_options_before_the_module_apply_to_the_script(
 ) -> None:
     """Options before `-m torchlens_perf` apply to the script.
 
-    Those in the first line of a console script do not.
+    Options in the first line of a console script do not apply to the script.
     """
     assert typed_options(command_line) == options
 

@@ -329,7 +329,7 @@ def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
 def different_lines(name: str, zoo: Path) -> str:
     """Return the differences between `run` and Python, or "".
 
-    Both run in the same folder.
+    Both commands run in the same folder.
     """
     python, run = (
         (CONSOLE_SCRIPT, "run")

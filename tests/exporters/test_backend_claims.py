@@ -57,7 +57,7 @@ def test_every_cell_of_the_table_names_a_test_or_a_reason() -> None:
 
 
 def test_guide_and_internal_page_claim_the_same() -> None:
-    """Both pages have the same rows and columns."""
+    """The tables of both pages have the same rows and columns."""
     _, *backed = table("backend .* trace tree with all ranks.*")
     _, *claimed = table("backend .* traces .*", GUIDE)
     assert len(claimed) == len(backed)

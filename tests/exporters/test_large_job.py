@@ -131,7 +131,7 @@ def test_each_step_is_in_exactly_one_histogram() -> None:
 
 
 def test_quantiles_over_ranks_show_the_rank_that_others_wait_for() -> None:
-    """That rank has the maximum work and the minimum wait."""
+    """The rank that others wait for has the maximum work and the minimum wait."""
     found = {
         (metric, next(iter(point.attributes.values()))): point.value
         for metric in (semantics.RANKS_WORK, semantics.RANKS_WAIT)

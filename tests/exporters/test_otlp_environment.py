@@ -304,7 +304,7 @@ def test_header_values_are_in_no_log_report_state_or_record(
 def test_only_host_and_path_of_an_address_are_shown(
     sidecar: Run, address: str, protocol: str
 ) -> None:
-    """This applies to logs, reports, states and records."""
+    """Logs, reports, states and records are checked."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
         OTEL_EXPORTER_OTLP_PROTOCOL=protocol,

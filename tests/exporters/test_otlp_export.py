@@ -203,7 +203,7 @@ def test_span_starts_equal_the_run_directory(exported: Exported) -> None:
 
 
 def test_step_spans_have_own_time_and_micro_steps(exported: Exported) -> None:
-    """Both numbers equal those in the run directory."""
+    """Own time and micro-steps equal those in the run directory."""
     steps = sampled(exported)
     expected = {
         (row["rank"], row["step"]): (int(str(row["own_ns"])) / 1e9, row["micro_steps"])

@@ -113,7 +113,8 @@ def live(
 ) -> Iterator[dict[str, Ended]]:
     """Run training processes one after the other, each with a faulty endpoint.
 
-    Their sidecars end at the same time. Only the faults of the selected tests are run.
+    The sidecars of these processes end at the same time. Only the faults of the selected tests are
+    run.
     """
     tests = [
         item
@@ -180,7 +181,10 @@ def test_watch_adds_no_thread_and_no_socket_to_the_training_process(
 
 @pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
 def test_report_counts_undelivered_spans(live: dict[str, Ended], fault: str) -> None:
-    """The sidecar ends soon after the job. Its state and its report have the number."""
+    """The sidecar ends soon after the job.
+
+    The state and the report have the number of undelivered spans.
+    """
     run = live[fault].run
     assert run is not None
     count = spans_of(run, Config.trace_every)

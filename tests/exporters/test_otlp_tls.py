@@ -54,7 +54,7 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
     """Run an HTTP endpoint with the given certificate and return its address.
 
-    It may require client certificates.
+    The endpoint may require client certificates.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*shown)

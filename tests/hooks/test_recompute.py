@@ -194,7 +194,7 @@ class Foreign(torch.autograd.Function):
 
 
 def test_recomputation_by_another_library_is_noted_as_not_measured(tmp_path: Path) -> None:
-    """Its time counts as backward pass, because no watched module runs again."""
+    """The time of recomputation counts as backward pass, because no watched module runs again."""
     recording = train(Stack(Layer, lambda layer, x: Foreign.apply(layer.forward, x)), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []

@@ -89,7 +89,7 @@ def test_opentelemetry_sdk_loads_the_detector_without_torch(tmp_path: Path) -> N
 def test_sidecar_metrics_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sidecar inherits the detector and the variables of the rank that started it.
 
-    Its metrics cover all ranks of the node.
+    Metrics of a sidecar cover all ranks of the node.
     """
     for name, value in {**SRUN, "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "*"}.items():
         monkeypatch.setenv(name, value)

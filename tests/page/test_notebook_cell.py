@@ -115,7 +115,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any]) -> None:
-    """They appear in this order."""
+    """The order is verdict, numbers, notes and path."""
     page = Page(cell(report, "/runs/one"))
     (first,) = headlines(report, "/runs/one")
 
@@ -152,7 +152,7 @@ def test_pictures_in_a_cell_have_alternative_texts(report: dict[str, Any]) -> No
 def test_pictures_are_readable_in_a_light_and_in_a_dark_notebook(report: dict[str, Any]) -> None:
     """An image does not inherit the notebook's theme.
 
-    Its background is transparent, and its text has contrast on both themes.
+    The image has a transparent background, and its text has contrast on both themes.
     """
     for _, svg in Page(cell(report, "")).images:
         style = svg[0].text or ""

@@ -54,7 +54,7 @@ class _Marks(ctypes.Structure):
 class NativeMarks:
     """The functions that the native tap calls.
 
-    Those made with `gil=False` run without the GIL, as on a backend's thread.
+    Functions made with `gil=False` run without the GIL, as on a backend's thread.
     """
 
     def __init__(self, implementation: ModuleType, *, gil: bool) -> None:

@@ -453,7 +453,7 @@ class TestThreads:
         assert (backward["duration_ns"], backward["phase_ns"]) == (35, 30)
 
     def test_wait_inside_recomputation_counts_once(self, rig: Rig) -> None:
-        """The wait is on autograd's thread. It counts as waiting and not as recomputation."""
+        """The wait is on autograd's thread. The wait does not count as recomputation."""
         recorder, backward, again = (
             rig.recorder,
             rig.ring.intern("backward"),
@@ -635,7 +635,7 @@ class TestModuleCall:
     def test_recomputation_in_a_nested_backward_pass_is_recognized(self, rig: Rig) -> None:
         """A model may start a backward pass in its forward pass and call itself there.
 
-        That is no ordinary module call.
+        Such a call must not count as an ordinary module call.
         """
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: None)

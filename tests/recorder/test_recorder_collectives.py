@@ -152,7 +152,10 @@ def test_blocking_operation_ends_with_its_call_and_counts_as_a_wait(rig: Collect
 
 
 def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
-    """The operation may end in a later step. Its position in the issuing step stays the same."""
+    """The operation may end in a later step.
+
+    The operation may end in a later step and keeps its position in the issuing step.
+    """
     rig.recorder.next_step()
     rig.call(0, End.UNKNOWN)
     rig.call(1, End.BY_WAIT)
@@ -210,7 +213,7 @@ def test_timed_wait_passes_arguments_result_and_exception_on(rig: CollectiveRig)
 def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None:
     """After a timeout, the operation may still be running.
 
-    Its record has the flag for exceptions and no end.
+    The operation's record has the flag for exceptions and no end.
     """
 
     class Work:

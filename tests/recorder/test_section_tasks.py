@@ -36,7 +36,7 @@ def durations(rig: Rig) -> list[int]:
 def run(rig: Rig, *turns: int) -> None:
     """Run tasks that are inside the section at the same time.
 
-    They leave in order after the given times in ns.
+    The tasks leave the section in order after the given times in ns.
     """
 
     async def task(before_ns: int, number: int) -> None:
@@ -72,7 +72,7 @@ def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
 
 
 def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
-    """Their sections are not interleaved, so no record is lost."""
+    """Sections of tasks that run one after the other are not interleaved."""
 
     async def task(nanoseconds: int) -> None:
         with rig.implementation.section("part"):

@@ -112,7 +112,7 @@ def bare_start_s() -> float:
 def imported(run: RunDirectory) -> list[str]:
     """Return the modules that the sidecar has imported, in order.
 
-    They are in its log with PYTHONPROFILEIMPORTTIME=1.
+    The sidecar's log has the imports because PYTHONPROFILEIMPORTTIME is 1.
     """
     # The log starts in the second file.
     logs = [run.node_log(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]

@@ -204,7 +204,7 @@ def competitor(cpu: int) -> Iterator[None]:
 def test_time_without_a_cpu_is_measured_next_to_a_busy_process(rig: TimedRig) -> None:
     """A thread that shares its CPU with a busy process is runnable about as long as it runs.
 
-    Its CPU time is its own.
+    Only the time in which the thread itself runs is CPU time.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})

@@ -297,7 +297,7 @@ def test_models_are_not_searched_by_gradient_while_another_thread_computes(
 
 
 def test_modules_of_two_threads_have_separate_backward_times(tmp_path: Path) -> None:
-    """Both threads call the same module at the same time, in sampled steps."""
+    """The two threads call the same module at the same time, in sampled steps."""
     model, together = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), threading.Barrier(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

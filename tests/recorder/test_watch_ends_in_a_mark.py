@@ -25,7 +25,7 @@ End = Callable[..., Any]
 class EndingRig:
     """A recorder that the test ends while it is called.
 
-    It is closed, its file is unmapped, and no reference is left.
+    The recorder is closed, its file is unmapped, and no reference is left.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EndingRig:
             self.ended += 1
 
     def make(self, intern: Callable[[str], int]) -> None:
-        """Make another recorder on the file. It calls the given function for names."""
+        """Make another recorder on the file. The recorder calls the given function for names."""
         self.recorder.close()
         self.recorder = self.rig.recorder = self.implementation.Recorder(
             self.rig.ring.buffer, intern

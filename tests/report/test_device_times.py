@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> RunDirectory:
 class Gpu(Rank):
     """A rank whose device takes longer than its host.
 
-    Its device times arrive one step later.
+    The rank's device times arrive one step later.
     """
 
     def timed_steps(self, count: int, behind_ns: int, scale: float = 1.0) -> None:
@@ -418,7 +418,7 @@ def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
 def test_ranks_on_devices_without_device_times_are_not_compared(
     run: RunDirectory, timed: tuple[int, ...]
 ) -> None:
-    """Their host times are equal, because each rank waits for its device."""
+    """Host times of the ranks are equal, because each rank waits for its device."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for number, rank in enumerate(ranks):
         rank.session.metadata.add_modules(

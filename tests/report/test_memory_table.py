@@ -159,7 +159,7 @@ def test_report_on_a_cpu_job_has_no_device_memory(run: RunDirectory) -> None:
 
 
 def test_rank_that_ran_out_of_memory_is_the_first_verdict(run: RunDirectory) -> None:
-    """The straggler verdict that it caused comes after it.
+    """The straggler verdict caused by the lack of memory comes second.
 
     The verdict has rank, time, request, memory use and action.
     """
@@ -300,7 +300,7 @@ def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) ->
 def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -> None:
     """A second sidecar keeps the first one's findings and adds new ones.
 
-    It ignores those of other nodes.
+    The second sidecar ignores findings of other nodes.
     """
     rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"}, registered=False)
     rank.steps(50, **WORK)

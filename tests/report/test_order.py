@@ -218,7 +218,7 @@ class TestOneCause:
     def test_small_straggler_does_not_hide_a_larger_loss_of_all_ranks(self) -> None:
         """All ranks wait 30 ms for data, and one rank computes 2 ms longer.
 
-        Both are reported, data first.
+        The waits and the slow rank are reported, the waits first.
         """
         loops = [
             [{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)]

@@ -288,7 +288,7 @@ def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> No
 
 
 def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
-    """This happens with `TORCHLENS_PERF=1` and a script of one iteration."""
+    """With `TORCHLENS_PERF=1`, a script of one iteration has such a step."""
     rank = Rank(run, 0, 1, first_step=1)
     report = report_of(run, state_of(run, [rank], (0,)))
 

@@ -135,7 +135,7 @@ def test_inner_section_is_in_the_verdict_if_it_has_most_of_the_time(
 
 
 def test_verdict_has_two_sections_that_share_the_step(run: RunDirectory) -> None:
-    """Neither section has most of the step, and the figure is that of all host code."""
+    """The figure is that of all host code, because neither section has most of the step."""
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("load", 18.0)

@@ -180,7 +180,7 @@ def test_results_without_recording_have_the_reason(
 
 
 def test_results_of_a_nested_watch_are_those_of_the_outer_one(tmp_path: Path) -> None:
-    """The same holds after the inner watch has ended."""
+    """The results stay the same after the inner watch has ended."""
     with training(tmp_path) as loop:
         with perf.watch(loop.model) as inner:
             loop.train(5)

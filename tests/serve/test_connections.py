@@ -52,7 +52,7 @@ def test_hundreds_of_unfinished_requests_do_not_block_viewers(
 ) -> None:
     """The requests exceed any limit of the server.
 
-    Both an existing viewer and a new one are served.
+    An existing viewer and a new one are served.
     """
     held = [connect(begin) for _ in range(600)]
     for _ in range(3):

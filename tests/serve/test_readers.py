@@ -124,8 +124,9 @@ def test_unusual_errors_and_dead_readers_become_read_errors() -> None:
 
 
 def test_reader_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    """Its caller receives an error, concurrent callers are told that readers are busy, and later
-    ones are served.
+    """The caller receives an error.
+
+    Concurrent callers are told that readers are busy, and later ones are served.
     """
     mark = tmp_path / "mark"
 

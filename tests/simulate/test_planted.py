@@ -306,7 +306,10 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The page's tables omit some of this many ranks. Its texts mention ranks without verdicts."""
+    """The page's tables omit some of this many ranks.
+
+    The page's texts mention ranks without verdicts.
+    """
     out = tmp_path / "run"
     topology, fault = "dp=32,tp=8", "constant:rank=77,share=0.3"
     assert (

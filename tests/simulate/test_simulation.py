@@ -1,6 +1,6 @@
 """Simulated training has the planted faults and no others.
 
-Its ranks wait for each other, and its noise was recorded in real runs.
+Simulated ranks wait for each other. Their noise was recorded in real runs.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
 
 
 def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
-    """Both alerts have the same subject."""
+    """The two alerts have the same subject."""
     log, slow = FindingLog("run"), episode()
     assert told(log, NOTHING) == []
     (started,) = told(log, findings(slow))

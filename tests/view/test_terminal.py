@@ -102,7 +102,7 @@ class TestPlantedJobs:
         assert text.count("\n") <= SHORT_LINES_OK
 
     def test_slow_loader_is_shown_before_the_line_on_slow_ranks(self) -> None:
-        """That line says that no rank is slow."""
+        """The line on slow ranks says that no rank is slow."""
         loops = [[{**BASE, "data": 14.0}] * 100] * 2
         text = short(node(loops, findings(last_step=99, compared=2)))
 
@@ -315,7 +315,7 @@ def test_run_that_ended_in_a_hang_is_shown_as_hanging() -> None:
 
 @pytest.mark.parametrize("html", [True, False])
 def test_rank_0_prints_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
-    """Its colours are those that its terminal supports.
+    """The colours are those that the terminal of rank 0 supports.
 
     report.txt has the full report without colours.
     """

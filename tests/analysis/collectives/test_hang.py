@@ -151,7 +151,7 @@ def test_several_missing_ranks_are_blamed_together() -> None:
 
 
 def test_only_rank_that_entered_a_collective_may_be_the_faulty_one() -> None:
-    """The text says so, because one rank may issue a collective by mistake."""
+    """The text mentions that one rank may issue a collective by mistake."""
     hang = found(*(behind(number) for number in (1, 2, 3)))
 
     assert named(hang) == [1, 2, 3]

@@ -559,7 +559,7 @@ def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart
 
 
 def test_messages_of_different_types_share_one_sequence_of_numbers() -> None:
-    """Both taps number messages by pair and direction.
+    """The native tap and the Python tap number messages by pair and direction.
 
     A different type at the same number is a mismatch.
     """

@@ -62,7 +62,7 @@ def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
 def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> None:
     """The last rank has the shortest duration.
 
-    Its lag is the distance to the second shortest, and longer durations include waiting.
+    The lag of the last rank is the distance to the second shortest duration.
     """
     found = split_wait_and_transfer(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
 

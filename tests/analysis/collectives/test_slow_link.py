@@ -181,7 +181,7 @@ def test_rank_common_to_slow_messages_is_blamed() -> None:
 
 
 def test_group_that_waits_for_a_late_rank_is_no_slow_link() -> None:
-    """Its operations are long, but its transfers are as short as usual."""
+    """The group's operations are long, but its transfers are as short as usual."""
     for seed in range(8):
         assert (
             find_slow_links(

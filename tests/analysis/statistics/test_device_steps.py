@@ -195,7 +195,7 @@ def test_memory_is_linear_in_the_number_of_spans_of_a_step() -> None:
 
 def test_lack_of_a_cpu_counts_only_if_it_delays_the_device() -> None:
     """Lack of a CPU delays the device in a gap, or in a phase that the host started only 1 ms
-    before. It does not while the host is far ahead.
+    before. If the host is far ahead, the device is not delayed.
     """
     made = records(
         (Kind.FORWARD, 0, 9, 2), (Kind.BACKWARD, 0, 11, 2), (Kind.STEP, 0, 0, 30),

@@ -17,7 +17,7 @@ NAMES = ["embedding", "head", "layers.0"]
 
 
 def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -> None:
-    """Add a rank of another node. Its message has room for more modules than it contains."""
+    """Add a rank of another node. The rank's message has room for more modules than it contains."""
     sent = np.zeros(MAX_MODULES, np.float32)
     sent[: len(ns)] = ns
     times.set_remote(rank, digest(names), sent)

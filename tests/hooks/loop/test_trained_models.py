@@ -1,4 +1,4 @@
-"""Models found or passed are named as by the user; a note lists models that are not timed."""
+"""Found and passed models have the user's names. A note lists models that are not timed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_models_passed_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> 
 
 
 def test_module_names_have_no_prefix_if_one_model_is_passed(tmp_path: Path) -> None:
-    """This also holds for a list with one model."""
+    """The model is passed alone or in a list."""
     model = network()
     for given in (model, [model], (model,)):
         with recorded(tmp_path / str(type(given).__name__), given, modules="all") as recording:

@@ -309,7 +309,7 @@ def test_nccl_timing_is_off_during_graph_captures(
 def test_timing_ends_after_a_collective_in_a_graph_capture(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This watch and the next one note the reason and use events."""
+    """The current watch and the next one note the reason and use events."""
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)

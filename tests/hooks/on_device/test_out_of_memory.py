@@ -109,7 +109,7 @@ def recording_key(metadata: dict[str, Any]) -> str:
 def test_second_watch_reuses_the_memory_observer_of_the_first(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """torch cannot remove an observer. It does nothing between two watches."""
+    """torch cannot remove an observer. The observer does nothing between two watches."""
     with recorded(tmp_path) as first:
         run = first.watch.run_dir
     allocator.runs_out(GB, 0)

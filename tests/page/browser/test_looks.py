@@ -108,7 +108,7 @@ def test_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: 
 
 
 def test_verdicts_tables_and_bars_are_shown_without_scripts(tab_of: TabOf, wide_file: Path) -> None:
-    """Charts need scripts, and a text says so. There are no requests."""
+    """A text says that charts need scripts. There are no requests."""
     tab = tab_of(wide_file, scripts=False)
     tab.page.goto(wide_file.as_uri())
     assert tab.page.locator("figure[data-chart]").count() == 6

@@ -178,7 +178,7 @@ def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]
 def test_step_not_in_the_page_is_requested_once_from_the_server(
     tab_of: TabOf, served: Callable[[str, dict[int, Any]], tuple[str, list[str]]], shown: Contents
 ) -> None:
-    """If a step was not recorded, the page says so and shows the nearest one."""
+    """For a step that was not recorded, the page shows the nearest one with a note."""
     recorded = {step["step"] for step in shown["traces"]["steps"]}
     wanted, missing = [step for step in range(STEPS) if step not in recorded][:2]
     trace = {**copy.deepcopy(shown["traces"]["steps"][0]), "step": wanted, "why": "asked for"}

@@ -115,7 +115,7 @@ CLEAN: Slow = {5: {StepPart.GAP: 0.2}}
 def test_rank_is_reported_after_three_slow_windows() -> None:
     """The episode has its part and excess, and begins with the first slow window.
 
-    It ends after two healthy windows.
+    The episode ends after two healthy windows.
     """
     windows = seen(CLEAN, CLEAN, FORWARD, FORWARD)
     assert windows.episodes() == []

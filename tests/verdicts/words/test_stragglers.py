@@ -277,7 +277,7 @@ class TestModules:
 class TestModulesOnDevices:
     """Modules of a rank that is judged by its device.
 
-    Their host times depend on where the device's queue was full.
+    Host times of modules depend on where the device's queue was full.
     """
 
     @staticmethod
