@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Table
-from torchlens_perf.sidecar.nodes.client import Sender
+from torchlens_perf.sidecar.nodes.client import ReportSender
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import MAX_PAYLOAD_BYTES, Outbox
-from torchlens_perf.sidecar.nodes.rendezvous import Rendezvous, exchange_key
+from torchlens_perf.sidecar.nodes.rendezvous import Rendezvous, store_key_of_watch
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 NODES, RANKS, CLIENTS, ROUNDS = int(os.environ.get("NODES", "2048")), 8, 4, 12
 TIMING = Timing(operation_s=20.0, connect_s=20.0)
-KEY = exchange_key(0)
+KEY = store_key_of_watch(0)
 # Windows per message, as sent by nodes that post once a second in a job of this size.
 PER_MESSAGE = 3
 # Share of one core.
@@ -72,14 +72,14 @@ def merge(places: Endpoints) -> None:
     """Run node 0: one collect() per line of stdin."""
     exchange = Exchange(places, KEY, "node-0", True, timing=TIMING)
     rendezvous = Rendezvous(places, KEY)
-    while rendezvous.file is not None and not rendezvous.file.exists():
+    while rendezvous.address_file is not None and not rendezvous.address_file.exists():
         time.sleep(0.01)
     empty_bytes = resident_bytes()
     print(json.dumps({}), flush=True)
     spent_s = time.process_time()
     for line in sys.stdin:
         began_s = time.monotonic()
-        collected = exchange.collect() if line == "collect\n" else None
+        collected = exchange.collect_posts() if line == "collect\n" else None
         answer = {
             "collect_ms": (time.monotonic() - began_s) * 1e3,
             "payloads": (
@@ -108,12 +108,12 @@ class Node:
         self._number = number
         self.outbox, self._lock = Outbox(), threading.Lock()
         name = f"{number:016x}", f"node-{number + 1}"
-        self.sender = Sender(Rendezvous(places, KEY, TIMING), TIMING, self._lock, self.outbox, name)
+        self.sender = ReportSender(Rendezvous(places, KEY, TIMING), TIMING, self._lock, self.outbox, name)
 
     def post(self) -> None:
         ranks = range(self._number * RANKS, (self._number + 1) * RANKS)
         with self._lock:
-            self.outbox.post(
+            self.outbox.add_post(
                 {rank: os.urandom(MAX_PAYLOAD_BYTES) for rank in ranks}, time.monotonic()
             )
 
@@ -126,8 +126,8 @@ class Node:
         while True:
             began_s = time.monotonic()
             try:
-                wait_s = await self.sender.turn()
-                if not self.outbox.waiting:
+                wait_s = await self.sender.work_once()
+                if not self.outbox.has_unsent:
                     return time.monotonic() - began_s
                 await asyncio.sleep(wait_s)
             except OSError:

@@ -47,7 +47,7 @@ from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.export_role import ExportRole
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
@@ -68,7 +68,7 @@ class Wire:
     """An exchange without a network: each message arrives at once."""
 
     def __init__(self) -> None:
-        self.posted: list[Received] = []
+        self.posted: list[ReceivedPost] = []
         self.reply = b""
         self.bytes = 0
 
@@ -82,11 +82,11 @@ class _End:
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         self._wire.bytes += sum(map(len, payloads.values()))
-        self._wire.posted += [Received(self._node, 0.0, payloads)]
+        self._wire.posted += [ReceivedPost(self._node, 0.0, payloads)]
 
-    def collect(self) -> Collected:
+    def collect(self) -> CollectedPosts:
         posted, self._wire.posted = self._wire.posted, []
-        return Collected(posted, {})
+        return CollectedPosts(posted, {})
 
     def set_reply(self, reply: bytes) -> None:
         self._wire.reply = reply

@@ -28,7 +28,7 @@ from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
+from torchlens_perf.sidecar.nodes.messages import CollectedPosts, NodeContact, ReceivedPost
 from torchlens_perf.verdicts.causes.metrics import METRICS
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -49,10 +49,10 @@ class Handed:
     """Stands in for the exchange and returns prepared messages."""
 
     def __init__(self, *_: object) -> None:
-        self.next: Collected = Collected((), {})
+        self.next: CollectedPosts = CollectedPosts((), {})
 
-    def collect(self) -> Collected:
-        collected, self.next = self.next, Collected((), {})
+    def collect(self) -> CollectedPosts:
+        collected, self.next = self.next, CollectedPosts((), {})
         return collected
 
     def set_reply(self, reply: bytes) -> None:
@@ -62,7 +62,7 @@ class Handed:
         return []
 
 
-def window(number: int, draw: np.random.Generator) -> Collected:
+def window(number: int, draw: np.random.Generator) -> CollectedPosts:
     """Return the summaries of all ranks.
 
     One is packed by the sidecar's function, and the others differ only in numbers.
@@ -100,12 +100,12 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
     payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}
     posts = [
-        Received(
+        ReceivedPost(
             nodes[first], 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)}
         )
         for first in range(0, RANKS, NODE_SIZE)
     ]
-    return Collected(posts, {node: NodeContact(0.3, 0, False) for node in set(nodes)})
+    return CollectedPosts(posts, {node: NodeContact(0.3, 0, False) for node in set(nodes)})
 
 
 def memory_mb(field: str) -> float:

@@ -55,7 +55,7 @@ def _measure(folder: Path) -> int:
     def gpus() -> None:
         nonlocal now_ns
         now_ns += 1_000_000_000
-        telemetry.sample(UUIDS[:GPUS], now_ns, now_ns)
+        telemetry.sample_gpus(UUIDS[:GPUS], now_ns, now_ns)
 
     gpus()
     each_us = _processor_us(gpus) / GPUS
@@ -66,7 +66,7 @@ def _measure(folder: Path) -> int:
         bar,
         table.bar(each_us <= MAX_US),
     )
-    sample = telemetry.sample(UUIDS[:1], now_ns + 1_000_000_000, 0)[UUIDS[0]]
+    sample = telemetry.sample_gpus(UUIDS[:1], now_ns + 1_000_000_000, 0)[UUIDS[0]]
     telemetry.close()
     port(folder / "infiniband")
     links = LinkTelemetry(folder / "infiniband")

@@ -69,7 +69,7 @@ def _samples(
     for _ in range(count):
         time.sleep(period_s)
         begun_ns = time.monotonic_ns()
-        made += telemetry.sample([uuid], begun_ns, time.time_ns()).values()
+        made += telemetry.sample_gpus([uuid], begun_ns, time.time_ns()).values()
         took_ms.append((time.monotonic_ns() - begun_ns) / 1e6)
     return made
 

@@ -25,7 +25,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.support.processes import SCRIPTS, run_warm, torchrun
-from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, store_key_of_watch
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 pytestmark = pytest.mark.distributed
@@ -34,7 +34,7 @@ TIMING = Timing(
     operation_s=2.0, connect_s=2.0, beat_s=0.5, look_s=0.1, first_retry_s=0.1, last_retry_s=1.0,
     store_after_s=0.0, store_child_s=30.0, store_again_s=2.0,
 )  # fmt: skip
-KEY = exchange_key(0)
+KEY = store_key_of_watch(0)
 SCRIPT = SCRIPTS / "exchange_node.py"
 CLOSE_S = 30.0
 # A call that waited for an operation would have taken longer.
@@ -367,9 +367,9 @@ class TestProcesses:
         assert n0.numbers(2) == sorted(set(n0.numbers(2)))
 
 
-def address(job_store: tuple[str, int]) -> Address:
+def address(job_store: tuple[str, int]) -> ExchangeAddress:
     store = TCPStore(*job_store, None, False, timedelta(seconds=20), wait_for_workers=False)
-    return Address.decode(bytes(store.get(KEY)))
+    return ExchangeAddress.decode(bytes(store.get(KEY)))
 
 
 class TestJob:

@@ -26,7 +26,7 @@ from tests.support.live_ranks import LiveRanks
 from tests.support.otlp_receiver import free_port
 from tests.support.processes import SCRIPTS
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key, new_token
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, store_key_of_watch, create_token
 
 NODES = ("node-a", "node-b")
 RANKS = 4
@@ -104,11 +104,11 @@ def test_exchange_uses_the_configured_address_and_token(tmp_path: Path) -> None:
     with LiveRanks(tmp_path, RANKS, NODES, **told) as job:
         job.wait_for(lambda report: job.compared(NODES[0]) == RANKS, 2 * STARTED_S, NODES[0])
         (published,) = job.run_directory(NODES[0]).nodes.glob("exchange-*")
-        found = Address.decode(published.read_bytes())
+        found = ExchangeAddress.decode(published.read_bytes())
         (log,) = job.run_directory(NODES[1]).nodes.glob("*.log")
         assert "node 0's sidecar was found by the setting `exchange`" in log.read_text()
-        expected = new_token(
-            Endpoints(job.job_store, None, address, token="S3CRET"), exchange_key(0)
+        expected = create_token(
+            Endpoints(job.job_store, None, address, token="S3CRET"), store_key_of_watch(0)
         )
         files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
 

@@ -427,7 +427,7 @@ def test_report_with_hardware_readings_conforms_to_the_schema(
     for second in range(10):
         (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
         rig.seconds(1, FIRST, SECOND_GPU)
-    report = checked(build("run", [NodeState(HOST, telemetry=rig.log.totals())]))
+    report = checked(build("run", [NodeState(HOST, telemetry=rig.log.run_totals())]))
     (all_told, little), (link,) = report["gpus"], report["links"]
 
     assert [key for key, value in all_told.items() if value is None] == []

@@ -34,7 +34,7 @@ def main(settings: dict[str, Any]) -> None:
     while not stop.wait(0.1):
         started_s = time.monotonic()
         exchange.post({settings["rank"]: str(number).encode()})
-        collected, notes = exchange.collect(), exchange.notes()
+        collected, notes = exchange.collect_posts(), exchange.notes()
         longest_s = max(longest_s, time.monotonic() - started_s)
         number += 1
         payloads: dict[int, list[int]] = {}

@@ -18,7 +18,7 @@ from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
-from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 from torchlens_perf.verdicts.finding_log import FindingLog
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -96,7 +96,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
     # Node 0 raises a separate alert. Neither alert ends the other one.
     assert of_job.about != started.about
 
-    node_0 = Exchange(places, exchange_key(0), "node-0", True, timing=FAST)
+    node_0 = Exchange(places, store_key_of_watch(0), "node-0", True, timing=FAST)
     try:
         node.until(lambda: len(node.alerts) > 1)
         node.steps()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.progress import behind, found, rank
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
 from torchlens_perf.analysis.collectives.hang import Hang
-from torchlens_perf.sidecar.device_waits import SAMPLES, DeviceWaits
+from torchlens_perf.sidecar.device_waits import SAMPLES, DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import Stack
 
 ITEM, SLEEP = "loss.item()", "time.sleep(60)"
@@ -33,8 +33,8 @@ def pause(since_s: float = 12.0, step: int = 100) -> Hang:
     )  # fmt: skip
 
 
-def asked() -> DeviceWaits:
-    waits = DeviceWaits(lambda stack: stack.innermost[0] if stack.innermost else "")
+def asked() -> DeviceWaitSampler:
+    waits = DeviceWaitSampler(lambda stack: stack.innermost[0] if stack.innermost else "")
     assert waits.is_due(pause())
     return waits
 
@@ -88,7 +88,7 @@ def test_new_step_discards_the_stack_samples() -> None:
     for _ in range(SAMPLES):
         waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
     assert waits.is_due(pause(step=101))
-    waits.forget()
+    waits.reset()
     assert waits.known == {}
 
 
@@ -103,8 +103,8 @@ def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
 def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
     """The rank's device may block it."""
     place = LastDeviceMark(99, 7, "", 0.0)
-    assert DeviceWaits().is_due(found(behind(2, inside=(), device=place)))
-    assert not DeviceWaits().is_due(found(behind(2, inside=())))
+    assert DeviceWaitSampler().is_due(found(behind(2, inside=(), device=place)))
+    assert not DeviceWaitSampler().is_due(found(behind(2, inside=())))
 
 
 def test_nothing_is_sampled_without_a_pause_on_devices() -> None:

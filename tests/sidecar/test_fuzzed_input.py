@@ -214,8 +214,8 @@ class Collecting(End):
 
     inbox = messages.Inbox("node-0", 0.0)
 
-    def collect(self) -> messages.Collected:
-        return self.inbox.collect(2.0)
+    def collect(self) -> messages.CollectedPosts:
+        return self.inbox.collect_posts(2.0)
 
 
 def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
@@ -254,10 +254,10 @@ def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: P
             other_ranks += len(view.epoch.places) - 2
             view = node_zero(tmp_path, Wire())
         Collecting.inbox = messages.Inbox("node-0", 0.0)
-        Collecting.inbox.enter("a", "node-1", 0.0)
+        Collecting.inbox.add_sender("a", "node-1", 0.0)
         whole = messages.Report(1.5, 0, False, [messages.Post(0.5, payloads)])
         with contextlib.suppress(ValueError):
-            Collecting.inbox.receive("a", changed(messages.encode(whole), draw), 1.0)
+            Collecting.inbox.receive_report("a", changed(messages.encode(whole), draw), 1.0)
             taken += 1
         view.update(2.0 + sequence)
         with contextlib.suppress(ValueError):

@@ -26,7 +26,7 @@ from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.host.stacks import Stack
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.messages import Collected, Received
+from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
@@ -38,7 +38,7 @@ class Wire:
     """A fake exchange without a network. Node 0 receives all posts at once."""
 
     def __init__(self) -> None:
-        self.sent: list[Received] = []
+        self.sent: list[ReceivedPost] = []
         self.word = b""
         self.links: dict[str, bytes] = {}
 
@@ -54,12 +54,12 @@ class End:
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         self._wire.sent += [
-            Received(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()
+            ReceivedPost(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()
         ]
 
-    def collect(self) -> Collected:
+    def collect(self) -> CollectedPosts:
         received, self._wire.sent = self._wire.sent, []
-        return Collected(received, {})
+        return CollectedPosts(received, {})
 
     def set_reply(self, reply: bytes) -> None:
         self._wire.word = reply
@@ -152,7 +152,7 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
 def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None:
     """The other nodes are judged as usual."""
     wire, nodes = two_nodes(tmp_path)
-    wire.sent += [Received("node-2/4", 0.0, {4: b"of another version"})]
+    wire.sent += [ReceivedPost("node-2/4", 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
 
     assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
@@ -235,7 +235,7 @@ def test_text_of_a_hang_shows_its_current_age(
         asked.append(pid)
         return Stack((f"frame {len(asked)}",), "")
 
-    monkeypatch.setattr(hang_watch, "python_stack", stack)
+    monkeypatch.setattr(hang_watch, "read_main_stack", stack)
     view, run, at = NodeView("node-0"), make_run(tmp_path), places(3)
 
     def hang_at(since_s: float, **changed: Any) -> OpenHang:
@@ -262,7 +262,7 @@ def test_end_of_a_hang_is_not_reported_as_a_new_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This node's ranks continue while the newest reports of the other node are older."""
-    monkeypatch.setattr(hang_watch, "python_stack", lambda pid: Stack((), "none"))
+    monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: Stack((), "none"))
     watch = hang_watch.HangWatch(6.0)
     stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
     waiting = {number: progress.rank(number, host="node-1", report_age_s=0.5) for number in (2, 3)}

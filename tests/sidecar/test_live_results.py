@@ -44,11 +44,11 @@ class Live:
     def round(self, now_s: float) -> frozenset[str]:
         """Run one round as loop.py does. Return the requests."""
         self.sidecar.poll()
-        asked = self.results.asked()
+        asked = self.results.poll_requests()
         self.sidecar.account()
         if STEPS in asked:
             self.sidecar.keep()
-        self.results.update(now_s)
+        self.results.deliver_due(now_s)
         return asked
 
     def close(self) -> None:
@@ -131,8 +131,8 @@ def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
     for rank in (died, lives):
         rank.steps(8, **WORK)
     run_round(made)
-    results.asked()
-    results.update(100.0)
+    results.poll_requests()
+    results.deliver_due(100.0)
 
     assert view.news() is None
     view.close()
@@ -233,11 +233,11 @@ def test_request_in_the_same_clock_tick_is_found(
 ) -> None:
     """A new file in the same tick of the file system's clock does not change the folder's time."""
     tick_ns = time.time_ns()
-    monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)
+    monkeypatch.setattr(live_results, "_read_change_ns", lambda folder: tick_ns)
     # The tick lasts as long as the test.
     monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)
     live.round(0.0)
-    assert live.results.asked() == frozenset()
+    assert live.results.poll_requests() == frozenset()
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
-    assert live.results.asked() == {RESULTS}
+    assert live.results.poll_requests() == {RESULTS}
     box.close()

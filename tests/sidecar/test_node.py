@@ -648,78 +648,78 @@ class TestSchedule:
         """The interval is 5 ms for a ring that fills fast, and 0.5 s for an idle one."""
         schedule = Schedule(0.0)
         for _ in range(20):
-            schedule.polled(0.5)
+            schedule.adapt_poll_interval(0.5)
         assert schedule.poll_s == 0.005
         for _ in range(50):
-            schedule.polled(0.0)
+            schedule.adapt_poll_interval(0.0)
         assert schedule.poll_s == 0.5
 
     def test_segments_are_written_less_often_in_a_long_run(self) -> None:
         """The interval grows from 5 s to a minute. Many records cause a segment at once."""
         early, late = Schedule(0.0), Schedule(0.0)
-        assert not early.keep_due(4.9, 100, 0.1)
-        assert early.keep_due(5.0, 100, 0.1)
-        assert late.keep_due(10_000.0, 100, 0.1)
-        assert not late.keep_due(10_059.0, 100, 0.1)
-        assert late.keep_due(10_059.0, 1 << 18, 0.1)
-        assert late.keep_due(10_120.0, 100, 0.1)
+        assert not early.is_segment_due(4.9, 100, 0.1)
+        assert early.is_segment_due(5.0, 100, 0.1)
+        assert late.is_segment_due(10_000.0, 100, 0.1)
+        assert not late.is_segment_due(10_059.0, 100, 0.1)
+        assert late.is_segment_due(10_059.0, 1 << 18, 0.1)
+        assert late.is_segment_due(10_120.0, 100, 0.1)
 
     def test_segment_is_written_before_half_of_a_ring_is_unsaved(self) -> None:
         """The interval is at least 5 s."""
         schedule = Schedule(0.0)
-        assert schedule.keep_due(1_000.0, 100, 0.1)
-        assert not schedule.keep_due(1_004.9, 40_000, 0.6)
-        assert not schedule.keep_due(1_020.0, 30_000, 0.4)
-        assert schedule.keep_due(1_020.0, 40_000, 0.6)
+        assert schedule.is_segment_due(1_000.0, 100, 0.1)
+        assert not schedule.is_segment_due(1_004.9, 40_000, 0.6)
+        assert not schedule.is_segment_due(1_020.0, 30_000, 0.4)
+        assert schedule.is_segment_due(1_020.0, 40_000, 0.6)
 
     def test_failed_segment_is_retried_after_the_usual_interval(self) -> None:
         """The number of records does not change the interval."""
         schedule = Schedule(0.0)
-        assert schedule.keep_due(0.1, 1 << 18, 4.0)
-        assert not schedule.keep_due(0.2, 1 << 18, 4.0, failing=True)
-        assert schedule.keep_due(5.2, 1 << 18, 4.0, failing=True)
-        assert schedule.keep_due(5.3, 1 << 18, 4.0)
+        assert schedule.is_segment_due(0.1, 1 << 18, 4.0)
+        assert not schedule.is_segment_due(0.2, 1 << 18, 4.0, failing=True)
+        assert schedule.is_segment_due(5.2, 1 << 18, 4.0, failing=True)
+        assert schedule.is_segment_due(5.3, 1 << 18, 4.0)
 
     def test_slow_saves_are_repeated_less_often(self) -> None:
         schedule = Schedule(0.0)
-        assert schedule.save_due(0.2, 0.0)  # The first save is soon after the start.
-        assert not schedule.save_due(5.0, 0.01)
-        assert schedule.save_due(5.3, 0.01)
-        assert not schedule.save_due(25.0, 0.05)
-        assert schedule.save_due(25.4, 0.05)
+        assert schedule.is_save_due(0.2, 0.0)  # The first save is soon after the start.
+        assert not schedule.is_save_due(5.0, 0.01)
+        assert schedule.is_save_due(5.3, 0.01)
+        assert not schedule.is_save_due(25.0, 0.05)
+        assert schedule.is_save_due(25.4, 0.05)
 
     def test_new_findings_are_saved_at_once(self) -> None:
         """A finding does not move the time of other saves."""
         schedule = Schedule(0.0)
-        assert schedule.save_due(0.2, 0.0)
-        assert schedule.save_due(0.3, 0.05, news=True)
-        assert not schedule.save_due(20.2, 0.05)
-        assert schedule.save_due(20.4, 0.05)
+        assert schedule.is_save_due(0.2, 0.0)
+        assert schedule.is_save_due(0.3, 0.05, news=True)
+        assert not schedule.is_save_due(20.2, 0.05)
+        assert schedule.is_save_due(20.4, 0.05)
 
     def test_slow_counting_is_repeated_less_often(self) -> None:
         """The interval is between 1 s and 5 s."""
         for took_s, period_s in ((0.001, 1.0), (0.005, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
-            assert schedule.account_due(100.0, took_s)
-            assert not schedule.account_due(100.0 + 0.99 * period_s, took_s)
-            assert schedule.account_due(100.0 + 1.01 * period_s, took_s)
+            assert schedule.is_count_due(100.0, took_s)
+            assert not schedule.is_count_due(100.0 + 0.99 * period_s, took_s)
+            assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s)
 
     def test_counting_is_repeated_more_often_for_a_live_view(self) -> None:
         """Counting may use a twentieth of the time."""
         for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
-            assert schedule.account_due(100.0, took_s, watched=True)
-            assert not schedule.account_due(100.0 + 0.99 * period_s, took_s, watched=True)
-            assert schedule.account_due(100.0 + 1.01 * period_s, took_s, watched=True)
+            assert schedule.is_count_due(100.0, took_s, watched=True)
+            assert not schedule.is_count_due(100.0 + 0.99 * period_s, took_s, watched=True)
+            assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s, watched=True)
 
     def test_ranks_are_judged_at_the_requested_interval(self) -> None:
         """A slow count does not change the interval. A young run is judged sooner."""
         schedule = Schedule(0.0)
-        assert schedule.judge_due(0.2, 1.0)
-        assert schedule.judge_due(50.0, 1.0)
-        assert not schedule.judge_due(50.9, 1.0)
-        assert not schedule.judge_due(51.1, 2.0)
-        assert schedule.judge_due(51.1, 1.0)
+        assert schedule.is_judging_due(0.2, 1.0)
+        assert schedule.is_judging_due(50.0, 1.0)
+        assert not schedule.is_judging_due(50.9, 1.0)
+        assert not schedule.is_judging_due(51.1, 2.0)
+        assert schedule.is_judging_due(51.1, 1.0)
 
 
 @pytest.mark.distributed

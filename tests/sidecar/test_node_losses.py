@@ -27,7 +27,7 @@ from torchlens_perf.sidecar import record_account
 from torchlens_perf.sidecar import schedule as schedule_module
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.nodes.messages import Collected
+from torchlens_perf.sidecar.nodes.messages import CollectedPosts
 from torchlens_perf.sidecar.schedule import Schedule
 from torchlens_perf.store import writer
 from torchlens_perf.verdicts import node_state
@@ -219,8 +219,8 @@ class TroubledExchange:
     def post(self, payloads: Any) -> None:
         pass
 
-    def collect(self) -> Collected:
-        return Collected((), {})
+    def collect(self) -> CollectedPosts:
+        return CollectedPosts((), {})
 
     def reply(self) -> bytes:
         return b""
@@ -450,7 +450,7 @@ def test_unwritten_records_are_limited_on_a_full_disk(
         made.poll()
         made.account()
         unkept = made.records.unkept_records, made.sources.max_unkept_share()
-        if schedule.keep_due(0.05 * number, *unkept, failing=made.records.disk_failed):
+        if schedule.is_segment_due(0.05 * number, *unkept, failing=made.records.disk_failed):
             with pytest.raises(OSError, match="No space"):
                 made.keep()
     assert len(tries) <= 4  # All attempts are within 5 s.

@@ -33,7 +33,7 @@ from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import tap_for_next_run
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 from torchlens_perf.verdicts import node_state
 
 LASTS_S = 1000.0  # The sidecar builds the tap during runs that last at least this long.
@@ -74,25 +74,25 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
 
 
-def wait_until_built(tap: TapForNextRun, name: str) -> str:
+def wait_until_built(tap: TapBuilder, name: str) -> str:
     """Poll as a sidecar does until the outlook is no longer a plan. Return the outlook."""
     deadline_s = time.monotonic() + 300
-    while tap.outlook(name, wanted=True) == PLANNED and time.monotonic() < deadline_s:
-        tap.begin_if_due(LASTS_S)
+    while tap.update_outlook(name, wanted=True) == PLANNED and time.monotonic() < deadline_s:
+        tap.start_if_due(LASTS_S)
         time.sleep(0.02)
-    return tap.outlook(name, wanted=True)
+    return tap.update_outlook(name, wanted=True)
 
 
 # -- time of the build
 
 
 def test_tap_is_built_once_after_two_minutes_of_a_long_run(node: Node) -> None:
-    tap = TapForNextRun(builds=True)
-    assert tap.outlook(node.name, wanted=True) == PLANNED
-    tap.begin_if_due(119.0)
+    tap = TapBuilder(builds=True)
+    assert tap.update_outlook(node.name, wanted=True) == PLANNED
+    tap.start_if_due(119.0)
     assert tap._child is None
     assert wait_until_built(tap, node.name) == BUILT
-    tap.begin_if_due(LASTS_S)
+    tap.start_if_due(LASTS_S)
     tap.finish()
 
     assert (node.cache / node.name).is_file()
@@ -101,20 +101,20 @@ def test_tap_is_built_once_after_two_minutes_of_a_long_run(node: Node) -> None:
 
 def test_tap_is_built_at_the_end_of_a_short_run(node: Node) -> None:
     """finish() waits for the build."""
-    tap = TapForNextRun(builds=True)
-    tap.outlook(node.name, wanted=True)
+    tap = TapBuilder(builds=True)
+    tap.update_outlook(node.name, wanted=True)
     tap.finish()
 
     assert (node.cache / node.name).is_file()
-    assert tap.outlook(node.name, wanted=True) == BUILT
+    assert tap.update_outlook(node.name, wanted=True) == BUILT
 
 
 def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
     """No other build is started."""
     copying(node.cxx, tap, before="sleep 1")
-    begun = TapForNextRun(builds=True)
-    begun.outlook(node.name, wanted=True)
-    begun.begin_if_due(LASTS_S)
+    begun = TapBuilder(builds=True)
+    begun.update_outlook(node.name, wanted=True)
+    begun.start_if_due(LASTS_S)
     child = begun._child
     assert child is not None
     begun.finish()
@@ -128,9 +128,9 @@ def test_build_waits_for_the_end_of_the_run_without_free_memory(
 ) -> None:
     """The compiler uses 0.9 GB, which could end a job near its memory limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
-    tap = TapForNextRun(builds=True)
-    tap.outlook(node.name, wanted=True)
-    tap.begin_if_due(LASTS_S)
+    tap = TapBuilder(builds=True)
+    tap.update_outlook(node.name, wanted=True)
+    tap.start_if_due(LASTS_S)
     assert tap._child is None
     tap.finish()
 
@@ -143,9 +143,9 @@ def test_tap_is_built_only_if_missed_and_enabled(missed: str, node: Node) -> Non
 
     Users never wait for the sidecar's end.
     """
-    tap = TapForNextRun(builds=missed != "by hand")
-    outlook = tap.outlook(node.name if missed else "", wanted=missed != "the setting")
-    tap.begin_if_due(LASTS_S)
+    tap = TapBuilder(builds=missed != "by hand")
+    outlook = tap.update_outlook(node.name if missed else "", wanted=missed != "the setting")
+    tap.start_if_due(LASTS_S)
     tap.finish()
 
     expected = {
@@ -167,9 +167,9 @@ def test_obstacle_to_a_build_is_reported_with_a_remedy(
     """No build is started."""
     monkeypatch.setenv("CXX", "nowhere")
     monkeypatch.setenv("PATH", str(tmp_path))
-    tap = TapForNextRun(builds=True)
-    outlook = tap.outlook(node.name, wanted=True)
-    tap.begin_if_due(LASTS_S)
+    tap = TapBuilder(builds=True)
+    outlook = tap.update_outlook(node.name, wanted=True)
+    tap.start_if_due(LASTS_S)
     tap.finish()
 
     assert outlook == "no native tap yet: no C++ compiler: install g++, or name one in CXX"
@@ -180,16 +180,16 @@ def test_obstacle_to_a_build_is_reported_with_a_remedy(
 def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) -> None:
     """The next run reports the error without another attempt."""
     compiler(node.cxx, "echo 'tap.cpp:7: error: too old' >&2; exit 1")
-    tap = TapForNextRun(builds=True)
-    tap.outlook(node.name, wanted=True)
+    tap = TapBuilder(builds=True)
+    tap.update_outlook(node.name, wanted=True)
     if at == "during the run":
         wait_until_built(tap, node.name)
     tap.finish()
 
     reason = "no native tap yet: the compiler failed: tap.cpp:7: error: too old"
-    assert tap.outlook(node.name, wanted=True) == reason
+    assert tap.update_outlook(node.name, wanted=True) == reason
     assert (
-        TapForNextRun(builds=True).outlook(node.name, wanted=True)
+        TapBuilder(builds=True).update_outlook(node.name, wanted=True)
         == f"{reason}; {tap_requirements.AGAIN}"
     )
 
@@ -199,12 +199,12 @@ def test_exit_status_of_a_killed_build_is_reported(
 ) -> None:
     """The kernel may kill the build if memory runs out."""
     compiler(node.cxx, "kill -KILL $PPID")
-    tap = TapForNextRun(builds=True)
-    tap.outlook(node.name, wanted=True)
+    tap = TapBuilder(builds=True)
+    tap.update_outlook(node.name, wanted=True)
     tap.finish()
 
     assert (
-        tap.outlook(node.name, wanted=True)
+        tap.update_outlook(node.name, wanted=True)
         == "no native tap yet: its build has ended with status -9"
     )
 
@@ -277,9 +277,9 @@ def test_build_is_killed_with_the_sidecar(sent: signal.Signals, node: Node, tap:
 
 def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> None:
     copying(node.cxx, tap, "sleep 1000")
-    begun = TapForNextRun(builds=True)
-    begun.outlook(node.name, wanted=True)
-    begun._begin()
+    begun = TapBuilder(builds=True)
+    begun.update_outlook(node.name, wanted=True)
+    begun._start_child()
     child = begun._child
     assert child is not None
     begun.finish(timeout_s=1.0)
@@ -292,7 +292,7 @@ def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> Non
 
 
 def reported(
-    run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, **settings: bool
+    run: RunDirectory, *outlooks: TapBuilder, groups: bool = True, **settings: bool
 ) -> list[str]:
     """Return the report's notes on ranks without the tap, with one sidecar per outlook."""
     for number, outlook in enumerate(outlooks):
@@ -335,7 +335,7 @@ def test_equal_tap_outlooks_of_nodes_are_reported_in_one_line(
     """The line contains the current kind of tap and the outlook."""
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(
-            run, TapForNextRun(builds=builds), TapForNextRun(builds=builds), **settings
+            run, TapBuilder(builds=builds), TapBuilder(builds=builds), **settings
         )
 
     assert notes == [f"{TAPPED}; {outlook}"]
@@ -345,7 +345,7 @@ def test_different_tap_outlooks_of_nodes_are_reported_in_separate_lines(
     node: Node, tmp_path: Path
 ) -> None:
     with run_without_traces(tmp_path / "run") as run:
-        notes = reported(run, TapForNextRun(builds=True), TapForNextRun(builds=False))
+        notes = reported(run, TapBuilder(builds=True), TapBuilder(builds=False))
 
     assert notes == [
         f"{TAPPED}; {PLANNED}",
@@ -362,7 +362,7 @@ def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path)
             rank.session.metadata.add_group("0", [0], "default")
             rank.steps(12, forward=4, host=1)
             rank.close()
-        sidecar = Sidecar(run, HOST, None, lambda run, asked: None, tap=TapForNextRun(builds=True))
+        sidecar = Sidecar(run, HOST, None, lambda run, asked: None, tap=TapBuilder(builds=True))
         sidecar.poll()
         sidecar.account()
         sidecar.keep()
@@ -376,7 +376,7 @@ def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path)
 def test_no_tap_is_reported_missing_for_ranks_without_a_common_group(
     node: Node, tmp_path: Path
 ) -> None:
-    outlook = TapForNextRun(builds=True)
+    outlook = TapBuilder(builds=True)
     with run_without_traces(tmp_path / "run") as run:
         assert reported(run, outlook, groups=False) == []
     outlook.finish()
@@ -386,7 +386,7 @@ def test_no_tap_is_reported_missing_for_ranks_without_a_common_group(
 
 def test_state_of_an_earlier_version_without_an_outlook_can_be_read(tmp_path: Path) -> None:
     with run_without_traces(tmp_path) as run:
-        assert reported(run, TapForNextRun(builds=False), groups=False) == []
+        assert reported(run, TapBuilder(builds=False), groups=False) == []
         (path,) = run.nodes.glob("*.json")
         value = json.loads(path.read_text())
         del value["tap_outlook"]

@@ -111,7 +111,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
         hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), records=log.records,
-        telemetry=rig.log.totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
+        telemetry=rig.log.run_totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
     )  # fmt: skip
 
 

@@ -302,7 +302,7 @@ def _build_tap(options: argparse.Namespace) -> int:
         if not options.quiet:
             print(printable(str(built)))
     else:
-        tap_for_next_run.give_way()
+        tap_for_next_run.become_background_child()
         print(printable(str(tap_build.build_in_background(options.in_background))))
     return 0
 

@@ -285,10 +285,10 @@ def telemetry() -> Iterator[Check]:
     import torch
 
     from torchlens_perf.sidecar.telemetry import infiniband
-    from torchlens_perf.sidecar.telemetry.gpu import survey
+    from torchlens_perf.sidecar.telemetry.gpu import query_gpu_support
 
     if torch.version.cuda is not None and torch.cuda.is_available():
-        found = survey()
+        found = query_gpu_support()
         if isinstance(found, str):
             remedy = (
                 "install the driver's libnvidia-ml.so.1; in a container set"
@@ -300,7 +300,7 @@ def telemetry() -> Iterator[Check]:
             activity = f"GPM on {with_gpm} of {gpus} GPUs"
             finding = f"NVML, driver {driver}; activity of SMs and memory: {activity}"
             yield Check(OK, "GPU telemetry", finding, records="GPU telemetry")
-    ports = len(infiniband.ports())
+    ports = len(infiniband.find_ports())
     finding = (
         f"{ports} ports of InfiniBand or RoCE adapters"
         if ports
@@ -417,12 +417,12 @@ def _export() -> Iterator[Check]:
 def _stacks() -> Iterator[Check]:
     """Check that a sidecar can read Python stacks, by reading the stack of this process."""
     from torchlens_perf.run import tracer
-    from torchlens_perf.sidecar.host.stacks import python_stack
+    from torchlens_perf.sidecar.host.stacks import read_main_stack
 
     needed = tracer.must_name_tracer()
     if needed:
         tracer.allow_tracer(os.getpid())
-    stack = python_stack(os.getpid())
+    stack = read_main_stack(os.getpid())
     if needed:
         tracer.allow_tracer(0)
     if stack.lines:

@@ -73,13 +73,13 @@ class LinkWatch:
         )
         reported = [rows]
         if not cluster.judges_alone:
-            own, left_out = link_report.encode(attempt, rows)
+            own, left_out = link_report.encode_link_report(attempt, rows)
             cluster.set_links(own)
             if left_out and _TOO_MANY_GROUPS not in state.notes:
                 state.notes.append(_TOO_MANY_GROUPS)
         for each in cluster.links_of_others():
             try:
-                reported.append(link_report.decode(each, attempt, epoch.world_size))
+                reported.append(link_report.decode_link_report(each, attempt, epoch.world_size))
             except ValueError as error:
                 logger.warning("%s", error)
         hosts = {rank: place.host for rank, place in epoch.places.items()}

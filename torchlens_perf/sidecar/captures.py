@@ -27,7 +27,7 @@ from torchlens_perf.run.captures import (
 )
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import host_of_node
-from torchlens_perf.sidecar.host.stacks import python_stacks
+from torchlens_perf.sidecar.host.stacks import read_all_stacks
 from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class CaptureRelay:
 
     def _dump(self, capture: _PendingCapture, step: int, now_s: float) -> None:
         capture.dumped_step, capture.dumped_s = step, now_s
-        capture.dumps.append(f"== in step {step}\n{python_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n")
+        capture.dumps.append(f"== in step {step}\n{read_all_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n")
 
     def _finish_at_once(self, capture: _PendingCapture, why: str) -> None:
         capture.folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.epoch import Epoch
     from torchlens_perf.sidecar.nodes.exchange import Exchange
-    from torchlens_perf.sidecar.nodes.messages import Received
+    from torchlens_perf.sidecar.nodes.messages import ReceivedPost
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -135,7 +135,7 @@ class Cluster:
 
     def links_of_others(self) -> list[bytes]:
         """Return the link reports of the other nodes. Empty except on node 0."""
-        return self._exchange.links() if self._exchange is not None and self._merges else []
+        return self._exchange.link_reports() if self._exchange is not None and self._merges else []
 
     def forward(self, tally: bytes, epoch: Epoch) -> None:
         """Send a tally of metrics, which node 0's exporter adds to its own."""
@@ -266,7 +266,7 @@ class Cluster:
         """
         # Imported here, because a job with one node needs neither asyncio nor grpc.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
-        from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+        from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 
         if merges:
             self.membership.lead()
@@ -279,7 +279,7 @@ class Cluster:
         )
         name = f"{self._name}/{where}" if where else self._name
         self._exchange = (self._open_exchange or Exchange)(
-            endpoints, exchange_key(identity.watch), name, merges
+            endpoints, store_key_of_watch(identity.watch), name, merges
         )
         self._role = endpoints, merges
 
@@ -291,14 +291,14 @@ class Cluster:
         if self._exchange is not None and self._merges:
             control, instructions = self._control(), self._instructions
             fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES
-            self._exchange.set_reply(control + _SEPARATOR + instructions if fits else control)
+            self._exchange.set_instructions(control + _SEPARATOR + instructions if fits else control)
 
     def _control(self) -> bytes:
         return self.membership.control(time.monotonic()).encode()
 
     def _receive_control(self) -> None:
         """Apply node 0's newest control message. Has an effect on the other nodes only."""
-        received = self._exchange.reply() if self._exchange is not None else b""
+        received = self._exchange.instructions() if self._exchange is not None else b""
         if received and received != self._received:
             self._received = received
             control, _, self._instructions = received.partition(_SEPARATOR)
@@ -341,8 +341,8 @@ class Cluster:
             return
         for local in epoch.ranks.values():
             local.unsent.clear()  # Node 0 judges its own rows without sending them.
-        collected = self._exchange.collect()
-        posts: list[Received] = []  # the post of each payload
+        collected = self._exchange.collect_posts()
+        posts: list[ReceivedPost] = []  # the post of each payload
         payloads: list[bytes] = []
         for post in collected.posts:
             for payload in post.payloads.values():
@@ -373,7 +373,7 @@ class Cluster:
         }
 
     def _add_summaries(
-        self, epoch: Epoch, payloads: list[bytes], received: list[Received], now_s: float
+        self, epoch: Epoch, payloads: list[bytes], received: list[ReceivedPost], now_s: float
     ) -> None:
         values = summary.unpack(payloads)
         valid = summary.are_valid(values)
@@ -386,7 +386,7 @@ class Cluster:
             epoch.add_remote(values[chosen], list(compress(received, chosen.tolist())), now_s)
 
     def _is_of_generation(
-        self, values: npt.NDArray[np.void], received: Sequence[Received], generation: int
+        self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], generation: int
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of the summaries from the same generation of processes as this node's.
 

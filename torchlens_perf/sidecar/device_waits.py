@@ -16,20 +16,20 @@ from collections.abc import Callable, Mapping
 
 from torchlens_perf.analysis.collectives.device_progress import waits_for_device
 from torchlens_perf.analysis.collectives.hang import MIN_S, Hang
-from torchlens_perf.sidecar.host.stacks import Stack, source_line
+from torchlens_perf.sidecar.host.stacks import Stack, read_source_line
 
 SAMPLES = 3
 
 
-class DeviceWaits:
+class DeviceWaitSampler:
     """Sampler of the device waits of this node's ranks."""
 
-    def __init__(self, source: Callable[[Stack], str] = source_line) -> None:
+    def __init__(self, source: Callable[[Stack], str] = read_source_line) -> None:
         """source: returns the source line of a stack's innermost frame."""
         self._source = source
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard all samples, because ranks make steps."""
         self.known: Mapping[int, str] = {}
         """RankProgress.waits_in of each sampled rank."""

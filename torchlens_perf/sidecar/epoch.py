@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-    from torchlens_perf.sidecar.nodes.messages import Received
+    from torchlens_perf.sidecar.nodes.messages import ReceivedPost
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.hang import OpenHang
@@ -198,7 +198,7 @@ class Epoch:
     # -- from other nodes
 
     def add_remote(
-        self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float
+        self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], now_s: float
     ) -> None:
         """Add valid summaries of other nodes' ranks of this generation.
 

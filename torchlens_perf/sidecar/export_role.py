@@ -35,7 +35,7 @@ class ExportRole:
         """Number of steps that were not sent as traces because the budget was used up."""
         self._unknown_since_s: float | None = None
 
-    def add_slow(self, episodes: Iterable[Episode]) -> None:
+    def add_slow_ranks(self, episodes: Iterable[Episode]) -> None:
         """Give the ranks of these episodes series of their own.
 
         If there are too many, the costliest and the newest ranks have priority.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, RankProgress, find_hang
-from torchlens_perf.sidecar.device_waits import DeviceWaits
-from torchlens_perf.sidecar.host.stacks import python_stack, stack_by_signal
+from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
+from torchlens_perf.sidecar.host.stacks import read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, described
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class HangWatch:
         self._key: object = None
         # Key of the newest finding, and its first time.
         self._seen: tuple[object, float] = (None, 0.0)
-        self._waits = DeviceWaits()
+        self._waits = DeviceWaitSampler()
         self._silent_s = silent_s
 
     def update(
@@ -61,7 +61,7 @@ class HangWatch:
         )
         if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= MIN_S:
             self._forget()
-            self._waits.forget()
+            self._waits.reset()
             return
         for rank, each in remote.items():
             since_step_s = each.since_step_s
@@ -75,10 +75,10 @@ class HangWatch:
         waits = self._waits.known
         hang = find_hang(_with_waits(ranks, waits), groups, silent_s=self._silent_s)
         if hang is None:
-            self._waits.forget()
+            self._waits.reset()
         elif self._waits.is_due(hang):
             here = [rank for rank in hang.look_at if rank in processes][:MAX_STACKS]
-            self._waits.add_sample({rank: python_stack(processes[rank][0].pid) for rank in here})
+            self._waits.add_sample({rank: read_main_stack(processes[rank][0].pid) for rank in here})
             if self._waits.known != waits:
                 hang = find_hang(
                     _with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s
@@ -118,9 +118,9 @@ def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[i
     for rank in hang.look_at:
         if rank in processes and len(stacks) < MAX_STACKS:
             identity, stack_file = processes[rank]
-            stack = python_stack(identity.pid)
+            stack = read_main_stack(identity.pid)
             if not stack.lines and stack_file:
-                stack = stack_by_signal(identity.pid, Path(stack_file), identity.process_started)
+                stack = request_stack_by_signal(identity.pid, Path(stack_file), identity.process_started)
             stacks[rank] = RankStack(tuple(stack.lines), stack.reason)
     return stacks
 

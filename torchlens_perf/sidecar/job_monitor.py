@@ -106,7 +106,7 @@ class JobMonitor:
     def sample(self, sources: RingSources, now_s: float) -> None:
         """Sample the ranks' present waits. Called in every round."""
         with self._errors.contain(_SIGNALS):
-            self.metrics.update(sources, now_s)
+            self.metrics.sample_waits(sources, now_s)
 
     def add_steps(
         self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool
@@ -221,7 +221,7 @@ class JobMonitor:
         return self.role.part is Part.FORWARDER and self.epoch.traces.has_candidates
 
     def _measure(self, newest: Iterable[RingSource], now_s: float) -> None:
-        sampled = self.metrics.sample(newest, now_s)
+        sampled = self.metrics.take_signals(newest, now_s)
         self.epoch.add_metrics(sampled, now_s)
         for source in newest:
             metrics = sampled.get(source.state.identity.rank, {})
@@ -260,4 +260,4 @@ class JobMonitor:
 
     def _details_by_rank(self, newest: Iterable[RingSource]) -> Callable[[int], Mapping[str, str]]:
         by_rank = {source.state.identity.rank: source for source in newest}
-        return lambda rank: self.metrics.details(by_rank[rank]) if rank in by_rank else {}
+        return lambda rank: self.metrics.diagnosis_details(by_rank[rank]) if rank in by_rank else {}

@@ -26,7 +26,7 @@ MAX_RANKS = 256
 For larger jobs this would take seconds, in which no ring is read. The sidecar then only saves its
 state, and the requester reads it in a process of its own.
 """
-FIGURE_PARTS = ("data", "communication")
+LOGGED_PARTS = ("data", "communication")
 """Parts whose sums are sent to `log_to()` loggers, see results/figures.py."""
 _VIEW_INTERVAL_S = 1.0
 _MIN_IDLE_RATIO = 20.0
@@ -64,12 +64,12 @@ class LiveResults:
         self._view_records = -1  # number of records in the last view
         self._delivered: tuple[int, list[Path]] = 0, []
 
-    def asked(self) -> frozenset[str]:
+    def poll_requests(self) -> frozenset[str]:
         """Return what processes wait for now: mailbox.RESULTS, mailbox.STEPS.
 
         The call is cheap if nothing has changed.
         """
-        changes_ns = self._changes()
+        changes_ns = self._folder_changes_ns()
         if changes_ns != self._changes_ns:
             mailboxes = self._sidecar.run.local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
@@ -82,7 +82,7 @@ class LiveResults:
         self._asked = {path: text for path, text in questions.items() if text}
         return frozenset(self._asked.values())
 
-    def _changes(self) -> list[int]:
+    def _folder_changes_ns(self) -> list[int]:
         """Return the modification times of the local folders of the rings.
 
         The run directory is left out, because its disk may be slow.
@@ -95,23 +95,23 @@ class LiveResults:
                 str(path.parent) for path in rings if not path.is_relative_to(on_disk)
             )
             self._folders = list(folders)
-        return [_changed_ns(folder) for folder in self._folders]
+        return [_read_change_ns(folder) for folder in self._folders]
 
     @property
     def is_watched(self) -> bool:
         """True if a process shows a continuous view of the run."""
         return bool(self._views)
 
-    def update(self, now_s: float) -> None:
+    def deliver_due(self, now_s: float) -> None:
         """Answer requests and update views, alerts and figures.
 
         Called after the records were counted, and after they were written if steps were requested.
         now_s: CLOCK_MONOTONIC. Raises OSError and RunStoreError.
         """
         if self._alerts:
-            self._show_alerts()
+            self._deliver_alerts()
         if self._figures:
-            self._show_figures()
+            self._deliver_step_sums()
         asked, running = list(self._asked), {source.path for source in self._sidecar.sources.live()}
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
@@ -121,27 +121,27 @@ class LiveResults:
         began_s, text = self._clock(), ""
         try:
             self._sidecar.save()
-            if self._results is not None and self._ranks() <= MAX_RANKS:
+            if self._results is not None and self._world_size() <= MAX_RANKS:
                 text = self._results(self._sidecar.run)
         finally:
             # Answer even after an error, so that no process waits for its answer.
-            _deliver(asked, text)
+            _deliver_to_each(asked, text)
         if views:
-            _deliver(views, text)
+            _deliver_to_each(views, text)
             self._view_records = counted
             self._view_due_s = now_s + max(
                 _VIEW_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - began_s)
             )
 
-    def _show_alerts(self) -> None:
+    def _deliver_alerts(self) -> None:
         alerts = self._sidecar.monitor.alerts
         now = alerts.raised, self._alerts
         if alerts.raised and now != self._delivered:
             rows = [dataclasses.asdict(alert) for alert in alerts.newest]
-            _deliver(self._alerts, json.dumps(rows))
+            _deliver_to_each(self._alerts, json.dumps(rows))
             self._delivered = now
 
-    def _show_figures(self) -> None:
+    def _deliver_step_sums(self) -> None:
         """Deliver sums over a rank's steps without its warm-up. The reader computes differences."""
         sources = {source.path: source for source in self._sidecar.sources}
         for path in self._figures:
@@ -150,25 +150,25 @@ class LiveResults:
             if source is None or not steps or steps == self._steps_shown.get(path):
                 continue
             statistics = source.state.statistics
-            sums_ns = {part: statistics.parts[part].sum_ns for part in FIGURE_PARTS}
-            _deliver(
+            sums_ns = {part: statistics.parts[part].sum_ns for part in LOGGED_PARTS}
+            _deliver_to_each(
                 [path], json.dumps({"steps": steps, "step": statistics.step.sum_ns, **sums_ns})
             )
             self._steps_shown[path] = steps
 
-    def _ranks(self) -> int:
+    def _world_size(self) -> int:
         return max(
             (source.state.identity.world_size for source in self._sidecar.sources), default=1
         )
 
 
-def _changed_ns(folder: str) -> int:
+def _read_change_ns(folder: str) -> int:
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
         return 0  # The folder was removed with its last ring.
 
 
-def _deliver(mailboxes: Iterable[Path], text: str) -> None:
+def _deliver_to_each(mailboxes: Iterable[Path], text: str) -> None:
     for path in mailboxes:
         mailbox.deliver_text(str(path), text)

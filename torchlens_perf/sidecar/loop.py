@@ -145,11 +145,11 @@ class _Rounds:
             )
             self.replaced = True
             return False
-        ends, asked = termination.is_asked(), live.asked()
+        ends, asked = termination.is_requested(), live.poll_requests()
         if ends:
             schedule.hurry()
         with contain_errors("reading the rings"):
-            schedule.polled(sidecar.poll())
+            schedule.adapt_poll_interval(sidecar.poll())
         with contain_errors("opening the port for /metrics"):
             self.port.update(sidecar)
         now_s = time.monotonic()
@@ -157,12 +157,12 @@ class _Rounds:
         if (
             not more
             or asked
-            or schedule.account_due(now_s, self._account_took_s, watched=live.is_watched)
+            or schedule.is_count_due(now_s, self._account_took_s, watched=live.is_watched)
         ):
             with contain_errors("counting the records"):
                 sidecar.account()
             self._account_took_s = time.monotonic() - now_s
-        if not more or schedule.judge_due(now_s, sidecar.monitor.cluster.update_every_s):
+        if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_every_s):
             sidecar.judge(now_s, final=not more)
         with _logged("this run could not join that of node 0"):
             sidecar.join_run()
@@ -183,15 +183,15 @@ class _Rounds:
             if (
                 not more
                 or STEPS in asked
-                or schedule.keep_due(now_s, *unkept, failing=sidecar.records.disk_failed)
+                or schedule.is_segment_due(now_s, *unkept, failing=sidecar.records.disk_failed)
             ):
                 sidecar.keep()
-            elif schedule.save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
+            elif schedule.is_save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()
                 sidecar.save()
                 self._save_took_s = time.monotonic() - began_s
         with contain_errors("showing the live run"), _logged("the live run could not be shown"):
-            live.update(now_s)
+            live.deliver_due(now_s)
         return more
 
 
@@ -201,12 +201,12 @@ def _sleep(sources: RingSources, duration_s: float, results: LiveResults) -> boo
     Return True if a rank has ended.
     """
     until_s = time.monotonic() + duration_s
-    live, ends = sources.live(), termination.is_asked()
+    live, ends = sources.live(), termination.is_requested()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_POLL_INTERVAL_S, left_s))
         if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
             return True
-        if termination.is_asked() != ends or results.asked():
+        if termination.is_requested() != ends or results.poll_requests():
             return False
     return False
 

@@ -98,7 +98,7 @@ class MetricsPort:
             while (
                 self._exporter.scrapes[-1] < began_s
                 and self._clock() < until_s
-                and not termination.is_asked()
+                and not termination.is_requested()
             ):
                 time.sleep(_POLL_INTERVAL_S)
         self._exporter.shutdown(0)

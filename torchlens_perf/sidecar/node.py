@@ -29,7 +29,7 @@ from torchlens_perf.sidecar.contained_errors import ContainedErrors
 from torchlens_perf.sidecar.job_monitor import JobMonitor
 from torchlens_perf.sidecar.record_account import RecordAccount
 from torchlens_perf.sidecar.rings.sources import RingSources
-from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.verdicts import node_state
 
@@ -58,7 +58,7 @@ class Sidecar:
         exporter: Exporter | None,
         report: Callable[[RunDirectory, dict[str, Any]], None],
         waiting: Mapping[str, WaitingRing] | None = None,
-        tap: TapForNextRun | None = None,
+        tap: TapBuilder | None = None,
     ) -> None:
         """report: writes the run's report.txt.
 
@@ -83,7 +83,7 @@ class Sidecar:
         self._captures = CaptureRelay(run)
         self._exporter = exporter
         self._write_report = report
-        self._tap = TapForNextRun(builds=False) if tap is None else tap
+        self._tap = TapBuilder(builds=False) if tap is None else tap
         self._saved_hang = state.hang
         self._reported: set[str] = set()
         self._joined = run.run_id
@@ -146,7 +146,7 @@ class Sidecar:
                 for each in sources
                 if not each.simulated
             }
-            found = self.telemetry.sample(uuids, pids)
+            found = self.telemetry.sample_due_sources(uuids, pids)
             if found is not None and self._exporter is not None:
                 self._exporter.measured(live[0].identity, found)
         self._note(self.telemetry.notes)
@@ -157,7 +157,7 @@ class Sidecar:
         running_s: time since the sidecar began.
         """
         with self.contain_errors(_TAP):
-            self._tap.begin_if_due(running_s)
+            self._tap.start_if_due(running_s)
 
     def relay_captures(self, now_s: float, *, final: bool = False) -> None:
         """Forward capture requests to this node's ranks, and request a capture after a verdict.
@@ -221,7 +221,7 @@ class Sidecar:
                 # A process that was killed could not remove its stack file itself.
                 source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
-        self.telemetry.write(self.sources.setting("disk_bytes"), final=not self.sources.live())
+        self.telemetry.write_if_due(self.sources.setting("disk_bytes"), final=not self.sources.live())
 
     def save(self, *, durably: bool = False) -> None:
         """Write the node's state. durably: see NodeState.save(). Raises OSError."""
@@ -229,12 +229,12 @@ class Sidecar:
         state.passing_notes = [
             note for note in self.monitor.cluster.notes() if note not in state.notes
         ]
-        state.telemetry = self.telemetry.totals()
+        state.telemetry = self.telemetry.run_totals()
         with self.contain_errors(_TAP):
             # Only ranks with collectives need the native tap.
             missed = (source.state.missing_tap for source in self.sources if source.state.groups)
             wanted = bool(self.sources.setting("_build_tap"))
-            state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
+            state.tap_outlook = self._tap.update_outlook(next(filter(None, missed), ""), wanted=wanted)
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
         for source in self.sources:

@@ -80,7 +80,7 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
             _limit(child.pid, resource.RLIMIT_CPU, _MAX_CPU_S)
         while child.poll() is None:
             took_s = time.monotonic() - began_s
-            late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_asked() else timeout_s)
+            late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_requested() else timeout_s)
             if late or gives_up():
                 child.kill()
                 child.wait()

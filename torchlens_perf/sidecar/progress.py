@@ -11,7 +11,7 @@ from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.collectives.semantics import infer_last_operations
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark
-from torchlens_perf.sidecar.host.stacks import process_state
+from torchlens_perf.sidecar.host.stacks import read_process_state
 from torchlens_perf.verdicts.words.hang import device_place
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         step=reader.counter(ring.STEP),
         since_step_s=now_s - source.step_s,
         report_age_s=0.0,
-        usual_step_s=usual_step_s(source.durations_ns),
+        usual_step_s=median_step_s(source.durations_ns),
         issued=issued,
         inside=tuple(span.name for span in reader.open_spans()[1:]),
-        state=ended or process_state(state.identity.pid, state.identity.process_started),
+        state=ended or read_process_state(state.identity.pid, state.identity.process_started),
         operations=infer_last_operations(issued, reader.names()),
         since_mark_s=now_s - source.mark_s,
         all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS
@@ -52,6 +52,6 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     )
 
 
-def usual_step_s(durations_ns: Sequence[float]) -> float:
+def median_step_s(durations_ns: Sequence[float]) -> float:
     """Return the median duration of the last steps, or 0 until there are ten steps."""
     return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

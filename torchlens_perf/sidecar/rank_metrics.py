@@ -34,32 +34,32 @@ _COUNTS = {
 _MEMORY_STEPS = 64
 
 
-class HardwareMetrics:
+class HardwareSignals:
     """Signals from hardware samples. Each sample is used once. Not thread-safe."""
 
     def __init__(self, log: TelemetryLog) -> None:
         self._log = log
         self._seen_ns: dict[str, int] = {}  # time of the newest used sample of each GPU and port
 
-    def signals_of_node(self, now_ns: int) -> dict[str, float]:
+    def take_node_signals(self, now_ns: int) -> dict[str, float]:
         """Return the signals shared by all ranks of the node, from samples since the last call."""
         errors = 0.0
         elapsed_s = None
-        for name in self._log.links:
-            samples, since_s = self._new(
-                name, self._log.link_samples(name, self._since(name), now_ns)
+        for name in self._log.port_names:
+            samples, since_s = self._mark_used(
+                name, self._log.link_samples(name, self._first_unused_ns(name), now_ns)
             )
             measured = link_signals(samples)
             if since_s is not None and "errors" in measured:
                 errors, elapsed_s = errors + measured["errors"], since_s
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
 
-    def signals_of_gpu(self, uuid: str, now_ns: int) -> dict[str, float]:
+    def take_gpu_signals(self, uuid: str, now_ns: int) -> dict[str, float]:
         """Return the signals of a GPU from the samples since the last call.
 
         Empty without samples.
         """
-        samples, elapsed_s = self._new(uuid, self._log.samples(uuid, self._since(uuid), now_ns))
+        samples, elapsed_s = self._mark_used(uuid, self._log.gpu_samples(uuid, self._first_unused_ns(uuid), now_ns))
         if not samples:
             return {}
         measured = gpu_signals(samples)
@@ -93,10 +93,10 @@ class HardwareMetrics:
             return ""
         return f"GPU {self._log.pci_bus_id(gpus[0]['uuid']) or gpus[0]['uuid']} ({gpus[0]['name']})"
 
-    def _since(self, name: str) -> int:
+    def _first_unused_ns(self, name: str) -> int:
         return self._seen_ns.get(name, -1) + 1
 
-    def _new(
+    def _mark_used(
         self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
     ) -> tuple[Any, float | None]:
         """Mark samples as used. Return them, and the time since the previous one or None."""
@@ -111,15 +111,15 @@ class RankMetrics:
 
     def __init__(self, telemetry: TelemetryLog) -> None:
         self._host = HostMetrics()
-        self._hardware = HardwareMetrics(telemetry)
+        self._hardware = HardwareSignals(telemetry)
         # Time asleep and duration of the steps since the last sample, by pid.
         self._asleep: dict[int, list[int]] = {}
         # Details by pid. They stay after the process has ended.
         self._details: dict[int, dict[str, str]] = {}
 
-    def update(self, sources: Iterable[RingSource], now_s: float) -> None:
+    def sample_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
         """Sample the ranks' present waits. Called in every round."""
-        self._host.update((source.state.identity.pid for source in _processes(sources)), now_s)
+        self._host.sample_disk_waits((source.state.identity.pid for source in _select_measurable(sources)), now_s)
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Add finished steps of a rank."""
@@ -131,12 +131,12 @@ class RankMetrics:
         sums[0] += int(asleep_ns)
         sums[1] += int(steps.duration_ns[measured].sum())
 
-    def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
+    def take_signals(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
         """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
         gc_ns = {
             source.state.identity.pid: source.reader.counter(ring.GC_NS)
-            for source in _processes(running)
+            for source in _select_measurable(running)
         }
         host = self._host.sample(gc_ns, now_s)
         for pid, signals in host.items():
@@ -144,20 +144,20 @@ class RankMetrics:
             if duration_ns:
                 signals["asleep_share"] = asleep_ns / duration_ns
         now_ns = int(now_s * 1e9)
-        node, gpus = self._hardware.signals_of_node(now_ns), dict[str, dict[str, float]]()
+        node, gpus = self._hardware.take_node_signals(now_ns), dict[str, dict[str, float]]()
         found = {}
         for source in running:
             state = source.state
             signals = {
                 **host.get(state.identity.pid, {}),
                 **node,
-                **_memory(state.statistics.memory),
+                **_memory_signals(state.statistics.memory),
             }
             # A rank computes on one GPU. Two ranks may share it, but its samples can be used only
             # once.
             for gpu in state.gpus[:1]:
                 if gpu["uuid"] not in gpus:
-                    gpus[gpu["uuid"]] = self._hardware.signals_of_gpu(gpu["uuid"], now_ns)
+                    gpus[gpu["uuid"]] = self._hardware.take_gpu_signals(gpu["uuid"], now_ns)
                 signals.update(gpus[gpu["uuid"]])
             if signals:
                 found[state.identity.rank] = signals
@@ -166,19 +166,19 @@ class RankMetrics:
     def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
         """Add the users of a process's CPUs to its state. signals: the newest sample."""
         pid, users = source.state.identity.pid, source.state.cpu_users
-        users.cpus = self._host.cpus(pid) or users.cpus
-        users.workers = max(users.workers, self._host.workers(pid))
+        users.cpus = self._host.cpu_count(pid) or users.cpus
+        users.workers = max(users.workers, self._host.worker_count(pid))
         share = signals.get("neighbour_share")
         if share is not None:
             users.others = [users.others[0] + share, users.others[1] + 1]
             users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
 
-    def details(self, source: RingSource) -> dict[str, str]:
+    def diagnosis_details(self, source: RingSource) -> dict[str, str]:
         """Return names of the rank's neighbour, control group and GPU for a diagnosis."""
         pid = source.state.identity.pid
         found = {
             "neighbour": self._host.busiest_neighbour(pid),
-            "control_group": self._host.control_group(pid),
+            "control_group": self._host.control_group_path(pid),
             "gpu": self._hardware.gpu_name(source.state.gpus),
         }
         details = self._details.setdefault(pid, {})
@@ -186,12 +186,12 @@ class RankMetrics:
         return details
 
 
-def _processes(sources: Iterable[RingSource]) -> Iterator[RingSource]:
+def _select_measurable(sources: Iterable[RingSource]) -> Iterator[RingSource]:
     """Return the rings of running processes that are not simulated."""
     return (source for source in sources if not (source.read_to_end or source.simulated))
 
 
-def _memory(memory: MemoryStatistics) -> dict[str, float]:
+def _memory_signals(memory: MemoryStatistics) -> dict[str, float]:
     if memory.last is None:
         return {}
     signals = memory_signals(memory.readings, memory.last.step - _MEMORY_STEPS, memory.last.step)

@@ -18,7 +18,7 @@ from torchlens_perf.exporters import ExportBatch, export_batch
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
-from torchlens_perf.sidecar.telemetry.log import telemetry_bytes
+from torchlens_perf.sidecar.telemetry.log import telemetry_disk_share
 from torchlens_perf.store.segments import Chunk, SegmentWriter
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class RecordAccount:
         if self._writer is None:
             disk_bytes = self._sources.setting("disk_bytes")
             self._writer = SegmentWriter(
-                self._run, self._state.host, disk_bytes - telemetry_bytes(disk_bytes)
+                self._run, self._state.host, disk_bytes - telemetry_disk_share(disk_bytes)
             )
         dropped = self._writer.dropped_segments
         try:

@@ -39,7 +39,7 @@ _SPANS_PER_FLUSH = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay."""
 
     steps: int
@@ -53,7 +53,7 @@ def replay(
     trace_every: int | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
     patience_s: float = 30.0,
-) -> Replayed:
+) -> ReplayResult:
     """Export a run's saved records, and write the state of nodes that have no state.
 
     trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live
@@ -75,7 +75,7 @@ def replay(
     for host in hosts:
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
-        replaced = _replaced_processes(saved)
+        replaced = _find_replaced_processes(saved)
         rebuilt = NodeState(host)
         as_live = trace_every is None or {
             each.trace_every for each in saved.processes.values()
@@ -86,7 +86,7 @@ def replay(
         ):
             process = rebuilt.processes.get(origin.key)
             if process is None:
-                process = rebuilt.processes[origin.key] = _process(run, origin, saved, trace_every)
+                process = rebuilt.processes[origin.key] = _new_process_state(run, origin, saved, trace_every)
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
             process.model = process.model or digest_module_names(process.statistics.modules)
@@ -106,7 +106,7 @@ def replay(
                     each.step: each for each in traced if each.attempt == process.identity.attempt
                 }
                 if traced:
-                    sent = {step for step, each in chosen.items() if _is_sent(each, origin.rank)}
+                    sent = {step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)}
                 else:
                     sent = traced_steps(table.step.tolist(), process.trace_every)
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
@@ -126,21 +126,21 @@ def replay(
         state.findings = findings
         state.save(run)
     if sending is None:
-        return Replayed(steps, records, damaged)
-    sending.assess(run, epoch, findings, saved_states)
-    notes = sending.end()
-    _note_delivery(run, notes)
-    return Replayed(steps, records, [*damaged, *notes])
+        return ReplayResult(steps, records, damaged)
+    sending.send_alerts(run, epoch, findings, saved_states)
+    notes = sending.finish()
+    _clear_undelivered_notes(run, notes)
+    return ReplayResult(steps, records, [*damaged, *notes])
 
 
-def delivered(run: RunDirectory, exporter: Exporter) -> list[str]:
+def deliver_outbox(run: RunDirectory, exporter: Exporter) -> list[str]:
     """Send only the data in the run's outbox. Return notes on undelivered data."""
     notes = exporter.shutdown(_OUTBOX_TIMEOUT_S)
-    _note_delivery(run, notes)
+    _clear_undelivered_notes(run, notes)
     return notes
 
 
-def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
+def _clear_undelivered_notes(run: RunDirectory, notes: list[str]) -> None:
     """Remove notes on undelivered data from the nodes' states, if all data was delivered."""
     if not notes:
         for path in run.nodes.glob("*.json"):
@@ -149,7 +149,7 @@ def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
             state.save(run)
 
 
-def _process(
+def _new_process_state(
     run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None
 ) -> ProcessState:
     """Return a process without statistics.
@@ -159,7 +159,7 @@ def _process(
     known = saved.processes.get(origin.key)
     if known is None:
         process = ProcessState(
-            _identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every
+            _derive_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every
         )
     else:
         process = dataclasses.replace(known, anchor=origin.anchor, statistics=RankStatistics())
@@ -169,12 +169,12 @@ def _process(
     return process
 
 
-def _is_sent(chosen: TracedStep, rank: int) -> bool:
+def _is_rank_traced(chosen: TracedStep, rank: int) -> bool:
     """Return True if spans of a rank are sent for a step. Rank 0 has the root span."""
     return rank == 0 or chosen.role(rank) is not None
 
 
-def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
+def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
     """Return the diagnosis from the live run.
 
     A replay cannot make it, because signals are not saved.
@@ -195,7 +195,7 @@ class _BatchSender:
 
     def send(self, batch: ExportBatch) -> None:
         self._last = batch if len(batch.steps) else self._last
-        for part in _pieces_of_batch(batch):
+        for part in _split_batch(batch):
             if self._waited_s > self._patience_s:
                 self._not_sent += len(part.steps)
                 continue
@@ -205,7 +205,7 @@ class _BatchSender:
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def assess(
+    def send_alerts(
         self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]
     ) -> None:
         """Send the alerts of the whole run, with the same ids as in the live run.
@@ -220,11 +220,11 @@ class _BatchSender:
         assessment = AlertManager(FindingLog(run.run_id)).assess(
             last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
             links=slow_link_verdict(links_of(saved), [each.statistics for each in latest_attempt(saved).values()]),
-            diagnosed=lambda group: _diagnosed(saved, group),
+            diagnosed=lambda group: _find_saved_diagnosis(saved, group),
         )  # fmt: skip
         self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))
 
-    def end(self) -> list[str]:
+    def finish(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)
         if self._not_sent:
             notes.append(
@@ -234,7 +234,7 @@ class _BatchSender:
         return notes
 
 
-def _pieces_of_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
+def _split_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
     """Split a batch into pieces of about _SPANS_PER_FLUSH spans, which fit into export queues."""
     steps = batch.steps.step.tolist()
     traces: list[StepTrace] = []
@@ -253,7 +253,7 @@ def _pieces_of_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
     )
 
 
-def _replaced_processes(saved: NodeState) -> set[str]:
+def _find_replaced_processes(saved: NodeState) -> set[str]:
     """Return the keys of processes that were replaced or did not belong to the newest generation.
 
     As in a live run, they are not judged together with the newest ones.
@@ -263,7 +263,7 @@ def _replaced_processes(saved: NodeState) -> set[str]:
     return {key for key, generation in by_key.items() if generation != generations.newest}
 
 
-def _identity(run: RunDirectory, origin: Origin) -> Identity:
+def _derive_identity(run: RunDirectory, origin: Origin) -> Identity:
     """Return the identity of a rank as far as it is known from the records alone."""
     keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
     # A key looks like "rank00003-attempt0-...".

@@ -50,14 +50,14 @@ class Schedule:
             self._hurries = True
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
-    def polled(self, fullest: float) -> None:
+    def adapt_poll_interval(self, fullest: float) -> None:
         """Adapt the poll interval so that about an eighth of the fullest ring is new in a poll."""
         if fullest > 1 / 8:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
             self.poll_s = min(_MAX_POLL_S, self.poll_s * 1.5)
 
-    def account_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
+    def is_count_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
 
         If counting takes long, it is done more rarely. Most of its time is a fixed cost per module,
@@ -65,17 +65,17 @@ class Schedule:
         a continuous view of the run.
         """
         if self._hurries:
-            return self._due("account", now_s, _HURRIED_S)
+            return self._is_due("account", now_s, _HURRIED_S)
         rest_s = min(
             _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
         )
-        return self._due("account", now_s, max(self._young(now_s, _ACCOUNT_S), rest_s))
+        return self._is_due("account", now_s, max(self._young_run_interval_s(now_s, _ACCOUNT_S), rest_s))
 
-    def judge_due(self, now_s: float, period_s: float) -> bool:
+    def is_judging_due(self, now_s: float, period_s: float) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run."""
-        return self._due("judge", now_s, self._young(now_s, period_s))
+        return self._is_due("judge", now_s, self._young_run_interval_s(now_s, period_s))
 
-    def keep_due(
+    def is_segment_due(
         self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
     ) -> bool:
         """Return True if a segment should be written.
@@ -97,19 +97,19 @@ class Schedule:
             self._done_s["keep"] = self._done_s["save"] = now_s
         return due
 
-    def save_due(self, now_s: float, took_s: float, *, news: bool = False) -> bool:
+    def is_save_due(self, now_s: float, took_s: float, *, news: bool = False) -> bool:
         """Return True if the state should be saved: every 5 s, or more rarely if saving takes long.
 
         took_s: duration of the last save. news: a new finding, which is saved at once.
         """
-        return self._due("save", now_s, 0.0 if news else max(_SAVE_S, took_s / _MAX_TIME_SHARE))
+        return self._is_due("save", now_s, 0.0 if news else max(_SAVE_S, took_s / _MAX_TIME_SHARE))
 
-    def _due(self, what: str, now_s: float, period_s: float) -> bool:
+    def _is_due(self, what: str, now_s: float, period_s: float) -> bool:
         due = now_s - self._done_s[what] >= period_s
         if due:
             self._done_s[what] = now_s
         return due
 
-    def _young(self, now_s: float, usual_s: float) -> float:
+    def _young_run_interval_s(self, now_s: float, usual_s: float) -> float:
         """Return a shorter interval while the run is young."""
         return min(usual_s, 0.1 + (now_s - self._started_s) / 10)

@@ -32,7 +32,7 @@ _CPU_TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 
-class TapForNextRun:
+class TapBuilder:
     """Build of the native tap. Not thread-safe.
 
     The same thread must make all calls until finish(), because the child ends with its thread.
@@ -47,27 +47,27 @@ class TapForNextRun:
         self._to_be_built = False
         self._due_s = _START_AFTER_S
 
-    def outlook(self, name: str, *, wanted: bool) -> str:
+    def update_outlook(self, name: str, *, wanted: bool) -> str:
         """Return the state of the native tap for the report, or "" if no rank has missed it.
 
         name: the file that ranks have not found. wanted: the setting TORCHLENS_PERF_BUILD_TAP.
         """
         if name and name != self._name and self._child is None:
             self._name = name
-            self._outlook, self._to_be_built = self._plan(name, wanted)
+            self._outlook, self._to_be_built = self._decide_build(name, wanted)
         return self._outlook
 
-    def begin_if_due(self, running_s: float) -> None:
+    def start_if_due(self, running_s: float) -> None:
         """Start the build in a run that has lasted long enough, or take a finished build's result.
 
         Does not wait for the build. running_s: how long the sidecar has run.
         """
         if self._to_be_built and running_s > self._due_s:
-            if _memory_to_spare():
-                self._begin()
+            if _has_spare_memory():
+                self._start_child()
             self._due_s = running_s + _RETRY_INTERVAL_S
         elif self._child is not None and self._child.poll() is not None:
-            self._take_result(self._child)
+            self._read_result(self._child)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Start a build that was not due before, and wait for the child, for `timeout_s` at most.
@@ -75,17 +75,17 @@ class TapForNextRun:
         Called after the last report is written and the lock is released, so that no process waits.
         """
         if self._to_be_built:
-            self._begin()
+            self._start_child()
         child = self._child
         if child is None:
             return
         try:
             child.wait(timeout_s)
-            self._take_result(child)
+            self._read_result(child)
         except subprocess.TimeoutExpired:
             child.terminate()
 
-    def _plan(self, name: str, wanted: bool) -> tuple[str, bool]:
+    def _decide_build(self, name: str, wanted: bool) -> tuple[str, bool]:
         """Return the state for the report, and True if the tap should be built."""
         if not wanted:
             return "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off", False
@@ -96,7 +96,7 @@ class TapForNextRun:
             return "torchlens-perf build-tap builds the native tap", False
         return "the sidecar builds the native tap for the next run", True
 
-    def _begin(self) -> None:
+    def _start_child(self) -> None:
         self._to_be_built = False
         logger.info("building the native tap on collectives: %s", self._name)
         self._child = subprocess.Popen(
@@ -110,7 +110,7 @@ class TapForNextRun:
             cwd="/",
         )
 
-    def _take_result(self, child: subprocess.Popen[str]) -> None:
+    def _read_result(self, child: subprocess.Popen[str]) -> None:
         self._child = None
         # The last line of the output is the result, or the compiler's first error.
         last_line = (
@@ -126,13 +126,13 @@ class TapForNextRun:
         logger.info("%s (%s)", self._outlook, last_line)
 
 
-def give_way() -> None:
+def become_background_child() -> None:
     """Give this process, the child, the lowest priority, and end it together with its parent.
 
     SCHED_IDLE lowers the priority for the disk too. If memory runs out, the kernel ends this
     process first.
     """
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -144,12 +144,12 @@ def give_way() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_TIMEOUT_S, _CPU_TIMEOUT_S))
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Exit by an exception, so that the build's `finally` ends the compiler and removes files."""
     sys.exit(128 + number)
 
 
-def _memory_to_spare() -> bool:
+def _has_spare_memory() -> bool:
     """Return True if the compiler's memory is free, so that no process of the job has less."""
     from torchlens_perf.sidecar.host.cgroup import ControlGroup
 

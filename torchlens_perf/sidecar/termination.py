@@ -15,24 +15,24 @@ import time
 # A second SIGTERM within this time does not end the process: a launcher and a scheduler may each
 # send one.
 _IGNORE_REPEATED_S = 1.0
-_asked_s: float | None = None
+_requested_s: float | None = None
 
 
-def install() -> None:
+def install_handler() -> None:
     """Install the handler of SIGTERM. Must be called from the main thread."""
-    signal.signal(signal.SIGTERM, _ask)
+    signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def is_asked() -> bool:
+def is_requested() -> bool:
     """Return True after a SIGTERM."""
-    return _asked_s is not None
+    return _requested_s is not None
 
 
-def _ask(number: int, frame: object) -> None:
+def _on_sigterm(number: int, frame: object) -> None:
     """Note the first SIGTERM. A later one ends the process, as without this handler."""
-    global _asked_s
-    if _asked_s is None:
-        _asked_s = time.monotonic()
-    elif time.monotonic() - _asked_s > _IGNORE_REPEATED_S:
+    global _requested_s
+    if _requested_s is None:
+        _requested_s = time.monotonic()
+    elif time.monotonic() - _requested_s > _IGNORE_REPEATED_S:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

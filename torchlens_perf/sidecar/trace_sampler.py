@@ -162,7 +162,7 @@ class TraceSampler:
         if self._episodes is not None and keys - self._episodes:
             sampler.verdict_began(now_s)
         self._episodes = keys if self._episodes is None else self._episodes | keys
-        role.add_slow(open_now)
+        role.add_slow_ranks(open_now)
 
     def _receive(
         self, sampler: StepSampler, received: bytes, role: ExportRole, attempt: int

@@ -60,11 +60,11 @@ def test_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine)
 
     assert group.path == "/pod/train"
     assert group.memory_limit_share() == 0.85  # Inactive file pages do not count as used memory.
-    assert group.refaults() == 43
+    assert group.refault_count() == 43
     assert group.quota_periods() == (4, 2)
-    assert group.stall_us("memory") == 123
+    assert group.stall_time_us("memory") == 123
     # The group has no such file, so the value of the whole node is read.
-    assert group.stall_us("io") == 456
+    assert group.stall_time_us("io") == 456
 
 
 def test_version_1_reads_a_separate_hierarchy_per_controller(machine: Machine) -> None:
@@ -85,7 +85,7 @@ def test_version_1_reads_a_separate_hierarchy_per_controller(machine: Machine) -
 
     assert group.path == "/job"
     assert group.memory_limit_share() == 0.5
-    assert group.refaults() == 8
+    assert group.refault_count() == 8
     assert group.quota_periods() == (4, 2)
 
 
@@ -99,9 +99,9 @@ def test_missing_limits_and_pressure_files_are_reported_as_none(machine: Machine
     group = machine.group("0::/../../host/path\n")
 
     assert group.memory_limit_share() is None
-    assert group.refaults() is None
+    assert group.refault_count() is None
     assert group.quota_periods() is None
-    assert group.stall_us("memory") is None
+    assert group.stall_time_us("memory") is None
 
 
 def test_control_group_of_a_missing_process_raises_an_error(machine: Machine) -> None:
@@ -112,8 +112,8 @@ def test_control_group_of_a_missing_process_raises_an_error(machine: Machine) ->
 def test_control_group_values_of_this_process_have_documented_types() -> None:
     """Counters do not decrease between two readings."""
     group = ControlGroup(os.getpid())
-    first = group.stall_us("io"), group.refaults()
-    second = group.stall_us("io"), group.refaults()
+    first = group.stall_time_us("io"), group.refault_count()
+    second = group.stall_time_us("io"), group.refault_count()
 
     for before, after in zip(first, second, strict=True):
         assert (before is None) == (after is None)

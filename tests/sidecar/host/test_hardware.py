@@ -13,7 +13,7 @@ from tests.support.ranks import HOST, Rank
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.rank_metrics import HardwareMetrics, RankMetrics
+from torchlens_perf.sidecar.rank_metrics import HardwareSignals, RankMetrics
 from torchlens_perf.verdicts.causes.metrics import METRICS
 
 HEALTHY: dict[str, Any] = {
@@ -34,11 +34,11 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
 
     Without a new sample, there are no signals.
     """
-    signals = HardwareMetrics(rig.log)
+    signals = HardwareSignals(rig.log)
     rig.gpus.values = {FIRST: HEALTHY}
     rig.seconds(1, FIRST)
-    first = signals.signals_of_gpu(FIRST, rig.now_ns)
-    assert signals.signals_of_gpu(FIRST, rig.now_ns) == {}
+    first = signals.take_gpu_signals(FIRST, rig.now_ns)
+    assert signals.take_gpu_signals(FIRST, rig.now_ns) == {}
     rig.gpus.values = {
         FIRST: {
             **HEALTHY, "sm_clock_hz": 1_200_000_000, "throttle_thermal_ns": SECOND // 2, "xids": 1, "pcie_replays": 17,
@@ -46,7 +46,7 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
         }
     }  # fmt: skip
     rig.seconds(1, FIRST)
-    second = signals.signals_of_gpu(FIRST, rig.now_ns)
+    second = signals.take_gpu_signals(FIRST, rig.now_ns)
 
     assert not {name for name in first if "_per_" in name}  # A rate needs two samples.
     assert first["sm_clock_mhz"] == 1980
@@ -58,15 +58,15 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
         1,
     )
     assert second["nvlink_errors_per_s"] == 2
-    assert signals.signals_of_gpu("GPU-unknown", rig.now_ns) == {}
+    assert signals.take_gpu_signals("GPU-unknown", rig.now_ns) == {}
     assert set(second) <= set(METRICS)
 
 
 def test_low_clock_of_an_idle_gpu_is_not_a_signal(rig: Rig) -> None:
-    signals = HardwareMetrics(rig.log)
+    signals = HardwareSignals(rig.log)
     rig.gpus.values = {FIRST: {**HEALTHY, "sm_clock_hz": 345_000_000, "clock_reasons": 1}}
     rig.seconds(1, FIRST)
-    idle = signals.signals_of_gpu(FIRST, rig.now_ns)
+    idle = signals.take_gpu_signals(FIRST, rig.now_ns)
 
     assert not {"sm_clock_mhz", "sm_clock_share"} & idle.keys()
     assert idle["temperature_c"] == 60
@@ -74,26 +74,26 @@ def test_low_clock_of_an_idle_gpu_is_not_a_signal(rig: Rig) -> None:
 
 def test_missing_gpu_values_produce_no_signals(rig: Rig) -> None:
     rig.gpus.values = {FIRST: {"temperature_c": 50}}
-    signals = HardwareMetrics(rig.log)
+    signals = HardwareSignals(rig.log)
     rig.seconds(2, FIRST)
 
-    assert signals.signals_of_gpu(FIRST, rig.now_ns) == {"temperature_c": 50}
+    assert signals.take_gpu_signals(FIRST, rig.now_ns) == {"temperature_c": 50}
 
 
 def test_port_errors_of_a_node_are_summed_to_one_signal(rig: Rig, tmp_path: Path) -> None:
     """A rate is known from the second sample on."""
-    signals = HardwareMetrics(rig.log)
+    signals = HardwareSignals(rig.log)
     ports = [port(tmp_path / "infiniband", name) for name in ("mlx5_0", "mlx5_1")]
     rig.seconds(5)
-    assert signals.signals_of_node(rig.now_ns) == {}
+    assert signals.take_node_signals(rig.now_ns) == {}
     for folder in ports:
         (folder / "counters/symbol_error").write_text("10\n")
     rig.seconds(5)
-    signals_found = signals.signals_of_node(rig.now_ns)
+    signals_found = signals.take_node_signals(rig.now_ns)
 
     # The counters of two ports grow from 1 to 10 in five seconds.
     assert signals_found == {"link_errors_per_s": pytest.approx(3.6)}
-    assert signals.signals_of_node(rig.now_ns) == {}
+    assert signals.take_node_signals(rig.now_ns) == {}
 
 
 def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) -> None:

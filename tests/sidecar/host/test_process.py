@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.run.processes import TICKS_PER_S
-from torchlens_perf.sidecar.host.neighbours import Neighbours
+from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 from torchlens_perf.sidecar.host.process import HostMetrics
 
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -36,7 +36,7 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
     for _ in range(samples):
         found = signals.sample({pid: 0}, time.monotonic())
         for _ in range(6):
-            signals.update([pid], time.monotonic())
+            signals.sample_disk_waits([pid], time.monotonic())
             time.sleep(0.1)
     return found[pid]
 
@@ -92,7 +92,7 @@ def test_ended_process_produces_no_signals() -> None:
         signals = HostMetrics()
         signals.sample({process.pid: 0}, 0.0)
         process.kill()
-    signals.update([process.pid], 0.5)
+    signals.sample_disk_waits([process.pid], 0.5)
 
     assert signals.sample({process.pid: 0}, 1.0) == {}
     assert signals.busiest_neighbour(process.pid) == ""
@@ -132,9 +132,9 @@ def test_rates_and_shares_are_computed_between_two_samples(tmp_path: Path) -> No
     assert signals.sample({kernel.pid: 10**9}, 100.0) == {}
     for second, state in enumerate(("D", "S", "R", "D")):
         kernel.write(kernel.pid, state)
-        signals.update([kernel.pid], 100 + second / 4)
+        signals.sample_disk_waits([kernel.pid], 100 + second / 4)
         # The last sample is too recent to compute a rate.
-        signals.update([kernel.pid], 100 + second / 4 + 0.01)
+        signals.sample_disk_waits([kernel.pid], 100 + second / 4 + 0.01)
     kernel.write(kernel.pid, faults=6, kernel_ticks=TICKS_PER_S // 2, waited_ns=500_000_000)
     kernel.write(kernel.worker, faults=4)
 
@@ -159,7 +159,7 @@ def test_disk_wait_of_a_worker_counts_only_while_the_main_thread_sleeps(
     signals.sample({kernel.pid: 0}, 100.0)
     kernel.write(kernel.pid, state)
     kernel.write(kernel.worker, "D")
-    signals.update([kernel.pid], 100.5)
+    signals.sample_disk_waits([kernel.pid], 100.5)
 
     assert signals.sample({kernel.pid: 0}, 101.0)[kernel.pid]["disk_wait_share"] == share
 
@@ -198,27 +198,27 @@ def test_cpu_use_of_invisible_processes_is_counted(tmp_path: Path) -> None:
     Processes of the job itself do not count.
     """
     machine = Machine(tmp_path)
-    neighbours = Neighbours(tmp_path)
+    neighbours = CpuNeighbours(tmp_path)
     for _ in range(3):
-        neighbours.update(machine.passes(1.0, pid7=0.4, pid8=0.2))
+        neighbours.take_sample(machine.passes(1.0, pid7=0.4, pid8=0.2))
 
     assert neighbours.busy_share({0}, {7: {0}, 8: {0}}) == pytest.approx(0.4)
     # Process 8 may spend half of its time on the other CPU.
     assert neighbours.busy_share({0}, {7: {0}, 8: {0, 1}}) == pytest.approx(0.5)
     assert neighbours.busy_share({0, 1}, {7: {0, 1}, 8: {0, 1}}) == pytest.approx(0.2)
-    assert neighbours.busiest({0}, {7, 8}) == ""
-    assert neighbours.busiest({0}, {7}) == "prog8 (pid 8)"
+    assert neighbours.busiest_program({0}, {7, 8}) == ""
+    assert neighbours.busiest_program({0}, {7}) == "prog8 (pid 8)"
 
 
 def test_recently_busy_process_replaces_an_earlier_one(tmp_path: Path) -> None:
     """A new process is reported after some seconds, although another one was busy for minutes."""
     machine = Machine(tmp_path)
-    neighbours = Neighbours(tmp_path)
+    neighbours = CpuNeighbours(tmp_path)
     for _ in range(60):
-        neighbours.update(machine.passes(1.0, pid7=0.9, pid8=0.0))
-    assert neighbours.busiest({0}, ()) == "prog7 (pid 7)"
+        neighbours.take_sample(machine.passes(1.0, pid7=0.9, pid8=0.0))
+    assert neighbours.busiest_program({0}, ()) == "prog7 (pid 7)"
     for _ in range(6):
-        neighbours.update(machine.passes(1.0, pid7=0.0, pid8=0.9))
+        neighbours.take_sample(machine.passes(1.0, pid7=0.0, pid8=0.9))
 
-    assert neighbours.busiest({0}, ()) == "prog8 (pid 8)"
-    assert not neighbours.update(machine.second + 100.0)  # The newest sample is too old.
+    assert neighbours.busiest_program({0}, ()) == "prog8 (pid 8)"
+    assert not neighbours.take_sample(machine.second + 100.0)  # The newest sample is too old.

@@ -25,10 +25,10 @@ from torchlens_perf.sidecar.host.stacks import (
     MAX_LINES,
     Stack,
     find_py_spy,
-    process_state,
-    python_stack,
-    source_line,
-    stack_by_signal,
+    read_process_state,
+    read_main_stack,
+    read_source_line,
+    request_stack_by_signal,
 )
 
 needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
@@ -105,8 +105,8 @@ def ready(process: subprocess.Popen[str]) -> str:
 def wait_for(pid: int, state: str) -> None:
     """Wait until a process has a state. The kernel stops a process a while after the signal."""
     deadline = time.monotonic() + 30
-    while process_state(pid) != state:
-        assert time.monotonic() < deadline, process_state(pid)
+    while read_process_state(pid) != state:
+        assert time.monotonic() < deadline, read_process_state(pid)
         time.sleep(0.001)
 
 
@@ -124,7 +124,7 @@ def test_stack_lists_only_the_main_threads_frames_innermost_first(start: Start) 
     process = start(BLOCKED.format(levels=2))
     ready(process)
 
-    stack = python_stack(process.pid)
+    stack = read_main_stack(process.pid)
 
     assert functions(stack) == ["blocks", "descend", "descend", "descend", "<module>"]
     assert stack.lines[0] == "blocks (<string>:6)"
@@ -137,15 +137,15 @@ def test_source_line_is_read_from_disk_or_left_empty(start: Start, tmp_path: Pat
     script.write_text(BLOCKED.format(levels=1))
     process = start(f"import runpy; runpy.run_path({str(script)!r})")
     ready(process)
-    stack = python_stack(process.pid)
+    stack = read_main_stack(process.pid)
     assert stack.innermost == (str(script), 6)
-    assert source_line(stack) == 'print("read", sys.stdin.readline().strip(), flush=True)'
+    assert read_source_line(stack) == 'print("read", sys.stdin.readline().strip(), flush=True)'
 
     script.unlink()
-    assert source_line(stack) == ""
+    assert read_source_line(stack) == ""
     os.mkfifo(script)  # Reading this file blocks forever.
-    assert source_line(stack, timeout_s=0.2) == ""
-    assert source_line(Stack((), "no reason")) == ""
+    assert read_source_line(stack, timeout_s=0.2) == ""
+    assert read_source_line(Stack((), "no reason")) == ""
 
 
 @needs_py_spy
@@ -156,10 +156,10 @@ def test_stopped_process_stays_stopped_after_its_stack_is_read(start: Start) -> 
     os.kill(process.pid, signal.SIGSTOP)
     wait_for(process.pid, "stopped")
 
-    stacks = [python_stack(process.pid) for _ in range(5)]
+    stacks = [read_main_stack(process.pid) for _ in range(5)]
 
     assert {tuple(functions(stack)) for stack in stacks} == {("blocks", "descend", "<module>")}
-    assert process_state(process.pid) == "stopped"
+    assert read_process_state(process.pid) == "stopped"
     os.kill(process.pid, signal.SIGCONT)
     assert process.communicate("all is well\n", timeout=30)[0] == "read all is well\n"
     assert process.returncode == 0
@@ -171,7 +171,7 @@ def test_deep_stack_is_cut_to_the_innermost_frames(start: Start) -> None:
     process = start(BLOCKED.format(levels=100))
     ready(process)
 
-    stack = python_stack(process.pid)
+    stack = read_main_stack(process.pid)
 
     assert len(stack.lines) == MAX_LINES + 1
     assert stack.lines[0].startswith("blocks ")
@@ -185,7 +185,7 @@ def test_stack_names_the_thread_that_has_the_gil(start: Start) -> None:
     process = start(GREEDY)
     ready(process)
     deadline = time.monotonic() + 30
-    while not (stack := python_stack(process.pid)).gil_holder:
+    while not (stack := read_main_stack(process.pid)).gil_holder:
         assert time.monotonic() < deadline, stack
 
     assert stack.gil_holder == "greedy"
@@ -212,10 +212,10 @@ def test_permission_error_of_py_spy_is_reported_without_a_retry(
             as_nobody = f"{setpriv} --reuid=65534 --regid=65534 --clear-groups"
             program.write_text(f'#!/bin/sh\necho call >> {calls}\nexec {as_nobody} {copy} "$@"\n')
             program.chmod(0o755)
-            stack = python_stack(victim.pid, program=str(program))
+            stack = read_main_stack(victim.pid, program=str(program))
         assert calls.read_text() == "call\n"
     else:
-        stack = python_stack(1)
+        stack = read_main_stack(1)
 
     assert stack.lines == ()
     assert re.fullmatch(
@@ -243,9 +243,9 @@ def test_reason_names_both_users_if_the_process_is_another_users(tmp_path: Path)
         program = shutil.copy(find_py_spy() or "", folder / "py-spy")
         code = (
             "import os, sys; from pathlib import Path\n"
-            "from torchlens_perf.sidecar.host.stacks import python_stack\n"
+            "from torchlens_perf.sidecar.host.stacks import read_main_stack\n"
             "os.setuid(65534)\n"
-            f"print(python_stack(int(sys.argv[1]), program={str(program)!r}).reason)\n"
+            f"print(read_main_stack(int(sys.argv[1]), program={str(program)!r}).reason)\n"
         )
         command = [sys.executable, "-c", code, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -267,9 +267,9 @@ def test_reason_says_that_the_process_is_not_dumpable(start: Start) -> None:
     )
     ready(process)
     if os.getuid() == 0:  # A process with CAP_SYS_PTRACE reads the stack.
-        assert python_stack(process.pid).lines
+        assert read_main_stack(process.pid).lines
         return
-    assert "is not dumpable" in python_stack(process.pid).reason
+    assert "is not dumpable" in read_main_stack(process.pid).reason
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_reason_names_a_remedy_for_each_kernel_restriction(
     monkeypatch.setattr(tracer, "YAMA", tmp_path / "ptrace_scope")
     if scope:
         tracer.YAMA.write_text(f"{scope}\n")
-    reason = python_stack(os.getpid(), program=str(program)).reason
+    reason = read_main_stack(os.getpid(), program=str(program)).reason
 
     assert remedy in reason
     assert "\n" not in reason
@@ -310,7 +310,7 @@ def test_reason_names_a_remedy_for_each_kernel_restriction(
 def test_py_spy_error_is_reported_for_a_program_without_python() -> None:
     """The reason omits py-spy's backtrace."""
     with subprocess.Popen(["sleep", "60"]) as process:
-        stack = python_stack(process.pid)
+        stack = read_main_stack(process.pid)
         process.kill()
 
     assert stack.lines == ()
@@ -321,7 +321,7 @@ def test_stack_of_an_ended_process_is_missing_with_the_reason() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
 
-    assert python_stack(process.pid, program=sys.executable) == Stack(
+    assert read_main_stack(process.pid, program=sys.executable) == Stack(
         (), f"there is no process {process.pid}"
     )
 
@@ -332,7 +332,7 @@ def test_missing_py_spy_is_reported_with_a_remedy(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
-    assert python_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
+    assert read_main_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
 
 
 def test_py_spy_next_to_the_python_executable_is_preferred_to_path(
@@ -356,10 +356,10 @@ def test_hanging_py_spy_is_killed_after_the_timeout(tmp_path: Path) -> None:
     program.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 600\n")
     program.chmod(0o755)
 
-    stack = python_stack(os.getpid(), timeout_s=2.0, program=str(program))
+    stack = read_main_stack(os.getpid(), timeout_s=2.0, program=str(program))
 
     assert stack == Stack((), "py-spy did not answer within 2 s (process state: running)")
-    assert process_state(int(pid_file.read_text())) == "dead"
+    assert read_process_state(int(pid_file.read_text())) == "dead"
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_unexpected_output_of_py_spy_is_reported_as_the_reason(
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
 
-    assert python_stack(os.getpid(), program=str(program)) == Stack((), reason)
+    assert read_main_stack(os.getpid(), program=str(program)) == Stack((), reason)
 
 
 def test_py_spy_that_cannot_be_executed_is_reported_as_the_reason(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_py_spy_that_cannot_be_executed_is_reported_as_the_reason(tmp_path: Path
     program.write_bytes(b"\x7fELF")
 
     assert (
-        python_stack(os.getpid(), program=str(program)).reason
+        read_main_stack(os.getpid(), program=str(program)).reason
         == "py-spy cannot be run: Permission denied"
     )
 
@@ -398,16 +398,16 @@ def test_py_spy_that_cannot_be_executed_is_reported_as_the_reason(tmp_path: Path
 def test_process_state_is_read_while_running_stopped_zombie_and_gone(start: Start) -> None:
     process = start(BLOCKED.format(levels=0))
     ready(process)
-    assert process_state(process.pid) == "running"
+    assert read_process_state(process.pid) == "running"
     os.kill(process.pid, signal.SIGSTOP)
     wait_for(process.pid, "stopped")
     os.kill(process.pid, signal.SIGCONT)
     wait_for(process.pid, "running")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(process.pid) == "dead"  # The process has ended but was not waited for.
+    assert read_process_state(process.pid) == "dead"  # The process has ended but was not waited for.
     process.wait()
-    assert process_state(process.pid) == "dead"
+    assert read_process_state(process.pid) == "dead"
 
 
 def test_debugged_process_is_traced_rather_than_stopped(start: Start) -> None:
@@ -440,8 +440,8 @@ def test_process_whose_pid_was_reused_is_dead(start: Start) -> None:
     started = process_start_ticks(process.pid)
     assert started is not None
 
-    assert process_state(process.pid, started) == "running"
-    assert process_state(process.pid, started - 1) == "dead"
+    assert read_process_state(process.pid, started) == "running"
+    assert read_process_state(process.pid, started - 1) == "dead"
 
 
 def test_state_is_read_correctly_if_the_program_name_looks_like_a_state(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_state_is_read_correctly_if_the_program_name_looks_like_a_state(tmp_path
         deadline = time.monotonic() + 30
         while b"x) T 1 (" not in Path(f"/proc/{process.pid}/stat").read_bytes():
             assert time.monotonic() < deadline
-        state = process_state(process.pid)
+        state = read_process_state(process.pid)
         process.kill()
 
     assert state == "running"
@@ -481,13 +481,13 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
         assert process.stdout.readline() == "ready\n"
         (file,) = (tmp_path / "runs").rglob("*.stack")
         started = process_start_ticks(process.pid) or 0
-        stack = stack_by_signal(process.pid, file, started)
+        stack = request_stack_by_signal(process.pid, file, started)
         assert "in stuck" in stack.lines[0], stack
-        assert stack_by_signal(process.pid, file, started).lines == stack.lines
+        assert request_stack_by_signal(process.pid, file, started).lines == stack.lines
         output, _ = process.communicate("\n", timeout=60)
         assert output == "True\n"
         assert not file.exists()
-        assert stack_by_signal(process.pid, file, started).reason
+        assert request_stack_by_signal(process.pid, file, started).reason
     finally:
         process.kill()
         process.wait()
@@ -509,7 +509,7 @@ def test_sigusr2_is_not_sent_to_a_process_without_a_handler(
     started = process_start_ticks(process.pid)
     assert started is not None
 
-    stack = stack_by_signal(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
+    stack = request_stack_by_signal(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
 
     assert stack.reason.startswith("it could not be asked: ")
     assert file.read_bytes() == b""

@@ -13,14 +13,14 @@ from tests.support.collected import payloads, ranks
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import NodeContact
-from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, exchange_key
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, store_key_of_watch
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 FAST = Timing(
     operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4
 )
 LONG_S = 60.0  # Only a failing test waits this long.
-KEY = exchange_key(0)
+KEY = store_key_of_watch(0)
 LOOPBACK = ("127.0.0.1", 1)  # Address of a job store that does not exist.
 
 
@@ -54,17 +54,17 @@ class Nodes:
             time.sleep(0.01)
 
     def collect(self, exchange: Exchange) -> None:
-        collected = exchange.collect()
+        collected = exchange.collect_posts()
         self.contacts = collected.nodes
         for rank in ranks(collected):
             self.seen.setdefault(rank, []).extend(payloads(collected, rank))
 
-    def address(self, key: str = KEY) -> Address:
+    def address(self, key: str = KEY) -> ExchangeAddress:
         """Return node 0's address from the run directory, once it is published."""
-        file = Rendezvous(self.places, key).file
+        file = Rendezvous(self.places, key).address_file
         assert file is not None
         wait_until(file.exists)
-        return Address.decode(file.read_bytes())
+        return ExchangeAddress.decode(file.read_bytes())
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

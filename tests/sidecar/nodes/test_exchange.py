@@ -18,7 +18,7 @@ from tests.support.collected import ranks
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import KEPT_POSTS
-from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 
 
 class TestExchange:
@@ -48,7 +48,7 @@ class TestExchange:
             "n2/öffentlich": 0,
         }
         assert [exchange.notes() for exchange in (merger, *others)] == [[], [], []]
-        assert others[0].collect().nodes == {}
+        assert others[0].collect_posts().nodes == {}
 
     def test_hundreds_of_posts_arrive_once_in_order_or_are_counted_as_dropped(
         self, nodes: Nodes
@@ -67,21 +67,21 @@ class TestExchange:
     def test_instructions_of_node_0_reach_all_nodes(self, nodes: Nodes) -> None:
         """Nodes receive changed instructions, also if they join later."""
         merger = nodes.start("n0", merges=True)
-        merger.set_reply(b"first")
+        merger.set_instructions(b"first")
         early = nodes.start("n1")
-        wait_until(lambda: early.reply() == b"first")
-        merger.set_reply(b"second")
+        wait_until(lambda: early.instructions() == b"first")
+        merger.set_instructions(b"second")
         late = nodes.start("n2")
-        wait_until(lambda: early.reply() == late.reply() == b"second")
+        wait_until(lambda: early.instructions() == late.instructions() == b"second")
 
-        assert merger.reply() == b""
+        assert merger.instructions() == b""
         with pytest.raises(ValueError, match="1025 bytes"):
-            merger.set_reply(b"x" * 1025)
+            merger.set_instructions(b"x" * 1025)
 
     def test_two_attempts_of_a_job_exchange_no_posts(self, nodes: Nodes) -> None:
         """The second attempt has another node 0 while the first one still runs."""
         old, old_merger = nodes.start("n1"), nodes.start("n0", merges=True)
-        second = exchange_key(1)
+        second = store_key_of_watch(1)
         new, new_merger = nodes.start("n0", key=second), nodes.start("n1", merges=True, key=second)
         old.post({1: b"old"})
         new.post({1: b"new"})
@@ -148,7 +148,7 @@ class TestExchange:
         wait_until(lambda: any("not the token of this job" in note for note in stranger.notes()))
 
         assert nodes.seen[1] == [b"first", b"first", b"second"]
-        assert "n2" not in second.collect().nodes
+        assert "n2" not in second.collect_posts().nodes
 
     def test_node_0_listens_on_loopback_if_the_store_does(self, nodes: Nodes) -> None:
         """Other machines cannot connect to node 0."""

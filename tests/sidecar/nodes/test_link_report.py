@@ -36,12 +36,12 @@ def rows_of(*groups: tuple[int, ...], slow: tuple[int, ...] = ()) -> list[LinkSt
 
 def test_link_rows_with_enough_operations_are_sent() -> None:
     rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS})
-    packed, left_out = link_report.encode(
+    packed, left_out = link_report.encode_link_report(
         3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)]
     )
 
-    assert sorted(map(str, link_report.decode(packed, 3, 16))) == sorted(map(str, rows))
-    assert link_report.decode(packed, 4, 16) == []
+    assert sorted(map(str, link_report.decode_link_report(packed, 3, 16))) == sorted(map(str, rows))
+    assert link_report.decode_link_report(packed, 4, 16) == []
     assert left_out == 0
     assert len(packed) < 100 * len(rows)
 
@@ -57,8 +57,8 @@ def test_link_rows_over_the_size_limit_are_counted() -> None:
         )
         for number in range(3000)
     ]
-    packed, left_out = link_report.encode(0, many)
-    found = link_report.decode(packed, 0, 2)
+    packed, left_out = link_report.encode_link_report(0, many)
+    found = link_report.decode_link_report(packed, 0, 2)
 
     assert len(packed) <= MAX_LINKS_BYTES
     assert 0 < left_out == len(many) - len(found)
@@ -80,7 +80,7 @@ def test_invalid_link_rows_raise_an_error(changed: dict[str, object]) -> None:
     data = zlib.compress(msgspec.msgpack.encode((0, [wrong])))
 
     with pytest.raises(ValueError, match=r"\S"):
-        link_report.decode(data, 0, 16)
+        link_report.decode_link_report(data, 0, 16)
 
 
 @given(st.binary(max_size=300))
@@ -88,7 +88,7 @@ def test_invalid_link_report_bytes_raise_an_error(data: bytes) -> None:
     """Invalid bytes include compressed data of other kinds and data that expands too much."""
     for each in (data, zlib.compress(data), zlib.compress(bytes(1 << 22))):
         with pytest.raises(ValueError, match=r"\S"):
-            link_report.decode(each, 0, 16)
+            link_report.decode_link_report(each, 0, 16)
 
 
 def test_group_over_several_nodes_is_merged_into_one() -> None:
@@ -132,6 +132,6 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     assert found is not None
     assert found.evidence.links[0].ranks == PAIRS[3]
     (whole,) = wire.links.values()
-    for other in (link_report.encode(1, rows["node-1"])[0], whole[:-9], b""):
+    for other in (link_report.encode_link_report(1, rows["node-1"])[0], whole[:-9], b""):
         wire.links = {"node-1": other}
         assert LinkWatch().update(state, views[0].cluster, views[0].epoch, 0.0, final=False) is None

@@ -37,18 +37,18 @@ def send(
     Without a reply, the sender stops after some attempts.
     """
     while True:
-        report = outbox.report(now_s, leaving=leaving)
-        inbox.receive("a1", encode(report), now_s)
+        report = outbox.build_report(now_s, leaving=leaving)
+        inbox.receive_report("a1", encode(report), now_s)
         if not replied:
             return
-        outbox.received(report)
-        if not outbox.waiting:
+        outbox.mark_received(report)
+        if not outbox.has_unsent:
             return
 
 
 def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
     inbox = Inbox("n0", 0.0)
-    inbox.enter("a1", node, 0.0)
+    inbox.add_sender("a1", node, 0.0)
     return Outbox(), inbox
 
 
@@ -100,18 +100,18 @@ class TestWire:
         """Only the last report says that the node leaves."""
         outbox, inbox = ends()
         for _ in range(KEPT_POSTS):
-            outbox.post(dict.fromkeys(range(MAX_RANKS), b"x" * MAX_PAYLOAD_BYTES), 0.0)
+            outbox.add_post(dict.fromkeys(range(MAX_RANKS), b"x" * MAX_PAYLOAD_BYTES), 0.0)
         sizes, leaving = [], []
-        while outbox.waiting:
-            report = outbox.report(0.0, leaving=True)
-            inbox.receive("a1", encode(report), 0.0)
-            outbox.received(report)
+        while outbox.has_unsent:
+            report = outbox.build_report(0.0, leaving=True)
+            inbox.receive_report("a1", encode(report), 0.0)
+            outbox.mark_received(report)
             sizes.append(len(encode(report)))
             leaving.append(report.leaving)
 
         assert max(sizes) <= MAX_MESSAGE_BYTES
         assert leaving == [False] * (len(sizes) - 1) + [True]
-        assert len(inbox.collect(0.0).posts) == KEPT_POSTS
+        assert len(inbox.collect_posts(0.0).posts) == KEPT_POSTS
 
 
 class TestAccount:
@@ -130,14 +130,14 @@ class TestAccount:
         for step in [*steps, "send", "collect"]:
             if step == "post":
                 posted += 1
-                outbox.post({3: str(posted).encode()}, 0.0)
+                outbox.add_post({3: str(posted).encode()}, 0.0)
             elif step in ("send", "no reply"):
                 send(outbox, inbox, replied=step == "send")
             elif step == "lost":  # The report is lost together with its connection.
-                outbox.report(0.0)
+                outbox.build_report(0.0)
             else:
-                seen.extend(map(int, payloads(inbox.collect(0.0), 3)))
-        missed = inbox.collect(0.0).nodes["n1"].missed
+                seen.extend(map(int, payloads(inbox.collect_posts(0.0), 3)))
+        missed = inbox.collect_posts(0.0).nodes["n1"].missed
 
         assert seen == sorted(set(seen))
         assert len(seen) <= posted <= len(seen) + missed
@@ -150,9 +150,9 @@ class TestAccount:
         outbox, inbox = ends()
         send(outbox, inbox)
         for number in range(20):
-            outbox.post({0: b"%d" % number}, 0.0)
+            outbox.add_post({0: b"%d" % number}, 0.0)
         send(outbox, inbox)
-        collected = inbox.collect(0.0)
+        collected = inbox.collect_posts(0.0)
 
         assert list(map(int, payloads(collected, 0))) == list(range(12, 20))
         assert (collected.nodes["n1"].missed, outbox.dropped) == (12, 12)
@@ -160,10 +160,10 @@ class TestAccount:
     def test_uncollected_posts_beyond_8_per_node_count_as_missed(self) -> None:
         outbox, inbox = ends()
         for number in range(20):
-            inbox.post_own({0: b"%d" % number}, 0.0)
-            outbox.post({1: b"%d" % number}, 0.0)
+            inbox.add_own_post({0: b"%d" % number}, 0.0)
+            outbox.add_post({1: b"%d" % number}, 0.0)
             send(outbox, inbox)
-        collected = inbox.collect(0.0)
+        collected = inbox.collect_posts(0.0)
 
         for rank, node in enumerate(["n0", "n1"]):
             assert list(map(int, payloads(collected, rank))) == list(range(12, 20))
@@ -172,14 +172,14 @@ class TestAccount:
     def test_age_of_a_post_includes_time_at_the_sender_and_on_the_network(self) -> None:
         """The time in the receiver's inbox is included too."""
         outbox, inbox = ends()
-        send_at = outbox.report(5000.0)
-        inbox.receive("a1", encode(send_at), 100.0)  # The clocks of the nodes are unrelated.
-        outbox.post({1: b"x"}, 5001.0)
-        outbox.post({1: b"z"}, 5003.0)
+        send_at = outbox.build_report(5000.0)
+        inbox.receive_report("a1", encode(send_at), 100.0)  # The clocks of the nodes are unrelated.
+        outbox.add_post({1: b"x"}, 5001.0)
+        outbox.add_post({1: b"z"}, 5003.0)
         # The transmission of this report took 4 s.
-        inbox.receive("a1", encode(outbox.report(5003.0)), 107.0)
-        inbox.post_own({0: b"y"}, 108.0)
-        collected = inbox.collect(108.5)
+        inbox.receive_report("a1", encode(outbox.build_report(5003.0)), 107.0)
+        inbox.add_own_post({0: b"y"}, 108.0)
+        collected = inbox.collect_posts(108.5)
 
         assert [post.age_s for post, _ in of_rank(collected, 1)] == pytest.approx([7.5, 5.5])
         assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
@@ -187,22 +187,22 @@ class TestAccount:
     def test_drift_of_a_slow_clock_is_not_added_to_ages(self) -> None:
         outbox, inbox = ends()
         for second in range(2000):
-            inbox.receive("a1", encode(outbox.report(second * 0.999)), float(second))
-        outbox.post({1: b"x"}, 2000 * 0.999)
-        inbox.receive("a1", encode(outbox.report(2000 * 0.999)), 2000.0)
+            inbox.receive_report("a1", encode(outbox.build_report(second * 0.999)), float(second))
+        outbox.add_post({1: b"x"}, 2000 * 0.999)
+        inbox.receive_report("a1", encode(outbox.build_report(2000 * 0.999)), 2000.0)
 
-        assert inbox.collect(2000.0).posts[0].age_s < 0.2  # The clock has drifted by 2 s.
+        assert inbox.collect_posts(2000.0).posts[0].age_s < 0.2  # The clock has drifted by 2 s.
 
     def test_silent_missing_and_left_nodes_are_listed_separately(self) -> None:
         """A report without posts shows that a sidecar is alive."""
         inbox = Inbox("n0", 0.0)
-        assert set(inbox.collect(1.0).nodes) == {"n0"}
+        assert set(inbox.collect_posts(1.0).nodes) == {"n0"}
         outbox = Outbox()
-        inbox.enter("a1", "n1", 2.0)
+        inbox.add_sender("a1", "n1", 2.0)
         send(outbox, inbox, 3.0)
-        silent = inbox.collect(10.0).nodes
+        silent = inbox.collect_posts(10.0).nodes
         send(outbox, inbox, 11.0, leaving=True)
-        gone = inbox.collect(11.5).nodes
+        gone = inbox.collect_posts(11.5).nodes
 
         assert (silent["n1"].silent_s, silent["n1"].left, silent["n0"].silent_s) == (
             7.0,
@@ -215,47 +215,47 @@ class TestAccount:
         """The last posts of the old sidecar are kept."""
         first, inbox = ends()
         for number in range(10):
-            first.post({0: b"a%d" % number}, 0.0)
+            first.add_post({0: b"a%d" % number}, 0.0)
         send(first, inbox, leaving=True)
         second = Outbox()
-        inbox.enter("b2", "n1", 1.0)
-        second.post({0: b"b0"}, 1.0)
-        inbox.receive("b2", encode(second.report(1.0)), 1.0)
-        collected = inbox.collect(1.0)
+        inbox.add_sender("b2", "n1", 1.0)
+        second.add_post({0: b"b0"}, 1.0)
+        inbox.receive_report("b2", encode(second.build_report(1.0)), 1.0)
+        collected = inbox.collect_posts(1.0)
 
         assert payloads(collected, 0) == [b"a%d" % n for n in range(2, 10)] + [b"b0"]
         # Two posts were dropped before the first report.
         assert (collected.nodes["n1"].missed, collected.nodes["n1"].left) == (2, False)
-        assert inbox.duplicate_names() == []
+        assert inbox.find_duplicate_names() == []
 
     def test_two_live_sidecars_with_the_same_name_are_noted(self) -> None:
         """Posts of both sidecars are read."""
         inbox = Inbox("n0", 0.0)
         for sender in ("a1", "b2"):
-            inbox.enter(sender, "n1", 0.0)
+            inbox.add_sender(sender, "n1", 0.0)
         for at in range(1, 3):
             for sender in ("a1", "b2"):
-                inbox.receive(
+                inbox.receive_report(
                     sender,
                     encode(Report(float(at), 0, False, [Post(float(at), {at: b""})])),
                     float(at),
                 )
 
-        assert inbox.duplicate_names() == ["n1"]
-        assert len(inbox.collect(3.0).posts) == 4
+        assert inbox.find_duplicate_names() == ["n1"]
+        assert len(inbox.collect_posts(3.0).posts) == 4
 
     def test_new_node_0_receives_the_last_posts_again(self) -> None:
         """Posts that the old node 0 had received do not count as missed."""
         outbox, inbox = ends()
         for number in range(20):
-            outbox.post({0: b"%d" % number}, 0.0)
+            outbox.add_post({0: b"%d" % number}, 0.0)
             send(outbox, inbox)
         _, inbox = ends()
         for number in range(20, 23):
-            outbox.post({0: b"%d" % number}, 0.0)
-        outbox.restart()
+            outbox.add_post({0: b"%d" % number}, 0.0)
+        outbox.resend_all()
         send(outbox, inbox)
-        collected = inbox.collect(0.0)
+        collected = inbox.collect_posts(0.0)
 
         assert list(map(int, payloads(collected, 0))) == list(range(15, 23))
         assert collected.nodes["n1"].missed == 0
@@ -264,9 +264,9 @@ class TestAccount:
         """The sender's next report is read."""
         outbox, inbox = ends()
         with pytest.raises(ValueError, match=r"\S"):
-            inbox.receive("a1", b"?", 0.0)
-        outbox.post({0: b"x"}, 0.0)
+            inbox.receive_report("a1", b"?", 0.0)
+        outbox.add_post({0: b"x"}, 0.0)
         send(outbox, inbox)
 
-        assert inbox.unreadable() == {"n1": 1}
-        assert len(inbox.collect(0.0).posts) == 1
+        assert inbox.count_unreadable_reports() == {"n1": 1}
+        assert len(inbox.collect_posts(0.0).posts) == 1

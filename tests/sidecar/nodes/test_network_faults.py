@@ -24,15 +24,15 @@ from grpc import aio
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.exchange import Exchange, _event_loop
+from torchlens_perf.sidecar.nodes.exchange import Exchange, _get_event_loop
 from torchlens_perf.sidecar.nodes.messages import Post, Report, encode
-from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous
 
 
 def publish(nodes: Nodes, port: int) -> None:
     """Publish an address of node 0 in the run directory."""
-    Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish(
-        Address(port, "ab" * 16, ("127.0.0.1",))
+    Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish_address(
+        ExchangeAddress(port, "ab" * 16, ("127.0.0.1",))
     )
 
 
@@ -44,7 +44,7 @@ def resident_mb() -> float:
 class Stranger:
     """A client without the job's token that sends arbitrary calls to node 0."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ExchangeAddress) -> None:
         self._address = address
         self.calls = 0
 
@@ -70,7 +70,7 @@ class Stranger:
                 f"127.0.0.1:{self._address.port}", options=options
             ) as channel:
                 nonce = metadata.get(transport.NONCE, b"n" * transport.NONCE_BYTES)
-                proof = transport.proof(self._address.token, transport.SENDER, nonce)
+                proof = transport.make_proof(self._address.token, transport.SENDER, nonce)
                 about = {
                     transport.NONCE: nonce, transport.PROOF: proof, transport.SENDER: "feedbeef",
                     transport.NODE: b"n9", **metadata,
@@ -89,7 +89,7 @@ class Stranger:
 
 
 def _in_the_loop(call: Callable[[], Awaitable[Any]]) -> Any:
-    return asyncio.run_coroutine_threadsafe(call(), _event_loop()).result(LONG_S)
+    return asyncio.run_coroutine_threadsafe(call(), _get_event_loop()).result(LONG_S)
 
 
 @pytest.fixture

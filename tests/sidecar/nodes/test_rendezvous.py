@@ -16,18 +16,18 @@ from torch.distributed import TCPStore
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
 from torchlens_perf.sidecar.nodes import endpoints as endpoints_module
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on, split_address
-from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous, new_token
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous, create_token
 
-ADDRESS = Address(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
+ADDRESS = ExchangeAddress(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
 AT_ONCE = dataclasses.replace(FAST, store_after_s=0.0, store_child_s=30.0, store_again_s=1.0)
 
 
-def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
+def until_found(meeting: Rendezvous) -> list[tuple[str, ExchangeAddress]]:
     """Wait until a rendezvous finds addresses, and return the addresses."""
     deadline = time.monotonic() + LONG_S
     while True:
         try:
-            return meeting.known()
+            return meeting.find_addresses()
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -41,7 +41,7 @@ def job_store() -> TCPStore:
 
 def test_unpacked_address_equals_the_packed_one() -> None:
     """Invalid data raises an error that the thread of the exchange catches."""
-    assert Address.decode(ADDRESS.encode()) == ADDRESS
+    assert ExchangeAddress.decode(ADDRESS.encode()) == ADDRESS
     for data in (
         b"",
         b"2 99999 " + b"ab" * 16 + b" h",
@@ -50,26 +50,26 @@ def test_unpacked_address_equals_the_packed_one() -> None:
         b"\xff" * 9999,
     ):
         with pytest.raises(ConnectionError, match="address of node 0 is invalid"):
-            Address.decode(data)
+            ExchangeAddress.decode(data)
 
 
 class TestFolder:
     def test_node_0_is_found_in_the_run_directory(self, tmp_path: Path) -> None:
         """The file is private and written atomically. Node 0 removes only its own file."""
         meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
-        with pytest.raises(NotYet):
-            other.known()
-        assert meeting.publish(ADDRESS) == ""
-        found = other.known()
-        assert meeting.file is not None
-        mode = meeting.file.stat().st_mode & 0o777
+        with pytest.raises(NotPublishedYet):
+            other.find_addresses()
+        assert meeting.publish_address(ADDRESS) == ""
+        found = other.find_addresses()
+        assert meeting.address_file is not None
+        mode = meeting.address_file.stat().st_mode & 0o777
         meeting.close(unpublish=dataclasses.replace(ADDRESS, port=1))
         kept = list(tmp_path.iterdir())
         meeting.close(unpublish=ADDRESS)
 
         assert found == [("the run directory", ADDRESS)]
         assert mode == 0o600
-        assert kept == [meeting.file]
+        assert kept == [meeting.address_file]
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
@@ -78,7 +78,7 @@ class TestFolder:
     ) -> None:
         """Reading the file does not block."""
         meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
-        file = meeting.file
+        file = meeting.address_file
         assert file is not None
         if wrong == "fifo":
             os.mkfifo(file, 0o600)
@@ -94,8 +94,8 @@ class TestFolder:
                 pytest.skip("only root can give a file away")
             os.chown(file, 12345, -1)
         with pytest.raises(OSError, match=r"\S") as error:
-            meeting.known()
-        assert not isinstance(error.value, NotYet)
+            meeting.find_addresses()
+        assert not isinstance(error.value, NotPublishedYet)
 
 
 class TestJobStore:
@@ -103,13 +103,13 @@ class TestJobStore:
         """A later node 0 replaces the address under the same key."""
         where = Endpoints(("127.0.0.1", job_store.port))
         merger, other = (Rendezvous(where, KEY, AT_ONCE) for _ in range(2))
-        merger.publish(ADDRESS)
+        merger.publish_address(ADDRESS)
         found = until_found(other)
-        other.found()
+        other.stop_search()
         second = dataclasses.replace(ADDRESS, token="cd" * 16)
-        wait_until(lambda: merger.publish(ADDRESS) == "" and merger._published_store is not None)
-        wait_until(lambda: merger.publish(second) == "" and merger._published_store == second)
-        wait_until(lambda: other.known()[0][1] == second)
+        wait_until(lambda: merger.publish_address(ADDRESS) == "" and merger._published_store is not None)
+        wait_until(lambda: merger.publish_address(second) == "" and merger._published_store == second)
+        wait_until(lambda: other.find_addresses()[0][1] == second)
         keys = [key for key in job_store.list_keys() if "torchlens_perf" in key]
         merger.close()
         other.close()
@@ -129,7 +129,7 @@ class TestJobStore:
             assert time.monotonic() < deadline, message
             began_s = time.monotonic()
             try:
-                meeting.known()
+                meeting.find_addresses()
             except OSError as error:
                 message = str(error)
             longest_s = max(longest_s, time.monotonic() - began_s)
@@ -158,7 +158,7 @@ class TestJobStore:
         other.post({1: b"x"})
         wait_until(lambda: any("does not know the token" in note for note in other.notes()))
 
-        assert set(stranger.collect().nodes) == {"other job's n0"}
+        assert set(stranger.collect_posts().nodes) == {"other job's n0"}
         assert stranger.notes() == []
 
 
@@ -170,22 +170,22 @@ class TestPlaces:
         secret.chmod(0o600)
         free, fixed = Endpoints(("h", 1)), Endpoints(None, None, "h:1", str(secret))
 
-        assert new_token(free, KEY) != new_token(free, KEY)
-        assert new_token(fixed, KEY) == new_token(fixed, KEY)
+        assert create_token(free, KEY) != create_token(free, KEY)
+        assert create_token(fixed, KEY) == create_token(fixed, KEY)
         assert (
             len(
                 {
-                    new_token(fixed, KEY),
-                    new_token(fixed, "k"),
-                    new_token(Endpoints(None, None, "h:1"), KEY),
+                    create_token(fixed, KEY),
+                    create_token(fixed, "k"),
+                    create_token(Endpoints(None, None, "h:1"), KEY),
                 }
             )
             == 3
         )
-        assert new_token(Endpoints(None, None, "h:1", token="s"), KEY) == new_token(fixed, KEY)
+        assert create_token(Endpoints(None, None, "h:1", token="s"), KEY) == create_token(fixed, KEY)
         secret.chmod(0o640)
         with pytest.raises(PermissionError, match="this user alone"):
-            new_token(fixed, KEY)
+            create_token(fixed, KEY)
 
     def test_coordinator_setting_is_split_into_host_and_port(self) -> None:
         assert split_address("head:1") == ("head", 1)

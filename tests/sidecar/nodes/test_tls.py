@@ -128,7 +128,7 @@ def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
     stranger = nodes.start("n2", places=dataclasses.replace(of_others, tls_name=""))
     wait_until(lambda: any("UNAVAILABLE" in note for note in stranger.notes()))
 
-    assert set(merger.collect().nodes) == {"n0", "n1"}
+    assert set(merger.collect_posts().nodes) == {"n0", "n1"}
 
 
 def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.device.fake_nvml import AMPERE, HOPPER, MS, UUIDS, WORKSTATIO
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample
 from torchlens_perf.commands import doctor
-from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry, survey
+from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry, query_gpu_support
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 SECOND = 1_000 * MS
@@ -38,7 +38,7 @@ class Rig:
         """Advance the clock, and return samples of the given GPUs or of all GPUs."""
         self.now_ns += round(after_s * SECOND)
         wanted = uuids or UUIDS[: len(self.nvml.gpus)]
-        return self.telemetry.sample(wanted, self.now_ns, self.now_ns + 7)
+        return self.telemetry.sample_gpus(wanted, self.now_ns, self.now_ns + 7)
 
     def one(self, after_s: float = 1) -> GpuSample:
         """Return a sample of the first GPU."""
@@ -386,7 +386,7 @@ def test_activity_covers_the_interval_since_the_last_sample(rig: Rig) -> None:
 
 
 def test_gpu_that_is_requested_twice_is_sampled_once(rig: Rig) -> None:
-    samples = rig.telemetry.sample(dict.fromkeys([UUIDS[0], UUIDS[0]]), SECOND, 0)
+    samples = rig.telemetry.sample_gpus(dict.fromkeys([UUIDS[0], UUIDS[0]]), SECOND, 0)
     assert list(samples) == [UUIDS[0]]
     assert rig.nvml.calls("nvmlDeviceGetCurrentClocksEventReasons") == 1
 
@@ -473,9 +473,9 @@ def test_survey_counts_gpus_that_support_gpm(rig: Rig) -> None:
     """Without NVML, the survey returns the error."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
     rig.nvml.write()
-    assert survey() == ("580.126.09", 2, 1)
+    assert query_gpu_support() == ("580.126.09", 2, 1)
     rig.nvml.write(f"fail nvmlInitWithFlags {DRIVER_NOT_LOADED}")
-    assert survey() == "Driver Not Loaded"
+    assert query_gpu_support() == "Driver Not Loaded"
 
 
 def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +498,7 @@ def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 def test_nvml_is_not_loaded_on_a_node_without_a_gpu(rig: Rig) -> None:
-    assert rig.telemetry.sample([], SECOND, 0) == {}
+    assert rig.telemetry.sample_gpus([], SECOND, 0) == {}
     assert rig.nvml.calls("nvmlInitWithFlags") == 0
 
 

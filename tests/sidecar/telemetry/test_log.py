@@ -54,7 +54,7 @@ class Gpus:
         self.closed = False
         self._before: dict[str, GpuSample] = {}
 
-    def sample(
+    def sample_gpus(
         self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
     ) -> dict[str, GpuSample]:
         """Return samples of the GPUs that have values."""
@@ -93,7 +93,7 @@ class Rig:
     def seconds(self, count: int, *uuids: str) -> None:
         """Advance the clock, and call sample() four times a second."""
         for _ in range(4 * count):
-            self.log.sample(uuids, {})
+            self.log.sample_due_sources(uuids, {})
             self.now_ns += SECOND // 4
 
 
@@ -111,11 +111,11 @@ def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: P
     rig.seconds(10, FIRST, SECOND_GPU)
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU)] * 10
-    assert len(rig.log.samples(FIRST, 0, 1 << 62)) == 10
+    assert len(rig.log.gpu_samples(FIRST, 0, 1 << 62)) == 10
     assert [
-        each.sm_clock_hz for each in rig.log.samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
+        each.sm_clock_hz for each in rig.log.gpu_samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
     ] == [6] * 3
-    assert rig.log.links == ["mlx5_0/1"]
+    assert rig.log.port_names == ["mlx5_0/1"]
     assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
 
 
@@ -124,8 +124,8 @@ def test_recent_samples_are_bounded_while_totals_stay_complete(rig: Rig) -> None
     for second in range(1000):
         rig.gpus.values[FIRST]["energy_j"] = 500.0 * second
         rig.seconds(1, FIRST)
-    kept = rig.log.samples(FIRST, 0, 1 << 62)
-    totals = rig.log.totals().gpus[FIRST]
+    kept = rig.log.gpu_samples(FIRST, 0, 1 << 62)
+    totals = rig.log.run_totals().gpus[FIRST]
 
     assert (len(kept), kept[0].monotonic_ns) == (900, 1100 * SECOND)
     assert (totals.samples, totals.grown["energy_j"]) == (1000, 500 * 999)
@@ -140,15 +140,15 @@ def test_samples_read_back_from_files_equal_the_written_ones(
     for part in range(3):
         rig.gpus.values[FIRST]["xids"] = part
         rig.seconds(20, FIRST)
-        rig.log.write(1 << 24)
+        rig.log.write_if_due(1 << 24)
     rig.seconds(1, FIRST)
-    rig.log.write(1 << 24, final=True)
+    rig.log.write_if_due(1 << 24, final=True)
     (gpu, samples), *others = read_gpus(run, HOST).items()
     (link, of_link), *_ = read_links(run, HOST).items()
     rows = pq.read_table(run.path / "gpus").to_pandas()
 
     assert (gpu, len(samples), others, link, len(of_link)) == (FIRST, 61, [], "mlx5_0/1", 13)
-    assert samples == rig.log.samples(FIRST, 0, 1 << 62)
+    assert samples == rig.log.gpu_samples(FIRST, 0, 1 << 62)
     assert of_link == rig.log.link_samples("mlx5_0/1", 0, 1 << 62)
     assert (set(rows["host"]), rows["time"].is_monotonic_increasing) == ({HOST}, True)
     assert (rows["time"][0].value, rows["monotonic_ns"][0]) == (
@@ -169,7 +169,7 @@ def test_telemetry_files_are_written_less_often_in_an_old_run(rig: Rig, run: Run
     for second in range(2700):
         rig.seconds(1, FIRST)
         files = len(list((run.path / "gpus").glob("*"))) if second else 0
-        rig.log.write(1 << 24)
+        rig.log.write_if_due(1 << 24)
         if len(list((run.path / "gpus").glob("*"))) > files:
             ends.append(second)
 
@@ -184,13 +184,13 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     for _ in range(40):
         rig.seconds(12, FIRST)
-        rig.log.write(1 << 20)
+        rig.log.write_if_due(1 << 20)
     sizes = [path.stat().st_size for path in (run.path / "gpus").iterdir()]
 
     assert sum(sizes) <= (1 << 20) / 16
-    assert rig.log.totals().dropped_files > 0
-    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.samples(FIRST, 0, 1 << 62)[-1]
-    state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
+    assert rig.log.run_totals().dropped_files > 0
+    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.gpu_samples(FIRST, 0, 1 << 62)[-1]
+    state = node_state.NodeState(HOST, telemetry=saved(rig.log.run_totals()))
     (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
     assert note.endswith(
         "oldest telemetry files were removed to stay below disk_bytes; totals include their samples"
@@ -211,11 +211,11 @@ def test_samples_that_did_not_fit_on_the_disk_are_written_later(
     rig.seconds(12, FIRST)
     monkeypatch.setattr(writer.pq, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
-        rig.log.write(1 << 24)
+        rig.log.write_if_due(1 << 24)
     assert list((run.path / "gpus").iterdir()) == []
     monkeypatch.setattr(writer.pq, "write_table", write)
     rig.seconds(12, FIRST)
-    rig.log.write(1 << 24)
+    rig.log.write_if_due(1 << 24)
 
     assert len(read_gpus(run, HOST)[FIRST]) == 24
 
@@ -227,8 +227,8 @@ def test_oldest_unwritten_samples_are_dropped_above_the_limit(
     monkeypatch.setattr(log, "_MAX_UNWRITTEN", 10)
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(14, FIRST)
-    rig.log.write(1 << 24)
-    state = node_state.NodeState(HOST, telemetry=saved(rig.log.totals()))
+    rig.log.write_if_due(1 << 24)
+    state = node_state.NodeState(HOST, telemetry=saved(rig.log.run_totals()))
 
     assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [
         *range(1004, 1014)
@@ -269,14 +269,14 @@ def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
     rig.gpus.values = {FIRST: {"pcie_replays": 0}}
     rig.gpus.losses[FIRST] = 1
     rig.seconds(12, FIRST)
-    rig.log.write(1 << 24)
-    later = Rig(run, tmp_path / "infiniband", saved(rig.log.totals()))
+    rig.log.write_if_due(1 << 24)
+    later = Rig(run, tmp_path / "infiniband", saved(rig.log.run_totals()))
     later.now_ns = 2000 * SECOND
     later.gpus.values = {FIRST: {"pcie_replays": 5}}
     later.gpus.losses[FIRST] = 2
     later.seconds(12, FIRST)
-    later.log.write(1 << 24, final=True)
-    totals = later.log.totals()
+    later.log.write_if_due(1 << 24, final=True)
+    totals = later.log.run_totals()
 
     assert (totals.gpus[FIRST].samples, totals.losses) == (24, {FIRST: 3})
     assert [path.name for path in sorted((run.path / "gpus").iterdir())] == [
@@ -352,7 +352,7 @@ def test_no_telemetry_is_sampled_if_switched_off(
     rank = with_gpu(run, 0, FIRST, world_size=1, telemetry=False)
     run_round(sidecar)
 
-    assert (rig.gpus.asked, rig.log.links) == ([], [])
+    assert (rig.gpus.asked, rig.log.port_names) == ([], [])
     rank.close()
     sidecar.close()
 
@@ -435,7 +435,7 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     def fails(*args: object) -> dict[str, GpuSample]:
         raise ValueError("not a number")
 
-    monkeypatch.setattr(rig.gpus, "sample", fails)
+    monkeypatch.setattr(rig.gpus, "sample_gpus", fails)
     rig.now_ns += 2 * SECOND
     run_round(sidecar)
     sidecar.save()

@@ -41,14 +41,14 @@ class ControlGroup:
         self._is_v2 = "memory" not in paths
         self.path = paths.get("" if self._is_v2 else "memory", "/")
         """Path of the group in the hierarchy of the memory controller."""
-        self._memory = self._folder(root if self._is_v2 else root / "memory", self.path)
+        self._memory = self._find_folder(root if self._is_v2 else root / "memory", self.path)
         self._cpu = (
-            self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
+            self._memory if self._is_v2 else self._find_folder(root / "cpu", paths.get("cpu", "/"))
         )
-        self._limits = list(self._memory_limits(root))
+        self._limits = list(self._find_memory_limits(root))
 
     @staticmethod
-    def _folder(root: Path, path: str) -> Path:
+    def _find_folder(root: Path, path: str) -> Path:
         """Return the group's folder.
 
         In a container, the path may be the host's, which is not visible. The root is then the
@@ -59,15 +59,15 @@ class ControlGroup:
 
     def memory_limit_share(self) -> float | None:
         """Return used memory divided by the limit of the group or a parent, whichever is higher."""
-        return max((used / limit for used, limit in self._memory_used()), default=None)
+        return max((used / limit for used, limit in self._read_memory_use()), default=None)
 
     def memory_left_bytes(self) -> int | None:
         """Return the bytes that are left below the limits of the group and its parents."""
-        return min((limit - used for used, limit in self._memory_used()), default=None)
+        return min((limit - used for used, limit in self._read_memory_use()), default=None)
 
-    def refaults(self) -> int | None:
+    def refault_count(self) -> int | None:
         """Return the number of pages so far that were evicted and then needed again."""
-        fields = _fields(self._memory / "memory.stat")
+        fields = _read_fields(self._memory / "memory.stat")
         found = [
             int(fields[name])
             for name in ("workingset_refault_anon", "workingset_refault_file")
@@ -80,11 +80,11 @@ class ControlGroup:
 
         The throttled time is not used, because it adds up over CPUs and is not a share of the time.
         """
-        fields = _fields(self._cpu / "cpu.stat")
+        fields = _read_fields(self._cpu / "cpu.stat")
         periods = int(fields.get("nr_periods", 0))
         return (periods, int(fields["nr_throttled"])) if periods else None
 
-    def stall_us(self, resource: str) -> int | None:
+    def stall_time_us(self, resource: str) -> int | None:
         """Return the total time in which at least one task of the group waited for a resource.
 
         resource: "memory" or "io". Without a value for the group, the node's is returned.
@@ -96,35 +96,35 @@ class ControlGroup:
                 return int(some.rpartition("total=")[2])
         return None
 
-    def _memory_used(self) -> Iterator[tuple[int, int]]:
+    def _read_memory_use(self) -> Iterator[tuple[int, int]]:
         """Yield used bytes and the limit, for each limit of the group and its parents.
 
         Inactive file pages do not count as used: they fill any group that reads files, and the
         kernel reclaims them first.
         """
         for folder, limit in self._limits:
-            used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
-            fields = _fields(folder / "memory.stat")
+            used = _read_integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
+            fields = _read_fields(folder / "memory.stat")
             droppable = int(
                 fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0)
             )
             if used is not None:
                 yield max(0, used - droppable), limit
 
-    def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
+    def _find_memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
         """Yield folder and limit of each group with a limit, among this group and its parents."""
         most = "memory.max" if self._is_v2 else "memory.limit_in_bytes"
         for folder in (self._memory, *self._memory.parents):
             if folder.is_relative_to(root):
-                limit = _integer(folder / most)
+                limit = _read_integer(folder / most)
                 if limit is not None and 0 < limit < _NO_LIMIT:
                     yield folder, limit
 
 
-def _integer(path: Path) -> int | None:
+def _read_integer(path: Path) -> int | None:
     text = read_kernel_text(path)
     return int(text) if text.isdigit() else None  # The file may contain "max".
 
 
-def _fields(path: Path) -> dict[str, str]:
+def _read_fields(path: Path) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in read_kernel_text(path).splitlines() if " " in line)

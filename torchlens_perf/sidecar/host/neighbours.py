@@ -25,7 +25,7 @@ class _ProcessTicks:
     cpu: int
 
 
-class Neighbours:
+class CpuNeighbours:
     """Sampler of the CPU use of all visible processes of the node. Not thread-safe."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -39,9 +39,9 @@ class Neighbours:
         # By pid, the decaying sum of all samples.
         self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}
 
-    def update(self, now_s: float) -> bool:
+    def take_sample(self, now_s: float) -> bool:
         """Take a sample. Return True if the previous one is recent enough to compute CPU use."""
-        processes, busy_ticks = self._read_processes(), self._read_cpus()
+        processes, busy_ticks = self._read_process_ticks(), self._read_busy_ticks()
         elapsed_s = now_s - self._before_s
         usable = bool(self._processes) and 0.2 < elapsed_s < 10.0
         self._used, self._busy = {}, {}
@@ -54,7 +54,7 @@ class Neighbours:
                     self._used[pid] = now, ticks * per_s
             for cpu, ticks in busy_ticks.items():
                 self._busy[cpu] = (ticks - self._busy_ticks.get(cpu, ticks)) * per_s
-            self._add_to_weighted()
+            self._update_weighted_use()
         self._processes, self._busy_ticks, self._before_s = processes, busy_ticks, now_s
         return usable
 
@@ -71,7 +71,7 @@ class Neighbours:
             busy -= used * len(set(theirs) & set(cpus)) / max(1, len(theirs))
         return max(0.0, busy) / max(1, len(cpus))
 
-    def busiest(self, cpus: Collection[int], job: Collection[int]) -> str:
+    def busiest_program(self, cpus: Collection[int], job: Collection[int]) -> str:
         """Return the program outside the job that recently used these CPUs most.
 
         The result is as in "name (pid 7)", or "" if no such program is visible.
@@ -86,7 +86,7 @@ class Neighbours:
         _, pid = max(others)
         return f"{self._weighted[pid][0].name} (pid {pid})"
 
-    def _add_to_weighted(self) -> None:
+    def _update_weighted_use(self) -> None:
         weighted = {
             pid: (seen, _DECAY_PER_SAMPLE * used) for pid, (seen, used) in self._weighted.items()
         }
@@ -95,7 +95,7 @@ class Neighbours:
         busiest = sorted(weighted.items(), key=lambda item: -item[1][1])[:_MAX_PROGRAMS]
         self._weighted = dict(busiest)
 
-    def _read_processes(self) -> dict[int, _ProcessTicks]:
+    def _read_process_ticks(self) -> dict[int, _ProcessTicks]:
         seen = {}
         for entry in os.scandir(self._proc):
             if entry.name.isdigit():
@@ -114,7 +114,7 @@ class Neighbours:
                 )
         return seen
 
-    def _read_cpus(self) -> dict[int, int]:
+    def _read_busy_ticks(self) -> dict[int, int]:
         """Return the ticks in which each CPU was not idle."""
         busy = {}
         for line in (self._proc / "stat").read_text().splitlines():

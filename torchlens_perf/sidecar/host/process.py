@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
-from torchlens_perf.sidecar.host.neighbours import Neighbours
+from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 
 # Neighbours are sampled only while a rank lacks a CPU for this share of the time.
 _MIN_CPU_WAIT_SHARE = 0.02
@@ -42,7 +42,7 @@ class _Counters:
 
 
 @dataclasses.dataclass
-class _Process:
+class _SampledProcess:
     pid: int
     disk_wait_samples: int = 0
     in_disk_wait: int = 0
@@ -60,18 +60,18 @@ class HostMetrics:
     def __init__(self, proc: Path = Path("/proc"), cpus: Path = _CPUS) -> None:
         self._proc = proc
         self._cpu_folder = cpus
-        self._processes: dict[int, _Process] = {}
-        self._neighbours = Neighbours(proc)
+        self._processes: dict[int, _SampledProcess] = {}
+        self._neighbours = CpuNeighbours(proc)
         self._samples_neighbours = False
         self._disk_wait_s = float("-inf")
 
-    def update(self, pids: Iterable[int], now_s: float) -> None:
+    def sample_disk_waits(self, pids: Iterable[int], now_s: float) -> None:
         """Sample which of these processes wait for a disk, if the last sample is old enough."""
         if now_s - self._disk_wait_s < _DISK_WAIT_PERIOD_S:
             return
         self._disk_wait_s = now_s
         for pid in pids:
-            process = self._processes.setdefault(pid, _Process(pid))
+            process = self._processes.setdefault(pid, _SampledProcess(pid))
             with contextlib.suppress(OSError, IndexError):  # The process may have ended.
                 process.in_disk_wait += self._waits_for_disk(process)
                 process.disk_wait_samples += 1
@@ -87,17 +87,17 @@ class HostMetrics:
             del self._processes[pid]
         found, waits = {}, False
         for pid, collected_ns in gc_ns.items():
-            process = self._processes.setdefault(pid, _Process(pid))
+            process = self._processes.setdefault(pid, _SampledProcess(pid))
             if process.before is None or now_s - process.before.now_s >= _MIN_INTERVAL_S:
                 try:
-                    self._sample(process, collected_ns, now_s)
+                    self._sample_process(process, collected_ns, now_s)
                 except (OSError, IndexError, ValueError):
                     continue  # The process has ended.
             if process.newest:
                 found[pid] = process.newest
                 waits |= process.newest.get("cpu_wait_share", 0.0) >= _MIN_CPU_WAIT_SHARE
-        if self._samples_neighbours and self._neighbours.update(now_s):
-            job = self._job()
+        if self._samples_neighbours and self._neighbours.take_sample(now_s):
+            job = self._cpus_of_job()
             for pid, signals in found.items():
                 signals["neighbour_share"] = self._neighbours.busy_share(
                     self._processes[pid].cpus, job
@@ -111,14 +111,14 @@ class HostMetrics:
         Returns "" if no such program is known.
         """
         process = self._processes.get(pid)
-        return self._neighbours.busiest(process.cpus, self._job()) if process is not None else ""
+        return self._neighbours.busiest_program(process.cpus, self._cpus_of_job()) if process is not None else ""
 
-    def cpus(self, pid: int) -> int:
+    def cpu_count(self, pid: int) -> int:
         """Return how many CPUs a process may use, or 0 if that is not known."""
         process = self._processes.get(pid)
         return len(process.cpus) if process is not None else 0
 
-    def workers(self, pid: int) -> int:
+    def worker_count(self, pid: int) -> int:
         """Return the number of child processes, without multiprocessing's resource tracker."""
         process = self._processes.get(pid)
         children = process.children if process is not None else []
@@ -127,13 +127,13 @@ class HostMetrics:
             for child in children
         )
 
-    def control_group(self, pid: int) -> str:
+    def control_group_path(self, pid: int) -> str:
         process = self._processes.get(pid)
         return process.group.path if process is not None and process.group is not None else ""
 
     # -- parts
 
-    def _job(self) -> dict[int, set[int]]:
+    def _cpus_of_job(self) -> dict[int, set[int]]:
         """Return the CPUs that this node's ranks and their data loader workers may use, by pid."""
         return {
             pid: each.cpus
@@ -141,18 +141,18 @@ class HostMetrics:
             for pid in (each.pid, *each.children)
         }
 
-    def _sample(self, process: _Process, gc_ns: int, now_s: float) -> None:
+    def _sample_process(self, process: _SampledProcess, gc_ns: int, now_s: float) -> None:
         if now_s - process.group_s > _GROUP_PERIOD_S:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
         process.children = child_pids(process.pid, self._proc)
-        counters = self._count(process, gc_ns, now_s)
+        counters = self._read_counters(process, gc_ns, now_s)
         if process.before is not None:
-            process.newest = self._signals(process, process.before, counters)
+            process.newest = self._compute_signals(process, process.before, counters)
         process.before = counters
         process.disk_wait_samples = process.in_disk_wait = 0
 
-    def _signals(self, process: _Process, before: _Counters, now: _Counters) -> dict[str, float]:
+    def _compute_signals(self, process: _SampledProcess, before: _Counters, now: _Counters) -> dict[str, float]:
         assert process.group is not None
         elapsed_s = now.now_s - before.now_s
         signals = {
@@ -178,45 +178,45 @@ class HostMetrics:
         limit_share = process.group.memory_limit_share()
         if limit_share is not None:
             signals["memory_limit_share"] = limit_share
-        clock_share = self._clock_share(process.pid)
+        clock_share = self._read_clock_share(process.pid)
         if clock_share is not None:
             signals["cpu_clock_share"] = clock_share
         return signals
 
-    def _count(self, process: _Process, gc_ns: int, now_s: float) -> _Counters:
+    def _read_counters(self, process: _SampledProcess, gc_ns: int, now_s: float) -> _Counters:
         group = process.group
         assert group is not None
         # Fields 12 and 15 of a stat file are major faults and CPU time in the kernel.
         return _Counters(
             now_s=now_s,
-            wait_ns=self._wait_ns(process.pid),
-            kernel_ticks=int(self._stat(f"{process.pid}/task/{process.pid}")[12]),
+            wait_ns=self._read_cpu_wait_ns(process.pid),
+            kernel_ticks=int(self._read_stat(f"{process.pid}/task/{process.pid}")[12]),
             major_faults=sum(
                 int(fields[9])
-                for fields in map(self._stat, (process.pid, *process.children))
+                for fields in map(self._read_stat, (process.pid, *process.children))
                 if fields
             ),
             gc_ns=gc_ns,
-            refaults=group.refaults(),
+            refaults=group.refault_count(),
             quota=group.quota_periods(),
-            memory_stall_us=group.stall_us("memory"),
+            memory_stall_us=group.stall_time_us("memory"),
         )
 
-    def _waits_for_disk(self, process: _Process) -> bool:
+    def _waits_for_disk(self, process: _SampledProcess) -> bool:
         """Return True if the main thread waits, or if it sleeps and one of its workers waits."""
-        state = self._stat(process.pid)[0]
+        state = self._read_stat(process.pid)[0]
         return state == b"D" or (
-            state == b"S" and any(self._stat(child)[:1] == [b"D"] for child in process.children)
+            state == b"S" and any(self._read_stat(child)[:1] == [b"D"] for child in process.children)
         )
 
-    def _stat(self, pid: int | str) -> list[bytes]:
+    def _read_stat(self, pid: int | str) -> list[bytes]:
         """Return the fields of a stat file from the third one, the state, or [] if it has ended.
 
         pid: a process id, or "PID/task/TID" for a thread.
         """
         return read_stat_fields(f"{self._proc}/{pid}/stat")
 
-    def _wait_ns(self, pid: int) -> int | None:
+    def _read_cpu_wait_ns(self, pid: int) -> int | None:
         """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""
         try:
             return int(
@@ -225,13 +225,13 @@ class HostMetrics:
         except FileNotFoundError:
             return None  # The kernel was built without CONFIG_SCHED_INFO.
 
-    def _clock_share(self, pid: int) -> float | None:
+    def _read_clock_share(self, pid: int) -> float | None:
         """Return the clock rate of the main thread's last CPU as a share of its maximum.
 
         Returns None if the kernel does not show clock rates, as in most virtual machines.
         """
         # Field 39 of a stat file is the CPU on which the thread ran last.
-        folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
+        folder = self._cpu_folder / f"cpu{int(self._read_stat(pid)[36])}" / "cpufreq"
         try:
             now, most = (
                 int((folder / name).read_text())

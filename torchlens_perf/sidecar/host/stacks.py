@@ -59,7 +59,7 @@ class Stack:
     """File and line of the innermost frame, if py-spy reports them."""
 
 
-def process_state(pid: int, started: int | None = None) -> str:
+def read_process_state(pid: int, started: int | None = None) -> str:
     """Return the state of the process's main thread.
 
     It is "running", "stopped" (SIGSTOP), "traced" (by a debugger), "uninterruptible" (state D) or
@@ -77,22 +77,22 @@ def find_py_spy() -> str | None:
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
-def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -> Stack:
+def read_main_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -> Stack:
     """Return the stack of a process of this node, usually within 10 to 40 ms.
 
     Blocks for at most about timeout_s and raises no exception. The process is not paused, and a
     stopped process stays stopped. program: the path of py-spy, by default from find_py_spy().
     """
-    answer, reason = _dump(pid, timeout_s, program)
-    return Stack((), reason) if reason else _main_thread(pid, answer)
+    answer, reason = _run_py_spy(pid, timeout_s, program)
+    return Stack((), reason) if reason else _parse_main_stack(pid, answer)
 
 
-def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
+def read_all_stacks(pid: int, timeout_s: float = 5.0) -> str:
     """Return the stacks of all threads as text, or the reason why they could not be read.
 
-    Otherwise the same as python_stack().
+    Otherwise the same as read_main_stack().
     """
-    answer, reason = _dump(pid, timeout_s, None)
+    answer, reason = _run_py_spy(pid, timeout_s, None)
     if reason:
         return f"none: {reason}"
     try:
@@ -100,7 +100,7 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
             "\n".join(
                 [
                     f"thread {each['thread_name'] or '?'}:",
-                    *(f"  {_line(frame)}" for frame in each["frames"]),
+                    *(f"  {_format_frame(frame)}" for frame in each["frames"]),
                 ]
             )
             for each in json.loads(answer)
@@ -109,7 +109,7 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
         return "none: py-spy's answer cannot be read"
 
 
-def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
+def read_source_line(stack: Stack, timeout_s: float = 1.0) -> str:
     """Return the innermost frame's line of source, as it is on disk now.
 
     Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk
@@ -119,31 +119,31 @@ def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
         return ""
     path, line = stack.innermost
     try:
-        succeeded, answer, _ = _run(["sed", "-n", f"{line}{{p;q}}", "--", path], timeout_s)
+        succeeded, answer, _ = _run_command(["sed", "-n", f"{line}{{p;q}}", "--", path], timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.decode("utf-8", "replace").strip()[:_MAX_TEXT_CHARACTERS] if succeeded else ""
 
 
-def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
+def _run_py_spy(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
     """Return py-spy's output, or the reason why it failed."""
     program = program or find_py_spy()
     if program is None:
         return b"", "py-spy is not installed: pip install py-spy"
-    if process_state(pid) == "dead":
+    if read_process_state(pid) == "dead":
         return b"", f"there is no process {pid}"
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     deadline_s = time.monotonic() + timeout_s
     errors = ""
     for _ in range(_TRIES):
         try:
-            succeeded, answer, errors = _run(command, deadline_s - time.monotonic())
+            succeeded, answer, errors = _run_command(command, deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
             return (
                 b"",
                 (
                     f"py-spy did not answer within {timeout_s:g} s (process state:"
-                    f" {process_state(pid)})"
+                    f" {read_process_state(pid)})"
                 ),
             )
         except OSError as error:
@@ -151,14 +151,14 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
         if succeeded:
             return answer, ""
         if any(refusal in errors.lower() for refusal in _REFUSALS):
-            return b"", _not_permitted(pid)
-    return b"", f"py-spy: {_last_cause(errors)}"
+            return b"", _explain_refusal(pid)
+    return b"", f"py-spy: {_parse_last_cause(errors)}"
 
 
-def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
+def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
     """Send SIGUSR2 and return the stack that the process writes to `path` (hooks/stack.py).
 
-    Frames come innermost first. Raises no exception. started: as in process_state(). The signal
+    Frames come innermost first. Raises no exception. started: as in read_process_state(). The signal
     would end a process that does not catch it. It is sent only if the process catches it, and only
     if the process with that pid is still the same.
     """
@@ -167,7 +167,7 @@ def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) 
         # Check right before sending: the caller may have waited for py-spy in the meantime.
         if not is_signal_in_set("SigCgt", STACK_SIGNAL, pid):
             return Stack((), "it could not be asked: it does not listen to SIGUSR2")
-        if process_state(pid, started) == "dead":
+        if read_process_state(pid, started) == "dead":
             return Stack((), f"it could not be asked: process {pid} has ended")
         os.kill(pid, STACK_SIGNAL)
         deadline_s = time.monotonic() + timeout_s
@@ -183,7 +183,7 @@ def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) 
     return Stack(found[:MAX_LINES], "" if found else "it did not answer SIGUSR2")
 
 
-def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
+def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
     """Run a command. Return True if it succeeded, its output and its errors.
 
     Raises OSError, or TimeoutExpired after killing the process.
@@ -207,14 +207,14 @@ def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
     return process.returncode == 0, answer, errors.decode("utf-8", "replace")
 
 
-def _main_thread(pid: int, answer: bytes) -> Stack:
+def _parse_main_stack(pid: int, answer: bytes) -> Stack:
     try:
         threads = json.loads(answer)
         # The main thread has no name if threading was not imported, and no id before Python 3.11.
         mains = [each for each in threads if each["os_thread_id"] == pid]
         mains += [each for each in threads if each["thread_name"] == "MainThread"]
         frames = [frame for main in mains[:1] for frame in main["frames"]]
-        lines = [_line(frame) for frame in frames]
+        lines = [_format_frame(frame) for frame in frames]
         innermost = (str(frames[0]["filename"]), int(frames[0]["line"])) if frames else None
         holders = [
             each["thread_name"] or "?"
@@ -230,11 +230,11 @@ def _main_thread(pid: int, answer: bytes) -> Stack:
     return Stack(tuple(lines), "", holders[0] if holders else "", innermost)
 
 
-def _line(frame: dict[str, Any]) -> str:
+def _format_frame(frame: dict[str, Any]) -> str:
     return f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
 
 
-def _not_permitted(pid: int) -> str:
+def _explain_refusal(pid: int) -> str:
     """Return which kernel rule forbids reading the process's memory, and how to permit it."""
     scope, us = read_kernel_text(tracer.YAMA), os.geteuid()
     them = read_kernel_text(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
@@ -270,7 +270,7 @@ def _not_permitted(pid: int) -> str:
     )
 
 
-def _last_cause(errors: str) -> str:
+def _parse_last_cause(errors: str) -> str:
     """Return the innermost cause. py-spy prints an error, "Caused by:", and one cause per line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MAX_TEXT_CHARACTERS]

@@ -16,13 +16,13 @@ from grpc import aio
 
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.messages import Outbox, decode_reply, encode
-from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-class Sender:
+class ReportSender:
     """The reporting end of the exchange. Belongs to one event loop."""
 
     def __init__(
@@ -49,12 +49,12 @@ class Sender:
         self._channel: aio.Channel | None = None
         self._call: Any = None
         self._instance = b""  # id of the node 0 process that has received the Outbox's posts
-        self._last: tuple[str, Address] | None = None
+        self._last: tuple[str, ExchangeAddress] | None = None
         self._not_before_s = 0.0
         self.reply = b""
         """Node 0's newest instructions."""
 
-    async def turn(self) -> float:
+    async def work_once(self) -> float:
         """Report what node 0 lacks.
 
         Return the seconds until the next report, unless a post comes first.
@@ -63,71 +63,71 @@ class Sender:
         """
         try:
             if self._call is None:
-                await self._join()
+                await self._connect_to_node_0()
             wait_s = self._not_before_s - time.monotonic()
             if wait_s > 0:
                 return wait_s
-            await self._report()
-            while self._outbox.waiting:
-                await self._report()
+            await self._send_report()
+            while self._outbox.has_unsent:
+                await self._send_report()
             return self._timing.beat_s
         except BaseException:
-            await self._drop()
+            await self._close_connection()
             raise
 
-    async def leave(self) -> None:
+    async def finish(self) -> None:
         """Send the waiting posts and the end of this sidecar, and close everything.
 
         Raises OSError.
         """
         try:
-            if self._call is None and self._outbox.waiting:
+            if self._call is None and self._outbox.has_unsent:
                 # Use the last address without a new search, because the job's store has often
                 # ended.
-                await (self._connect(*self._last) if self._last else self._join())
+                await (self._connect_to_address(*self._last) if self._last else self._connect_to_node_0())
             if self._call is not None:
-                while not await self._report(leaving=True):
+                while not await self._send_report(leaving=True):
                     pass
         finally:
-            await self._drop()
+            await self._close_connection()
             self._rendezvous.close()
 
-    async def _report(self, leaving: bool = False) -> bool:
+    async def _send_report(self, leaving: bool = False) -> bool:
         """Send one report. Return True if node 0 has received that this sidecar is leaving."""
         now_s = time.monotonic()
         with self._lock:
-            report = self._outbox.report(now_s, leaving=leaving)
+            report = self._outbox.build_report(now_s, leaving=leaving)
         try:
             if self._call.done():
                 raise asyncio.InvalidStateError
-            found = await asyncio.wait_for(self._exchange(encode(report)), self._timing.operation_s)
-        except transport.ERRORS as error:
-            raise ConnectionError(await self._describe(error)) from None
+            found = await asyncio.wait_for(self._send_and_receive(encode(report)), self._timing.operation_s)
+        except transport.CALL_ERRORS as error:
+            raise ConnectionError(await self._describe_error(error)) from None
         try:
             reply = decode_reply(found)
         except ValueError as error:
             raise ConnectionError(f"node 0's reply cannot be read: {error}") from None
         with self._lock:
-            self._outbox.received(report)
+            self._outbox.mark_received(report)
             self.reply = reply.instructions
         self._not_before_s = now_s + reply.pace_s
         return report.leaving
 
-    async def _exchange(self, data: bytes) -> bytes:
+    async def _send_and_receive(self, data: bytes) -> bytes:
         await self._call.write(data)
         found = await self._call.read()
         if found is aio.EOF:
             raise asyncio.InvalidStateError
         return bytes(found)
 
-    async def _describe(self, error: BaseException) -> str:
+    async def _describe_error(self, error: BaseException) -> str:
         """Return the reason why the call has ended."""
         if (
             isinstance(error, asyncio.InvalidStateError)
             and self._call is not None
             and self._call.done()
         ):
-            return transport.status(await self._call.code(), await self._call.details())
+            return transport.describe_status(await self._call.code(), await self._call.details())
         if isinstance(error, asyncio.TimeoutError):
             return "it does not answer"
         return f"the connection has ended ({type(error).__name__})"
@@ -137,53 +137,53 @@ class Sender:
     # Errors are stored as text: an exception in a variable would keep its frame alive, and with it
     # a call and its connection.
 
-    async def _join(self) -> None:
+    async def _connect_to_node_0(self) -> None:
         """Connect to node 0's last address, or to any published one if that fails."""
         candidates = [self._last] if self._last else []
         why = ""
         try:
-            candidates += [each for each in self._rendezvous.known() if each != self._last]
-        except NotYet:
+            candidates += [each for each in self._rendezvous.find_addresses() if each != self._last]
+        except NotPublishedYet:
             if not candidates:
                 raise
         except OSError as error:
             why = str(error)
         for source, address in candidates:
             try:
-                await self._connect(source, address)
+                await self._connect_to_address(source, address)
             except OSError as error:
                 why = str(error)
                 continue
             logger.info("node 0's sidecar was found by %s", source)
-            self._rendezvous.found()
+            self._rendezvous.stop_search()
             return
         raise ConnectionError(why)
 
-    async def _connect(self, source: str, address: Address) -> None:
+    async def _connect_to_address(self, source: str, address: ExchangeAddress) -> None:
         why = "node 0's sidecar has no address"
         for host in address.hosts:
             try:
                 await self._open_call(host, address)
             except OSError as error:
                 why = str(error)
-                await self._drop()
+                await self._close_connection()
                 continue
             self._last = source, address
             return
         raise ConnectionError(why)
 
-    async def _open_call(self, host: str, address: Address) -> None:
+    async def _open_call(self, host: str, address: ExchangeAddress) -> None:
         """Open a channel and a call.
 
         Each end proves that it has the token before the other sends data.
         """
-        where, nonce = transport.target(host, address.port), os.urandom(transport.NONCE_BYTES)
+        where, nonce = transport.format_target(host, address.port), os.urandom(transport.NONCE_BYTES)
         sender, node = self._name
-        self._channel = self._open(where)
+        self._channel = self._open_channel(where)
         self._call = self._channel.stream_stream(transport.REPORT)(
             metadata=(
                 (transport.NONCE, nonce),
-                (transport.PROOF, transport.proof(address.token, transport.SENDER, nonce)),
+                (transport.PROOF, transport.make_proof(address.token, transport.SENDER, nonce)),
                 (transport.SENDER, sender),
                 (transport.NODE, node.encode()),
             )
@@ -195,30 +195,30 @@ class Sender:
             if transport.PROOF not in found:  # Node 0 has refused the call.
                 await asyncio.wait_for(self._call.code(), self._timing.operation_s)
                 raise asyncio.InvalidStateError
-        except transport.ERRORS as error:
-            raise ConnectionError(f"{where}: {await self._describe(error)}") from None
+        except transport.CALL_ERRORS as error:
+            raise ConnectionError(f"{where}: {await self._describe_error(error)}") from None
         instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
-        if not transport.same(
-            shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)
+        if not transport.are_proofs_equal(
+            shown, transport.make_proof(address.token, transport.INSTANCE, nonce + instance)
         ):
             raise ConnectionError(
                 f"{where} belongs to another job: it does not have this job's token"
             )
         if instance != self._instance:
             with self._lock:
-                self._outbox.restart()
+                self._outbox.resend_all()
         self._instance, self._not_before_s = instance, 0.0
 
-    def _open(self, where: str) -> aio.Channel:
+    def _open_channel(self, where: str) -> aio.Channel:
         folder, name = self._tls
         if not folder:
             return aio.insecure_channel(where, options=transport.CLIENT_OPTIONS)
         named = [("grpc.ssl_target_name_override", name)] if name else []
         return aio.secure_channel(
-            where, transport.client_credentials(folder), options=[*transport.CLIENT_OPTIONS, *named]
+            where, transport.load_client_credentials(folder), options=[*transport.CLIENT_OPTIONS, *named]
         )
 
-    async def _drop(self) -> None:
+    async def _close_connection(self) -> None:
         if self._call is not None:
             self._call.cancel()
             self._call = None

@@ -26,23 +26,23 @@ from typing import Protocol
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import (
     MAX_REPLY_BYTES,
-    Collected,
+    CollectedPosts,
     Inbox,
     Outbox,
-    check_payloads,
+    validate_payloads,
 )
-from torchlens_perf.sidecar.nodes.rendezvous import NotYet, Rendezvous
+from torchlens_perf.sidecar.nodes.rendezvous import NotPublishedYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 
-class _End(Protocol):
+class _ExchangeSide(Protocol):
     """The end of the exchange that runs on this node: client.Sender or server.Collector."""
 
     reply: bytes
 
-    async def turn(self) -> float: ...
+    async def work_once(self) -> float: ...
 
-    async def leave(self) -> None: ...
+    async def finish(self) -> None: ...
 
 
 class Exchange:
@@ -80,27 +80,27 @@ class Exchange:
         self._last_error = ""
         self._failing_since_s: float | None = None
         self._reply = b""
-        self._end: _End | None = None
+        self._end: _ExchangeSide | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._closing = False
-        self._loop = _event_loop()
-        self._life = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
+        self._loop = _get_event_loop()
+        self._life = asyncio.run_coroutine_threadsafe(self._run_until_stopped(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         """Report payloads, by rank. While node 0 cannot be reached, the last 8 posts are kept.
 
         Raises ValueError for a payload over 1024 bytes, an invalid rank, or more than 512 ranks.
         """
-        check_payloads(payloads)
+        validate_payloads(payloads)
         with self._lock:
             if self._merges:
-                self._inbox.post_own(payloads, time.monotonic())
+                self._inbox.add_own_post(payloads, time.monotonic())
             else:
-                self._outbox.post(payloads, time.monotonic())
+                self._outbox.add_post(payloads, time.monotonic())
         self._loop.call_soon_threadsafe(self._wake.set)
 
-    def collect(self) -> Collected:
+    def collect_posts(self) -> CollectedPosts:
         """Return what has arrived at node 0 since the last call, including its own posts.
 
         Nothing arrives on other nodes.
@@ -108,9 +108,9 @@ class Exchange:
         After a restart of node 0's sidecar, each node reports its last 8 posts again.
         """
         if not self._merges:
-            return Collected((), {})
+            return CollectedPosts((), {})
         with self._lock:
-            return self._inbox.collect(time.monotonic())
+            return self._inbox.collect_posts(time.monotonic())
 
     def set_links(self, links: bytes) -> None:
         """Set the links to report with the next post, and after a restart of node 0's sidecar.
@@ -120,12 +120,12 @@ class Exchange:
         with self._lock:
             self._outbox.set_links(links)
 
-    def links(self) -> list[bytes]:
+    def link_reports(self) -> list[bytes]:
         """Return the newest link report of each other node. Empty except on node 0."""
         with self._lock:
-            return self._inbox.links()
+            return self._inbox.link_reports()
 
-    def set_reply(self, reply: bytes) -> None:
+    def set_instructions(self, reply: bytes) -> None:
         """Set node 0's instructions to all other nodes, at most 1024 bytes.
 
         They are part of each reply, and a node gets a reply at least every few seconds. Raises
@@ -138,7 +138,7 @@ class Exchange:
             if self._end is not None:
                 self._end.reply = reply
 
-    def reply(self) -> bytes:
+    def instructions(self) -> bytes:
         """Return node 0's newest instructions, or b"" before the first and on node 0."""
         with self._lock:
             return b"" if self._merges or self._end is None else self._end.reply
@@ -177,13 +177,13 @@ class Exchange:
                 notes.append(
                     f"{self._outbox.dropped} windows could not be sent to node 0's sidecar"
                 )
-            for node, count in self._inbox.unreadable().items():
+            for node, count in self._inbox.count_unreadable_reports().items():
                 notes.append(f"{count} reports of node {node} could not be read")
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
             notes += [
                 f"several sidecars use the node name {node!r}"
-                for node in self._inbox.duplicate_names()
+                for node in self._inbox.find_duplicate_names()
             ]
         if self._life.done() and not self._closing:
             notes.append(f"the exchange between nodes has failed: {self._life.exception()!r}")
@@ -204,8 +204,8 @@ class Exchange:
 
     # -- on the thread
 
-    async def _run(self) -> None:
-        end = self._make_end()
+    async def _run_until_stopped(self) -> None:
+        end = self._create_side()
         with self._lock:
             end.reply = self._reply
             self._end = end
@@ -214,41 +214,41 @@ class Exchange:
             # Clear the event before the turn, so that a post during the turn is not missed.
             self._wake.clear()
             try:
-                wait_s = await end.turn()
+                wait_s = await end.work_once()
                 with self._lock:
                     self._failing_since_s = None
                 retry_s = self._timing.first_retry_s
-                await _wait(self._wake, wait_s)
+                await _wait_for_event(self._wake, wait_s)
             except OSError as error:
-                self._count(error)
+                self._record_error(error)
                 # The random factor keeps nodes from retrying all at the same time. New posts do not
                 # shorten the delay.
-                await _wait(self._stop, retry_s * random.uniform(0.5, 1.0))
+                await _wait_for_event(self._stop, retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, self._timing.last_retry_s)
         try:
-            await end.leave()
+            await end.finish()
         except OSError as error:
-            self._count(error)
+            self._record_error(error)
 
-    def _make_end(self) -> _End:
+    def _create_side(self) -> _ExchangeSide:
         rendezvous = Rendezvous(self._endpoints, self._key, self._timing)
         if self._merges:
-            from torchlens_perf.sidecar.nodes.server import Collector
+            from torchlens_perf.sidecar.nodes.server import ReportCollector
 
-            return Collector(
+            return ReportCollector(
                 rendezvous, self._endpoints, self._key, self._timing, self._lock, self._inbox
             )
-        from torchlens_perf.sidecar.nodes.client import Sender
+        from torchlens_perf.sidecar.nodes.client import ReportSender
 
         name, tls = (
             (secrets.token_hex(8), self._node),
             (self._endpoints.tls_folder, self._endpoints.tls_name),
         )
-        return Sender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
+        return ReportSender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
 
-    def _count(self, error: OSError) -> None:
+    def _record_error(self, error: OSError) -> None:
         with self._lock:
-            self._errors += not isinstance(error, NotYet)
+            self._errors += not isinstance(error, NotPublishedYet)
             self._last_error = str(error)
             if self._failing_since_s is None:
                 self._failing_since_s = time.monotonic()
@@ -258,7 +258,7 @@ _loop_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+def _get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process, which runs on a daemon thread.
 
     All exchanges share it, because grpc needs a single event loop in a process.
@@ -273,6 +273,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)

@@ -21,7 +21,7 @@ _GRACE_S = 5
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str) -> str:
+def publish_or_wait_for_value(host: str, port: int, key: str, lives_s: float, known: str, publish: str) -> str:
     """Publish a value under the key, or wait for a value other than `known`.
 
     Return the value that the store then has, or "". This client is not one of the store's workers,
@@ -59,7 +59,7 @@ def main() -> int:
     order = json.load(sys.stdin)
     signal.alarm(int(order["lives_s"]) + _GRACE_S)
     try:
-        found = ask(**order)
+        found = publish_or_wait_for_value(**order)
         answer = f"found {found}" if found else "nothing"
     except RuntimeError as error:
         # DistNetworkError or DistStoreError. Lines after the first are C++ frames.

@@ -28,7 +28,7 @@ class _LinkReport(msgspec.Struct, array_like=True, frozen=True):
 _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_LinkReport)
 
 
-def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
+def encode_link_report(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
     """Return an encoded report, and the number of rows that do not fit into it.
 
     Rows with too few operations are left out. Those with most time are included first.
@@ -45,7 +45,7 @@ def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
         kept = kept * 3 // 4
 
 
-def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
+def decode_link_report(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
     """Return a node's rows, or [] if they are from another attempt.
 
     Raises ValueError if invalid.
@@ -60,9 +60,9 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
     for row in report.rows:
         times = (row.wait_ns, *row.transfer_ns, row.joined, row.bytes, row.waits, row.transfers)
         valid = (
-            _are_ranks(row.key.pair, world_size)
+            _are_valid_ranks(row.key.pair, world_size)
             if row.key.pair
-            else _are_group(row.key.ranges, world_size)
+            else _is_valid_group(row.key.ranges, world_size)
         )
         if not valid or not 0 <= row.key.octave <= 64:
             raise ValueError("invalid link report: ranks or sizes are out of range")
@@ -73,9 +73,9 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
 
 # Cached because thousands of nodes report the same groups.
 @functools.lru_cache(4096)
-def _are_group(ranges: str, world_size: int) -> bool:
-    return _are_ranks(parse_ranges(ranges), world_size)
+def _is_valid_group(ranges: str, world_size: int) -> bool:
+    return _are_valid_ranks(parse_ranges(ranges), world_size)
 
 
-def _are_ranks(ranks: tuple[int, ...], world_size: int) -> bool:
+def _are_valid_ranks(ranks: tuple[int, ...], world_size: int) -> bool:
     return bool(ranks) and min(ranks) >= 0 and max(ranks) < world_size

@@ -82,7 +82,7 @@ def decode_reply(data: bytes) -> Reply:
     return reply
 
 
-def check_payloads(payloads: Mapping[int, bytes]) -> None:
+def validate_payloads(payloads: Mapping[int, bytes]) -> None:
     """Check payloads against the limits. Raises ValueError for payloads that exceed them."""
     for rank, payload in payloads.items():
         if not 0 <= rank < 1 << 32:
@@ -108,7 +108,7 @@ class Outbox:
         self.dropped = 0
         """Number of posts that newer ones replaced before node 0 had received them."""
 
-    def post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
+    def add_post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
         if len(self._posts) == KEPT_POSTS and self._posts[0] not in self._in_flight:
             self.dropped += self._posts[0].posted_s > self._delivered_s
         self._newest_s = max(now_s, math.nextafter(self._newest_s, math.inf))
@@ -118,15 +118,15 @@ class Outbox:
         self._links = links
 
     @property
-    def waiting(self) -> bool:
+    def has_unsent(self) -> bool:
         """True while the present process of node 0 lacks posts or links."""
         return self._newest_s > self._received_s or self._links != self._received_links
 
-    def restart(self) -> None:
+    def resend_all(self) -> None:
         """Start over with a new process of node 0, which has no posts."""
         self._received_s, self._received_links = -math.inf, b""
 
-    def report(self, now_s: float, *, leaving: bool = False) -> Report:
+    def build_report(self, now_s: float, *, leaving: bool = False) -> Report:
         """Return a report of what node 0 lacks: links, and as many of the oldest posts as fit."""
         # Posts that are still in flight belong to a failed call.
         lost = [post for post in self._in_flight if post not in self._posts]
@@ -144,7 +144,7 @@ class Outbox:
         links = self._links if self._links != self._received_links else b""
         return Report(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
-    def received(self, report: Report) -> None:
+    def mark_received(self, report: Report) -> None:
         """Note that node 0 has replied to this report."""
         self._received_links = report.links or self._received_links
         if report.posts:
@@ -155,7 +155,7 @@ class Outbox:
 
 # A large job creates thousands of these per second. Structs are created and freed faster than
 # dataclasses.
-class Received(msgspec.Struct, gc=False):
+class ReceivedPost(msgspec.Struct, gc=False):
     """One post of a node."""
 
     node: str
@@ -177,10 +177,10 @@ class NodeContact(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected:
+class CollectedPosts:
     """Posts since the last collect(), and contacts with all nodes."""
 
-    posts: Sequence[Received]
+    posts: Sequence[ReceivedPost]
     """Posts, for each sidecar in the order of posting.
 
     There is one object per post. One per rank and window would double the cost of a window of a
@@ -191,7 +191,7 @@ class Collected:
 
 
 @dataclasses.dataclass
-class _Sender:
+class _SenderRecord:
     """The Inbox's record of one sidecar process."""
 
     node: str
@@ -204,21 +204,21 @@ class _Sender:
     unreadable: int = 0
     links: bytes = b""
     # Until a post is collected, its age is relative to time 0 of node 0's clock.
-    unread: deque[Received] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
+    unread: deque[ReceivedPost] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
     # Clocks of nodes are unrelated. A report's delay is measured against the fastest recent report.
     fastest_s: tuple[float, float] = (math.inf, math.inf)
     reports: int = 0
 
-    def take(self, post: Post, posted_s: float) -> None:
+    def add_post(self, post: Post, posted_s: float) -> None:
         """Add a post unless it has arrived before. posted_s: its time on node 0's clock."""
         if post.posted_s > self.newest_s:
             self.newest_s = post.posted_s
             # The deque is full if collect() is not called often enough. It then drops its oldest
             # post.
             self.overwritten += len(self.unread) == KEPT_POSTS
-            self.unread.append(Received(self.node, -posted_s, post.payloads))
+            self.unread.append(ReceivedPost(self.node, -posted_s, post.payloads))
 
-    def delay_s(self, sent_s: float, now_s: float) -> float:
+    def measure_delay_s(self, sent_s: float, now_s: float) -> float:
         took_s = now_s - sent_s
         before_s, recent_s = self.fastest_s
         # Clocks drift, so reports of long ago cannot be compared with this one.
@@ -233,21 +233,21 @@ class Inbox:
     """Node 0's record of all senders and their posts."""
 
     def __init__(self, own_node: str, now_s: float) -> None:
-        self._own = _Sender(own_node, now_s, now_s)
-        self._senders: dict[str, _Sender] = {}
+        self._own = _SenderRecord(own_node, now_s, now_s)
+        self._senders: dict[str, _SenderRecord] = {}
         self.refused = 0
         """Number of calls without this job's token."""
 
-    def post_own(self, payloads: Mapping[int, bytes], now_s: float) -> None:
+    def add_own_post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
         posted_s = max(now_s, math.nextafter(self._own.newest_s, math.inf))
-        self._own.take(Post(posted_s, dict(payloads)), now_s)
+        self._own.add_post(Post(posted_s, dict(payloads)), now_s)
 
-    def enter(self, sender: str, node: str, now_s: float) -> None:
+    def add_sender(self, sender: str, node: str, now_s: float) -> None:
         """Add a sender that connects, for the first time or again."""
         if sender not in self._senders:
-            self._senders[sender] = _Sender(node, now_s, now_s)
+            self._senders[sender] = _SenderRecord(node, now_s, now_s)
 
-    def receive(self, name: str, data: bytes, now_s: float) -> None:
+    def receive_report(self, name: str, data: bytes, now_s: float) -> None:
         """Take a report of a sender that has entered. Posts that have arrived before are ignored.
 
         Raises ValueError for an invalid report, after counting it for its node.
@@ -259,15 +259,15 @@ class Inbox:
         except ValueError:
             sender.unreadable += 1
             raise
-        offset_s = now_s - report.sent_s - sender.delay_s(report.sent_s, now_s)
+        offset_s = now_s - report.sent_s - sender.measure_delay_s(report.sent_s, now_s)
         for post in report.posts:
-            sender.take(post, post.posted_s + offset_s)
+            sender.add_post(post, post.posted_s + offset_s)
         sender.links = report.links or sender.links
         sender.dropped, sender.left = max(sender.dropped, report.dropped), report.leaving
 
-    def collect(self, now_s: float) -> Collected:
+    def collect_posts(self, now_s: float) -> CollectedPosts:
         """Return the posts since the last call, and the contacts with all nodes."""
-        posts: list[Received] = []
+        posts: list[ReceivedPost] = []
         contacts: dict[str, NodeContact] = {}
         self._own.last_report_s = now_s
         for sender in (self._own, *self._senders.values()):
@@ -283,9 +283,9 @@ class Inbox:
             if before is not None:
                 silent_s, missed = min(silent_s, before.silent_s), missed + before.missed
             contacts[sender.node] = NodeContact(silent_s, missed, sender.left)
-        return Collected(posts, contacts)
+        return CollectedPosts(posts, contacts)
 
-    def links(self) -> list[bytes]:
+    def link_reports(self) -> list[bytes]:
         """Return the newest link report of each other node."""
         return list(
             {
@@ -294,17 +294,17 @@ class Inbox:
         )
 
     @property
-    def senders(self) -> int:
+    def sender_count(self) -> int:
         """Number of sidecar processes of other nodes that have entered."""
         return len(self._senders)
 
-    def unreadable(self) -> dict[str, int]:
+    def count_unreadable_reports(self) -> dict[str, int]:
         """Return the number of reports that could not be read, by node."""
         return {
             sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable
         }
 
-    def duplicate_names(self) -> list[str]:
+    def find_duplicate_names(self) -> list[str]:
         """Return the node names that several live sidecars use.
 
         A name counts if a sidecar reported after another one had entered with that name.

@@ -33,7 +33,7 @@ _NOT_YET = "it has not published its address yet"
 _ANY_TIME_S = float("-inf")
 
 
-def exchange_key(watch: int) -> str:
+def store_key_of_watch(watch: int) -> str:
     """Return the key of node 0's address in the job's store.
 
     watch: how many watches the processes ran before this one. The key needs no run id or restart
@@ -42,12 +42,12 @@ def exchange_key(watch: int) -> str:
     return f"torchlens_perf/{watch}/exchange"
 
 
-class NotYet(ConnectionError):
+class NotPublishedYet(ConnectionError):
     """Node 0 has not published its address yet, which is normal at the start of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Address:
+class ExchangeAddress:
     """The address of node 0's sidecar, and the token that allows a node to send to it."""
 
     port: int
@@ -59,7 +59,7 @@ class Address:
         return " ".join(["2", str(self.port), self.token, *self.hosts]).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Address:
+    def decode(cls, data: bytes) -> ExchangeAddress:
         """Decode an address. Raises ConnectionError if the data is not one."""
         found = _RECORD.fullmatch(data[:_MAX_RECORD_BYTES].decode("utf-8", "replace"))
         if found is None or not 0 < int(found[1]) < 1 << 16:
@@ -67,7 +67,7 @@ class Address:
         return cls(int(found[1]), found[2], tuple(found[3].split(" ")))
 
 
-def new_token(places: Endpoints, key: str) -> str:
+def create_token(places: Endpoints, key: str) -> str:
     """Return the token of a job.
 
     If node 0 publishes its address, the token is random. If the address is configured, all nodes
@@ -77,7 +77,7 @@ def new_token(places: Endpoints, key: str) -> str:
     """
     if not places.coordinator:
         return secrets.token_hex(16)
-    secret = _private_file(Path(places.token_file)) if places.token_file else places.token.encode()
+    secret = _read_private_file(Path(places.token_file)) if places.token_file else places.token.encode()
     shared = f"{key} {places.job_store}"
     return hmac.new(secret.strip(), shared.encode(), hashlib.sha256).hexdigest()[:32]
 
@@ -100,23 +100,23 @@ class Rendezvous:
         self._child_until_s = 0.0
         self._not_before_s = _ANY_TIME_S
         self._store_from_s = clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
-        self._in_store: Address | None = None
-        self._published_file: Address | None = None
-        self._published_store: Address | None = None
+        self._in_store: ExchangeAddress | None = None
+        self._published_file: ExchangeAddress | None = None
+        self._published_store: ExchangeAddress | None = None
         self._store_error = ""
 
     @property
-    def file(self) -> Path | None:
+    def address_file(self) -> Path | None:
         """File of this key in the run directory, or None without a run directory."""
         name = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         return self._places.folder / f"exchange-{name}" if self._places.folder is not None else None
 
-    def publish(self, address: Address) -> str:
+    def publish_address(self, address: ExchangeAddress) -> str:
         """Publish node 0's address where that is not done yet. Return an error, or ""."""
         error = ""
-        if self._published_file != address and self.file is not None:
+        if self._published_file != address and self.address_file is not None:
             try:
-                _write(self.file, address.encode())
+                _write_private_file(self.address_file, address.encode())
                 self._published_file = address
             except OSError as failed:
                 error = f"the address cannot be written to the run directory: {failed}"
@@ -124,14 +124,14 @@ class Rendezvous:
             return error
         # No call waits for the child. A later call takes its result.
         if self._child is None and self._clock() >= self._not_before_s:
-            self._start_child(publish=address)
-        answer = self._child_answer()
+            self._start_store_process(publish=address)
+        answer = self._poll_store_process()
         if answer == address.encode():
             self._published_store = address
             return error
         return self._store_error or error
 
-    def known(self) -> list[tuple[str, Address]]:
+    def find_addresses(self) -> list[tuple[str, ExchangeAddress]]:
         """Return the published addresses of node 0, each with its source.
 
         Raises NotYet if there is no address yet, and OSError if that is because of an error.
@@ -142,53 +142,53 @@ class Rendezvous:
             found.append(
                 (
                     "the setting `exchange`",
-                    Address(port, new_token(self._places, self._key), (host,)),
+                    ExchangeAddress(port, create_token(self._places, self._key), (host,)),
                 )
             )
-        if self.file is not None:
+        if self.address_file is not None:
             try:
-                found.append(("the run directory", Address.decode(_private_file(self.file))))
+                found.append(("the run directory", ExchangeAddress.decode(_read_private_file(self.address_file))))
             except FileNotFoundError:
                 pass  # Node 0 has not written it yet, or its run directory is on another disk.
             except OSError as failed:
-                error = f"{self.file}: {failed}"
+                error = f"{self.address_file}: {failed}"
         if self._places.job_store is not None:
-            self._poll_store()
+            self._poll_job_store()
             if self._in_store is not None:
                 found.append(("the job's store", self._in_store))
         if not found:
             error = self._store_error or error
-            raise ConnectionError(error) if error else NotYet(_NOT_YET)
+            raise ConnectionError(error) if error else NotPublishedYet(_NOT_YET)
         return found
 
-    def found(self) -> None:
+    def stop_search(self) -> None:
         """Stop the search because node 0 has been found. The next known() starts a new one."""
-        self._end_child()
+        self._kill_store_process()
         self._not_before_s = _ANY_TIME_S
         self._store_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
 
-    def close(self, *, unpublish: Address | None = None) -> None:
+    def close(self, *, unpublish: ExchangeAddress | None = None) -> None:
         """End a running child. unpublish: remove the file if it contains this address."""
-        self._end_child()
-        if unpublish is not None and self.file is not None:
+        self._kill_store_process()
+        if unpublish is not None and self.address_file is not None:
             with contextlib.suppress(OSError):
                 # The file may contain the address of a later sidecar.
-                if Address.decode(_private_file(self.file)) == unpublish:
-                    self.file.unlink()
+                if ExchangeAddress.decode(_read_private_file(self.address_file)) == unpublish:
+                    self.address_file.unlink()
 
     # -- the job's store
 
-    def _poll_store(self) -> None:
+    def _poll_job_store(self) -> None:
         if self._child is None and self._clock() >= max(self._store_from_s, self._not_before_s):
-            self._start_child(publish=None)
-        answer = self._child_answer()
+            self._start_store_process(publish=None)
+        answer = self._poll_store_process()
         if answer:
             try:
-                self._in_store = Address.decode(answer)
+                self._in_store = ExchangeAddress.decode(answer)
             except ConnectionError as error:
                 self._store_error = str(error)
 
-    def _start_child(self, publish: Address | None) -> None:
+    def _start_store_process(self, publish: ExchangeAddress | None) -> None:
         assert self._places.job_store is not None
         host, port = self._places.job_store
         known = self._in_store.encode().decode() if self._in_store else ""
@@ -217,14 +217,14 @@ class Rendezvous:
             self._child.stdin.close()
         self._child_until_s = self._clock() + self._timing.store_child_s
 
-    def _child_answer(self) -> bytes:
+    def _poll_store_process(self) -> bytes:
         """Return what the child has found or published, or b"" while it runs and after an error."""
         if self._child is None:
             return b""
         if self._child.poll() is None:
             if self._clock() < self._child_until_s:
                 return b""
-            self._end_child()
+            self._kill_store_process()
             self._store_error = (
                 f"the job's store did not answer within {self._timing.store_child_s:.0f} s"
             )
@@ -234,7 +234,7 @@ class Rendezvous:
             return b""
         assert self._child.stdout is not None
         kind, _, value = self._child.stdout.read(_MAX_RECORD_BYTES).partition(b" ")
-        self._end_child()
+        self._kill_store_process()
         if kind == b"found" and value:
             self._store_error = ""
             return value
@@ -245,7 +245,7 @@ class Rendezvous:
         self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
         return b""
 
-    def _end_child(self) -> None:
+    def _kill_store_process(self) -> None:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -254,7 +254,7 @@ class Rendezvous:
             self._child = None
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_private_file(path: Path, data: bytes) -> None:
     """Write a file that only this user can read, atomically."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -267,7 +267,7 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-def _private_file(path: Path) -> bytes:
+def _read_private_file(path: Path) -> bytes:
     """Return the content of a file that only this user can read. Raises OSError for other files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:

@@ -21,7 +21,7 @@ from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on
 from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
-from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, new_token
+from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -37,7 +37,7 @@ _GC_THRESHOLD = 10_000
 _STOP_TIMEOUT_S = 0.5
 
 
-class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
+class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Node 0's end of the exchange. Belongs to one event loop."""
 
     def __init__(
@@ -60,13 +60,13 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._instance = secrets.token_bytes(transport.INSTANCE_BYTES)
         self._server: aio.Server | None = None
         self._last_report_s: dict[asyncio.Task[Any], float] = {}
-        self._accept = grpc.stream_stream_rpc_method_handler(self._receive)
-        self._refuse = grpc.stream_stream_rpc_method_handler(self._abort)
-        self.address: Address | None = None
+        self._accept = grpc.stream_stream_rpc_method_handler(self._serve_call)
+        self._refuse = grpc.stream_stream_rpc_method_handler(self._refuse_call)
+        self.address: ExchangeAddress | None = None
         self.reply = b""
         """Instructions for all nodes. Guarded by the lock."""
 
-    async def turn(self) -> float:
+    async def work_once(self) -> float:
         """Listen and publish the address where that is not done yet.
 
         Return the seconds until the next call.
@@ -74,22 +74,22 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         Raises OSError.
         """
         if self._server is None:
-            await self._listen()
+            await self._start_server()
         assert self.address is not None
         now_s = time.monotonic()
         for task, last_report_s in list(self._last_report_s.items()):
             # The link was cut, or the node has stopped.
             if now_s - last_report_s > self._timing.silent_s:
                 task.cancel()
-        error = self._rendezvous.publish(self.address)
+        error = self._rendezvous.publish_address(self.address)
         with self._lock:
-            has_senders = self._inbox.senders
+            has_senders = self._inbox.sender_count
         # The error does not matter if nodes have found this one in another way.
         if error and not has_senders:
             raise ConnectionError(error)
         return self._timing.look_s
 
-    async def leave(self) -> None:
+    async def finish(self) -> None:
         self._rendezvous.close(unpublish=self.address)
         if self._server is not None:
             server, self._server = self._server, None
@@ -98,17 +98,17 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 task.cancel()
             await server.stop(_STOP_TIMEOUT_S)
 
-    async def _listen(self) -> None:
+    async def _start_server(self) -> None:
         raise_open_file_limit()  # Each node has one connection.
         gc.set_threshold(_GC_THRESHOLD)
-        self._token = new_token(self._endpoints, self._key)
+        self._token = create_token(self._endpoints, self._key)
         hosts, port = listen_on(self._endpoints)
         for host in hosts:
             server = aio.server(handlers=[self], options=transport.SERVER_OPTIONS)
-            where = transport.target(host, port)
+            where = transport.format_target(host, port)
             try:
                 if self._endpoints.tls_folder:
-                    credentials = transport.server_credentials(self._endpoints.tls_folder)
+                    credentials = transport.load_server_credentials(self._endpoints.tls_folder)
                     port = server.add_secure_port(where, credentials)
                 else:
                     port = server.add_insecure_port(where)
@@ -117,8 +117,8 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 continue
             await server.start()
             self._server = server
-            self.address = Address(port, self._token, known_as(self._endpoints, host))
-            logger.info("listening for other nodes on %s", transport.target(host, port))
+            self.address = ExchangeAddress(port, self._token, known_as(self._endpoints, host))
+            logger.info("listening for other nodes on %s", transport.format_target(host, port))
             return
         raise failed
 
@@ -130,20 +130,20 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
         metadata = dict(call.invocation_metadata)
         nonce, shown = metadata.get(transport.NONCE, b""), metadata.get(transport.PROOF, b"")
-        good = transport.same(shown, transport.proof(self._token, transport.SENDER, nonce))
+        good = transport.are_proofs_equal(shown, transport.make_proof(self._token, transport.SENDER, nonce))
         return self._accept if good and len(nonce) == transport.NONCE_BYTES else self._refuse
 
-    async def _abort(self, requests: Any, context: Any) -> None:
+    async def _refuse_call(self, requests: Any, context: Any) -> None:
         with self._lock:
             self._inbox.refused += 1
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this is not the token of this job")
 
-    async def _receive(self, requests: Any, context: Any) -> None:
+    async def _serve_call(self, requests: Any, context: Any) -> None:
         metadata = dict(context.invocation_metadata())
         sender, node = metadata.get(transport.SENDER, ""), metadata.get(transport.NODE, b"")
         if not (sender.isalnum() and len(sender) <= 64):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a sender without a name")
-        proof = transport.proof(
+        proof = transport.make_proof(
             self._token, transport.INSTANCE, metadata[transport.NONCE] + self._instance
         )
         await context.send_initial_metadata(
@@ -151,7 +151,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         inbox, lock, last_report_s = self._inbox, self._lock, self._last_report_s
         with lock:
-            inbox.enter(sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic())
+            inbox.add_sender(sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic())
         task = asyncio.current_task()
         assert task is not None
         last_report_s[task] = time.monotonic()
@@ -160,7 +160,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 last_report_s[task] = now_s = time.monotonic()
                 try:
                     with lock:
-                        inbox.receive(sender, data, now_s)
+                        inbox.receive_report(sender, data, now_s)
                     # Free the report now: one per node would add up while waiting for the next
                     # ones.
                     data = b""
@@ -169,10 +169,10 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
                     )
-                await context.write(encode(Reply(self._pace_s(), self.reply)))
+                await context.write(encode(Reply(self._min_report_interval_s(), self.reply)))
         finally:
             del last_report_s[task]
 
-    def _pace_s(self) -> float:
+    def _min_report_interval_s(self) -> float:
         nodes = len(self._last_report_s)
         return min(_MAX_PACE_S, nodes / _MAX_REPORTS_PER_S) if nodes > _MAX_REPORTS_PER_S else 0.0

@@ -77,10 +77,10 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
     # nodes.
     ("grpc.experimental.tcp_max_read_buffer_size", 8192),
 ]
-ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
+CALL_ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
 
 
-def proof(token: str, role: str, nonce: bytes) -> bytes:
+def make_proof(token: str, role: str, nonce: bytes) -> bytes:
     """Return a proof that the sender has the token, which itself is never sent.
 
     role: SENDER, or INSTANCE for node 0.
@@ -90,19 +90,19 @@ def proof(token: str, role: str, nonce: bytes) -> bytes:
     ).digest()
 
 
-def same(shown: bytes, wanted: bytes) -> bool:
+def are_proofs_equal(shown: bytes, wanted: bytes) -> bool:
     """Compare two proofs in constant time."""
     return hmac.compare_digest(shown, wanted)
 
 
-def status(code: grpc.StatusCode, details: str | None) -> str:
+def describe_status(code: grpc.StatusCode, details: str | None) -> str:
     """Return one line that describes how a call has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "it is something else, or another version of torchlens_perf"
     return f"{code.name}: {' '.join((details or '').split())}"[:300]
 
 
-def client_credentials(folder: str) -> grpc.ChannelCredentials:
+def load_client_credentials(folder: str) -> grpc.ChannelCredentials:
     """Return credentials from ca.crt and, if they exist, tls.crt and tls.key. Raises OSError."""
     files = Path(folder)
     pair = [
@@ -114,7 +114,7 @@ def client_credentials(folder: str) -> grpc.ChannelCredentials:
     )
 
 
-def server_credentials(folder: str) -> grpc.ServerCredentials:
+def load_server_credentials(folder: str) -> grpc.ServerCredentials:
     """Return credentials from tls.crt, tls.key and, if it exists, ca.crt.
 
     With ca.crt, all nodes must present certificates. Raises OSError.
@@ -125,6 +125,6 @@ def server_credentials(folder: str) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials(pairs, ca, require_client_auth=ca is not None)
 
 
-def target(host: str, port: int) -> str:
+def format_target(host: str, port: int) -> str:
     """Return an address in gRPC's form."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

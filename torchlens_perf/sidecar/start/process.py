@@ -99,7 +99,7 @@ def read_or_replay(
     folder is not a run directory, cannot be written, or already has a sidecar.
     """
     _log_to_file(logging.WARNING if quiet else logging.INFO)
-    termination.install()
+    termination.install_handler()
     run = RunDirectory(run_dir)
     # Rings may exist without the run directory, if it could not be created.
     if not run.nodes.is_dir() and not run.local_rings():
@@ -199,9 +199,9 @@ def _read(
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+    from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 
-    tap = TapForNextRun(builds=is_live)
+    tap = TapBuilder(builds=is_live)
     again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
@@ -245,14 +245,14 @@ def _replay(
     from torchlens_perf.config import from_environment
     from torchlens_perf.exporters.delivery.outbox import found, outbox
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
-    from torchlens_perf.sidecar.replay import delivered, replay
+    from torchlens_perf.sidecar.replay import deliver_outbox, replay
 
     waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
     exporter = exporter_from_environment(run)
     with replaying as advanced:
         if exporter is not None and waits:
             # A full replay would send steps again that the backend has already accepted.
-            notes = delivered(run, exporter)
+            notes = deliver_outbox(run, exporter)
             done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
         else:
             replayed = replay(

@@ -131,7 +131,7 @@ def wait(
                 )
             if preload.is_done and (impatient or waited_s >= SHORT_RUN_S):
                 break
-        if termination.is_asked():
+        if termination.is_requested():
             break
         sleep(POLL_INTERVAL_S)
     return rings.rings, preload
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     - AT_ONCE: start without waiting. Rings follow as "DESCRIPTOR:PATH".
     """
     _, run, _, host, _, descriptor, *more = arguments
-    termination.install()
+    termination.install_handler()
     if os.getpid() != os.getpgrp():  # This process is still in the session of a shell.
         os.setsid()
     lock = int(descriptor)
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         priority.spare_memory()
         rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
-        if preload is not None and not preload.finish() and not termination.is_asked():
+        if preload is not None and not preload.finish() and not termination.is_requested():
             # Other programs keep all CPUs busy, and the idle thread's imports may take minutes. A
             # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay
             # open, because a ring in anonymous memory would be lost without one.

@@ -19,13 +19,13 @@ from torchlens_perf.sidecar.telemetry.nvml import (
     NEVER,
     SLOW_FIELDS,
     UNLOADED,
-    Fields,
-    Getters,
-    Gpm,
-    Xids,
-    address,
-    fast_fields,
-    nvlink_fields,
+    FieldReader,
+    GetterCaller,
+    GpmReader,
+    XidReader,
+    handle_address,
+    select_fast_fields,
+    find_nvlink_fields,
 )
 
 _SECOND_NS = 1_000_000_000
@@ -50,13 +50,13 @@ class GpuTelemetry:
         self._clock_ns = clock_ns
         self._nvml: Any = None  # pynvml, while the library is initialised
         self._driver = ""  # version
-        self._xids: Xids | None = None
-        self._gpus: dict[str, _Gpu] = {}
+        self._xids: XidReader | None = None
+        self._gpus: dict[str, _OpenGpu] = {}
         self._before: dict[str, GpuSample] = {}
         self._xid_counts: Counter[str] = Counter()
         self._last_xids: dict[str, int] = {}
-        self._library_backoff = _Backoff()
-        self._backoffs: dict[str, _Backoff] = {}
+        self._library_backoff = _RetryDelay()
+        self._backoffs: dict[str, _RetryDelay] = {}
         self.facts: dict[str, GpuFacts] = {}
         """Facts about each sampled GPU, by UUID."""
         self.losses: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class GpuTelemetry:
         self.notes: list[str] = []
         """Reasons why values are not measured, without duplicates."""
 
-    def sample(
+    def sample_gpus(
         self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
     ) -> dict[str, GpuSample]:
         """Return a sample of each of these GPUs, without lost GPUs and GPUs that were slow lately.
@@ -76,26 +76,26 @@ class GpuTelemetry:
         unused = self._gpus.keys() - set(uuids)
         for uuid in unused:
             self._gpus.pop(uuid).close()
-        if not uuids or not self._open(monotonic_ns):
+        if not uuids or not self._init_nvml(monotonic_ns):
             return {}
         samples: dict[str, GpuSample] = {}
         try:
             # Exclude GPUs that are no longer used from the event set.
             if unused:
-                self._renew_xids()
+                self._recreate_event_set()
             # Read XIDs before sampling: if a GPU was just lost, its XID cannot be read later.
             self._read_xids()
             for uuid in uuids:
-                if monotonic_ns >= self._backoffs.setdefault(uuid, _Backoff()).until_ns:
-                    sample = self._sample(uuid, monotonic_ns, unix_ns)
+                if monotonic_ns >= self._backoffs.setdefault(uuid, _RetryDelay()).until_ns:
+                    sample = self._sample_gpu(uuid, monotonic_ns, unix_ns)
                     if sample is not None:
                         samples[uuid] = self._before[uuid] = sample
-            self._library_backoff.ended()
+            self._library_backoff.reset()
         except self._nvml.NVMLError as error:
-            self._unload(error, monotonic_ns)
+            self._discard_handles(error, monotonic_ns)
         return samples
 
-    def _sample(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
+    def _sample_gpu(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
         """Return a sample, or None if the GPU is lost.
 
         Raises NVMLError if the driver is unloaded.
@@ -106,17 +106,17 @@ class GpuTelemetry:
             gpu = self._gpus.get(uuid)
             opened = gpu is not None
             if gpu is None:
-                gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._driver, self._note)
+                gpu = self._gpus[uuid] = _OpenGpu(nvml, uuid, self._driver, self._add_note)
                 self.facts[uuid] = gpu.facts
-                gpu.reports_xids = self._xids is not None and self._xids.add(gpu.handle)
+                gpu.reports_xids = self._xids is not None and self._xids.register_gpu(gpu.handle)
             xids = (self._xid_counts[uuid] if gpu.reports_xids else None, self._last_xids.get(uuid))
-            sample = gpu.sample(self._before.get(uuid), monotonic_ns, unix_ns, *xids)
-            backoff.ended()
+            sample = gpu.read_sample(self._before.get(uuid), monotonic_ns, unix_ns, *xids)
+            backoff.reset()
         except nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise
-            self._lose(uuid, error)
-            backoff.failed(monotonic_ns)
+            self._close_lost_gpu(uuid, error)
+            backoff.extend(monotonic_ns)
             sample = None
         took_ns = self._clock_ns() - begun_ns
         # The first sample opens the GPU, which may take long once, so it is not counted as slow.
@@ -124,28 +124,28 @@ class GpuTelemetry:
             backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
             if self.slow_samples[uuid] == _SLOW_SAMPLES_BEFORE_NOTE:
-                self._note(
+                self._add_note(
                     f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is sampled less"
                     " often"
                 )
         return sample
 
     def _read_xids(self) -> None:
-        by_address = {address(gpu.handle): uuid for uuid, gpu in self._gpus.items()}
-        for where, xid in self._xids.read() if self._xids is not None else ():
+        by_address = {handle_address(gpu.handle): uuid for uuid, gpu in self._gpus.items()}
+        for where, xid in self._xids.read_reports() if self._xids is not None else ():
             if where in by_address:
                 self._xid_counts[by_address[where]] += 1
                 self._last_xids[by_address[where]] = xid
 
-    def _renew_xids(self) -> None:
+    def _recreate_event_set(self) -> None:
         """Replace the event set. A set with a lost GPU in it reports no XIDs of the other GPUs."""
         if self._xids is not None:
             self._xids.close()
-        self._xids = Xids(self._nvml)
+        self._xids = XidReader(self._nvml)
         for gpu in self._gpus.values():
-            gpu.reports_xids = self._xids.add(gpu.handle)
+            gpu.reports_xids = self._xids.register_gpu(gpu.handle)
 
-    def _open(self, now_ns: int) -> bool:
+    def _init_nvml(self, now_ns: int) -> bool:
         """Initialise NVML if it is time for another try. Return True if it is initialised."""
         if self._nvml is not None:
             return True
@@ -156,46 +156,46 @@ class GpuTelemetry:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self._library_backoff.failed(now_ns)
+            self._library_backoff.extend(now_ns)
             missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
             remedy = (
                 "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
                 if missing
                 else ""
             )
-            self._note(f"GPU telemetry is not measured: {error}{remedy}")
+            self._add_note(f"GPU telemetry is not measured: {error}{remedy}")
             return False
-        self._nvml, self._xids = pynvml, Xids(pynvml)
+        self._nvml, self._xids = pynvml, XidReader(pynvml)
         self._driver = ""
         with contextlib.suppress(pynvml.NVMLError):
-            self._driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            self._driver = _decode_text(pynvml.nvmlSystemGetDriverVersion())
         return True
 
-    def _lose(self, uuid: str, error: Exception) -> None:
+    def _close_lost_gpu(self, uuid: str, error: Exception) -> None:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
             if uuid not in self.losses:  # A lost GPU already has a note.
-                self._note(f"{uuid}: no telemetry because NVML cannot open it: {error}")
+                self._add_note(f"{uuid}: no telemetry because NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
         gpu.close()
-        self._renew_xids()
+        self._recreate_event_set()
         xid = (
             f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
         )
-        self._note(
+        self._add_note(
             f"{uuid}: no telemetry while the driver reports: {error}; see the kernel's log (dmesg),"
             f" {xid}"
         )
 
-    def _unload(self, error: Exception, now_ns: int) -> None:
+    def _discard_handles(self, error: Exception, now_ns: int) -> None:
         """Discard all handles, which became invalid when the driver was unloaded or replaced."""
         self.losses[""] += 1
-        self._note(f"GPU telemetry was interrupted because the driver was reloaded: {error}")
+        self._add_note(f"GPU telemetry was interrupted because the driver was reloaded: {error}")
         self.close()
-        self._library_backoff.failed(now_ns)
+        self._library_backoff.extend(now_ns)
 
-    def _note(self, text: str) -> None:
+    def _add_note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
@@ -213,7 +213,7 @@ class GpuTelemetry:
         self._nvml = self._xids = None
 
 
-def survey() -> tuple[str, int, int] | str:
+def query_gpu_support() -> tuple[str, int, int] | str:
     """Return the driver's version, the number of GPUs and the number with GPM, or NVML's error."""
     import pynvml as nvml
 
@@ -224,9 +224,9 @@ def survey() -> tuple[str, int, int] | str:
                 nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
             ]
             return (
-                _text(nvml.nvmlSystemGetDriverVersion()),
+                _decode_text(nvml.nvmlSystemGetDriverVersion()),
                 len(handles),
-                sum(_has_gpm(nvml, h) for h in handles),
+                sum(_supports_gpm(nvml, h) for h in handles),
             )
         finally:
             nvml.nvmlShutdown()
@@ -234,14 +234,14 @@ def survey() -> tuple[str, int, int] | str:
         return str(error)
 
 
-def _has_gpm(nvml: Any, handle: Any) -> bool:
+def _supports_gpm(nvml: Any, handle: Any) -> bool:
     try:
         return bool(nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
     except nvml.NVMLError:
         return False
 
 
-class _Gpu:
+class _OpenGpu:
     """The open handle of one GPU. It is valid until the driver loses the GPU."""
 
     def __init__(self, nvml: Any, uuid: str, driver: str, note: Callable[[str], None]) -> None:
@@ -249,20 +249,20 @@ class _Gpu:
         self._nvml = nvml
         self._uuid = uuid
         self._note = note
-        self.handle = _handle(nvml, uuid)
-        self._getters = Getters(nvml, self.handle)
-        self._fast = Fields(nvml, self.handle, fast_fields(driver))
-        self._slow = [Fields(nvml, self.handle, SLOW_FIELDS), nvlink_fields(nvml, self.handle)]
+        self.handle = _find_handle(nvml, uuid)
+        self._getters = GetterCaller(nvml, self.handle)
+        self._fast = FieldReader(nvml, self.handle, select_fast_fields(driver))
+        self._slow = [FieldReader(nvml, self.handle, SLOW_FIELDS), find_nvlink_fields(nvml, self.handle)]
         self._slow_values: dict[str, float] = {}
         self._slow_due_ns = self._gpm_due_ns = 0
-        self._gpm: Gpm | None = None
+        self._gpm: GpmReader | None = None
         self.reports_xids = False
-        ask = self._getters.ask
+        ask = self._getters.call
         pci = ask("PciInfo")
-        self.facts = GpuFacts(ask("Name"), _text(pci.busId) if pci is not None else None)
-        self._max_clock_hz = _hertz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
+        self.facts = GpuFacts(ask("Name"), _decode_text(pci.busId) if pci is not None else None)
+        self._max_clock_hz = _mhz_to_hz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
 
-    def sample(
+    def read_sample(
         self,
         before: GpuSample | None,
         monotonic_ns: int,
@@ -274,11 +274,11 @@ class _Gpu:
 
         Raises NVMLError if the GPU is lost.
         """
-        nvml, ask = self._nvml, self._getters.ask
+        nvml, ask = self._nvml, self._getters.call
         values: dict[str, Any] = {
-            **self._read_slow(monotonic_ns),
+            **self._read_slow_fields(monotonic_ns),
             **self._fast.read(),
-            **self._activity(monotonic_ns),
+            **self._read_activity(monotonic_ns),
         }
         if "power_w" not in values:
             milliwatts = ask("PowerUsage")
@@ -293,9 +293,9 @@ class _Gpu:
         if temperature is None:  # Drivers before 570 lack TemperatureV.
             temperature = ask("Temperature", nvml.NVML_TEMPERATURE_GPU)
         values.update(
-            sm_clock_hz=_hertz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
+            sm_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
             sm_clock_max_hz=self._max_clock_hz,
-            memory_clock_hz=_hertz(ask("ClockInfo", nvml.NVML_CLOCK_MEM)),
+            memory_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_MEM)),
             clock_reasons=ask("CurrentClocksEventReasons"),
             temperature_c=temperature,
             xids=xids,
@@ -314,21 +314,21 @@ class _Gpu:
             **values,
         )
 
-    def _read_slow(self, now_ns: int) -> dict[str, float]:
+    def _read_slow_fields(self, now_ns: int) -> dict[str, float]:
         if now_ns >= self._slow_due_ns:
             self._slow_due_ns = now_ns + _SLOW_FIELDS_NS
             for fields in self._slow:
                 self._slow_values.update(fields.read())
         return self._slow_values
 
-    def _activity(self, now_ns: int) -> dict[str, float]:
+    def _read_activity(self, now_ns: int) -> dict[str, float]:
         """Return activity by GPM, or nothing if the GPU lacks GPM or another tool uses it."""
         try:
             if self._gpm is not None:
                 return self._gpm.read()
             if now_ns >= self._gpm_due_ns:
                 self._gpm_due_ns = now_ns + _GPM_AGAIN_NS
-                self._gpm = Gpm(self._nvml, self.handle)
+                self._gpm = GpmReader(self._nvml, self.handle)
         except self._nvml.NVMLError as error:
             if error.value in GONE:
                 raise
@@ -350,22 +350,22 @@ class _Gpu:
             self._gpm = None
 
 
-class _Backoff:
+class _RetryDelay:
     """A delay after failures: one second, then twice as long each time, up to a minute."""
 
     def __init__(self) -> None:
         self.until_ns = 0
         self._next_ns = _SECOND_NS
 
-    def failed(self, now_ns: int) -> None:
+    def extend(self, now_ns: int) -> None:
         self.until_ns = now_ns + self._next_ns
         self._next_ns = min(_LONGEST_WAIT_NS, 2 * self._next_ns)
 
-    def ended(self) -> None:
+    def reset(self) -> None:
         self._next_ns = _SECOND_NS
 
 
-def _handle(nvml: Any, uuid: str) -> Any:
+def _find_handle(nvml: Any, uuid: str) -> Any:
     """Return NVML's handle of a GPU or MIG instance. torch reports both with the prefix "GPU-"."""
     try:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -375,9 +375,9 @@ def _handle(nvml: Any, uuid: str) -> Any:
         return nvml.nvmlDeviceGetHandleByUUID(_MIG + uuid.removeprefix(_GPU))
 
 
-def _hertz(megahertz: int | None) -> int | None:
+def _mhz_to_hz(megahertz: int | None) -> int | None:
     return megahertz * 1_000_000 if megahertz is not None else None
 
 
-def _text(value: bytes | str) -> str:
+def _decode_text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value

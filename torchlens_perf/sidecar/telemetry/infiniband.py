@@ -54,13 +54,13 @@ class LinkTelemetry:
         """
         if monotonic_ns >= self._rescan_due_ns:
             self._rescan_due_ns = monotonic_ns + _RESCAN_PERIOD_NS
-            self._ports = ports(self._root)
+            self._ports = find_ports(self._root)
         samples = {}
         for port in self._ports:
             state = read_kernel_text(port / "state")
             if not state:  # The adapter's driver was unloaded.
                 continue
-            values = {name: self._count(port / file, unit) for name, file, unit in _COUNTERS}
+            values = {name: self._read_counter(port / file, unit) for name, file, unit in _COUNTERS}
             before = self._before.get(port)
             sample = LinkSample(
                 device=port.parent.parent.name,
@@ -70,14 +70,14 @@ class LinkTelemetry:
                 interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
                 layer=read_kernel_text(port / "link_layer") or None,
                 active="ACTIVE" in state,
-                rate_bits=_rate_bits(read_kernel_text(port / "rate")),
+                rate_bits=_parse_rate(read_kernel_text(port / "rate")),
                 grown=growth(vars(before) if before is not None else None, values, LINK_COUNTERS),
                 **values,
             )
             samples[sample.name] = self._before[port] = sample
         return samples
 
-    def _count(self, file: Path, unit: int) -> int | None:
+    def _read_counter(self, file: Path, unit: int) -> int | None:
         """Return a counter, or None if this adapter lacks it or its file contains "N/A"."""
         if file in self._missing:
             return None
@@ -89,12 +89,12 @@ class LinkTelemetry:
         return int(text) * unit
 
 
-def ports(root: Path = ROOT) -> list[Path]:
+def find_ports(root: Path = ROOT) -> list[Path]:
     """Return the folders of the node's ports, sorted by adapter and port number."""
     return sorted(path for path in root.glob("*/ports/*") if path.name.isdigit())
 
 
-def _rate_bits(text: str) -> int | None:
+def _parse_rate(text: str) -> int | None:
     """Return bits per second for a text such as "400 Gb/sec (4X NDR)"."""
     found = re.match(r"([0-9.]+) Gb/sec", text)
     return round(float(found.group(1)) * 1e9) if found is not None else None

@@ -78,7 +78,7 @@ class TelemetryLog:
         )  # by earlier sidecars
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
-    def sample(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
+    def sample_due_sources(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
         """Sample GPUs, ports and processes if they are due. Return GPU and port samples, or None.
 
         uuids: GPUs to sample. pids: process ids by rank.
@@ -88,7 +88,7 @@ class TelemetryLog:
         links: dict[str, LinkSample] = {}
         if uuids and now.monotonic_ns >= self._gpu_due_ns:
             self._gpu_due_ns = now.monotonic_ns + _GPU_PERIOD_NS
-            gpus = self._gpus.sample(uuids, now.monotonic_ns, now.unix_ns)
+            gpus = self._gpus.sample_gpus(uuids, now.monotonic_ns, now.unix_ns)
         if now.monotonic_ns >= self._link_due_ns:
             links = self._links.sample(now.monotonic_ns, now.unix_ns)
             took_ns = self._now().monotonic_ns - now.monotonic_ns
@@ -104,11 +104,11 @@ class TelemetryLog:
             )
         if not gpus and not links:
             return None
-        self._keep(now, gpus, links)
+        self._add_samples(now, gpus, links)
         names = {uuid: name for uuid in gpus if (name := self._facts[uuid].name)}
         return Hardware(tuple(gpus.values()), tuple(links.values()), names)
 
-    def _keep(
+    def _add_samples(
         self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]
     ) -> None:
         for uuid, gpu in gpus.items():
@@ -129,19 +129,19 @@ class TelemetryLog:
         if self._first_sample_ns is None:
             self._first_sample_ns = self._written_ns = now.monotonic_ns
 
-    def samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
+    def gpu_samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
         """Return samples of a GPU between two times of CLOCK_MONOTONIC.
 
         Samples are kept for a quarter of an hour.
         """
-        return _within(self._recent.get(uuid, ()), since_ns, until_ns)
+        return _select_interval(self._recent.get(uuid, ()), since_ns, until_ns)
 
     def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
         """Return samples of a port, such as "mlx5_0/1", between two times of CLOCK_MONOTONIC.
 
         Samples are kept for about an hour.
         """
-        return _within(self._recent_links.get(name, ()), since_ns, until_ns)
+        return _select_interval(self._recent_links.get(name, ()), since_ns, until_ns)
 
     def pci_bus_id(self, uuid: str) -> str:
         """Return a GPU's PCI bus id, such as "00000000:18:00.0", or "" if it is not known."""
@@ -149,7 +149,7 @@ class TelemetryLog:
         return (known.pci_bus_id if known is not None else None) or ""
 
     @property
-    def links(self) -> list[str]:
+    def port_names(self) -> list[str]:
         """Names of the ports that have samples."""
         return list(self._recent_links)
 
@@ -158,7 +158,7 @@ class TelemetryLog:
         """Reasons why values are not measured."""
         return self._gpus.notes
 
-    def write(self, disk_bytes: int, *, final: bool = False) -> None:
+    def write_if_due(self, disk_bytes: int, *, final: bool = False) -> None:
         """Write new samples if a file is due or the run is over. Raises OSError on a full disk."""
         if not self._unwritten or self._first_sample_ns is None:
             return
@@ -174,10 +174,10 @@ class TelemetryLog:
             folder: [each for each in self._unwritten if isinstance(each, kind)]
             for folder, kind in kinds.items()
         }
-        self._writer.write(samples, telemetry_bytes(disk_bytes))
+        self._writer.write(samples, telemetry_disk_share(disk_bytes))
         self._unwritten.clear()
 
-    def totals(self) -> Telemetry:
+    def run_totals(self) -> Telemetry:
         """Return the totals of all samples of the run, for the node's state.
 
         They are not copies.
@@ -196,10 +196,10 @@ class TelemetryLog:
         self._gpus.close()
 
 
-def _within(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
+def _select_interval(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
     return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
 
 
-def telemetry_bytes(disk_bytes: int) -> int:
+def telemetry_disk_share(disk_bytes: int) -> int:
     """Return the part of a node's disk_bytes that telemetry may use."""
     return disk_bytes // _DISK_DIVISOR

@@ -72,7 +72,7 @@ SLOW_FIELDS = (
 )
 
 
-def _per_link(**fields: int) -> tuple[Field, ...]:
+def _repeat_for_links(**fields: int) -> tuple[Field, ...]:
     return tuple(
         Field(name, number, 1, link)
         for name, number in fields.items()
@@ -82,8 +82,8 @@ def _per_link(**fields: int) -> tuple[Field, ...]:
 
 # Fields for errors of NVLink: on Hopper, on Blackwell, and on older GPUs as sums over the links.
 NVLINK_FIELDS = (
-    _per_link(nvlink_replays=161, nvlink_recoveries=162, nvlink_errors=163),
-    _per_link(nvlink_recoveries=215, nvlink_errors=208),
+    _repeat_for_links(nvlink_replays=161, nvlink_recoveries=162, nvlink_errors=163),
+    _repeat_for_links(nvlink_recoveries=215, nvlink_errors=208),
     (
         Field("nvlink_replays", 52),
         Field("nvlink_recoveries", 59),
@@ -96,7 +96,7 @@ NVLINK_FIELDS = (
 _ACTIVITY = {1: "busy", 2: "sm_active", 3: "sm_occupancy", 5: "tensor_active", 10: "dram_active"}
 
 
-def fast_fields(driver: str) -> tuple[Field, ...]:
+def select_fast_fields(driver: str) -> tuple[Field, ...]:
     """Return the fields that are read each second.
 
     driver: the version, such as "580.82.07". If it is not known, only the fields that have the same
@@ -116,7 +116,7 @@ def fast_fields(driver: str) -> tuple[Field, ...]:
     )
 
 
-class Fields:
+class FieldReader:
     """Fields of one GPU, read in one call.
 
     Fields that the GPU lacks are left out of later calls.
@@ -160,16 +160,16 @@ class Fields:
         return found
 
 
-def nvlink_fields(nvml: Any, handle: Any) -> Fields:
+def find_nvlink_fields(nvml: Any, handle: Any) -> FieldReader:
     """Return the fields in which this GPU reports errors of NVLink. Empty without NVLink."""
     for fields in NVLINK_FIELDS:
-        asked = Fields(nvml, handle, fields)
+        asked = FieldReader(nvml, handle, fields)
         if asked.read():
             return asked
-    return Fields(nvml, handle, ())
+    return FieldReader(nvml, handle, ())
 
 
-class Getters:
+class GetterCaller:
     """The nvmlDeviceGet functions for one GPU. Unsupported functions are called only once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -177,7 +177,7 @@ class Getters:
         self._handle = handle
         self._never: set[tuple[object, ...]] = set()
 
-    def ask(self, name: str, *arguments: object) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """Return the result of nvmlDeviceGet`name`, or None if it is not available.
 
         Raises NVMLError if the GPU is gone.
@@ -194,7 +194,7 @@ class Getters:
             return None
 
 
-class Gpm:
+class GpmReader:
     """Activity of a GPU between two samples of its performance monitors. Needs Hopper or later.
 
     Some tools reserve these monitors. NVML then refuses, and the activity is missing.
@@ -242,7 +242,7 @@ class Gpm:
         self._samples.clear()
 
 
-class Xids:
+class XidReader:
     """XIDs, the driver's error reports, of all added GPUs. Reading them never blocks."""
 
     def __init__(self, nvml: Any) -> None:
@@ -252,7 +252,7 @@ class Xids:
         with contextlib.suppress(nvml.NVMLError):
             self._set = nvml.nvmlEventSetCreate()
 
-    def add(self, handle: Any) -> bool:
+    def register_gpu(self, handle: Any) -> bool:
         """Register a GPU. Return True if the driver reports its XIDs from now on."""
         if self._set is None:
             return False
@@ -267,7 +267,7 @@ class Xids:
             return False
         return True
 
-    def read(self) -> Iterator[tuple[int, int]]:
+    def read_reports(self) -> Iterator[tuple[int, int]]:
         """Yield the handle's address and the XID of each report since the last call.
 
         Raises NVMLError if the driver is unloaded.
@@ -282,7 +282,7 @@ class Xids:
                     raise
                 # Either there are no more reports, or a lost GPU hides those of the others.
                 return
-            yield address(event.device), int(event.eventData)
+            yield handle_address(event.device), int(event.eventData)
 
     def close(self) -> None:
         if self._set is not None:
@@ -291,6 +291,6 @@ class Xids:
             self._set = None
 
 
-def address(handle: Any) -> int:
+def handle_address(handle: Any) -> int:
     """Return a handle's address, which identifies it."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -35,9 +35,9 @@ def sample_processes(
         # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its
         # resident pages.
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
-        io = [_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
+        io = [_read_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
         # The counters are those of the process's network namespace, not of the process alone.
-        sent = _network(f"{proc}/{pid}/net/dev")
+        sent = _read_network_bytes(f"{proc}/{pid}/net/dev")
         found.append(
             ProcessSample(
                 rank=rank,
@@ -45,8 +45,8 @@ def sample_processes(
                 unix_ns=unix_ns,
                 cpu_ns=ticks * _TICK_NS,
                 resident_bytes=sum(int(fields[21]) for fields in stats) * _PAGE_BYTES,
-                read_bytes=_total(io, "read_bytes"),
-                written_bytes=_total(io, "write_bytes"),
+                read_bytes=_sum_over_processes(io, "read_bytes"),
+                written_bytes=_sum_over_processes(io, "write_bytes"),
                 network_received_bytes=sent[0] if sent else None,
                 network_transmitted_bytes=sent[1] if sent else None,
             )
@@ -54,20 +54,20 @@ def sample_processes(
     return found
 
 
-def _numbers(path: str) -> dict[str, int]:
+def _read_numbers(path: str) -> dict[str, int]:
     """Return the fields of a file with lines such as `read_bytes: 4096`, or {} on an error."""
     pairs = (line.partition(":") for line in read_kernel_text(path).splitlines())
     return {name: int(value) for name, _, value in pairs}
 
 
-def _total(processes: list[dict[str, int]], name: str) -> int | None:
+def _sum_over_processes(processes: list[dict[str, int]], name: str) -> int | None:
     """Return a sum over processes, or None if the first one's value cannot be read."""
     if name not in processes[0]:
         return None
     return sum(each.get(name, 0) for each in processes)
 
 
-def _network(path: str) -> tuple[int, int] | None:
+def _read_network_bytes(path: str) -> tuple[int, int] | None:
     """Return bytes received and transmitted by all interfaces of a network namespace except
     loopback.
     """
