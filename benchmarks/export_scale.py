@@ -43,9 +43,9 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.sidecar.cluster import Cluster
-from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.export_role import ExportRole
+from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
 from torchlens_perf.simulate.faults import parse_fault
@@ -144,9 +144,9 @@ class Node:
         self.topology, host = topology, f"node-{number:04d}"
         self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.ranks))
         self.state = NodeState(host)
-        self.cluster, self.epoch, self.role = (
-            Cluster(host, open_exchange=wire.open),
-            Epoch(0),
+        self.cluster, self.job, self.role = (
+            ClusterLink(host, open_exchange=wire.open),
+            JobGeneration(0),
             ExportRole(),
         )
         sources = [
@@ -154,7 +154,7 @@ class Node:
         ]
         self.state.processes = {each.state.identity.key: each.state for each in sources}
         self.sources = Sources(sources, settings)
-        self.cluster.begin(sources[0].state.identity, 0)
+        self.cluster.add_generation(sources[0].state.identity, 0)
         self.spans_of = SpanMaker({})
         self.metrics = NodeMetrics(Meter(), clock)
         self.clock = clock
@@ -175,45 +175,45 @@ class Node:
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
             place = self.topology.place(rank)
-            self.epoch.add_steps(
+            self.job.add_steps(
                 identity, place, table, None if self._is_off_the_exchange else _PLACES
             )
-            self.epoch.set_progress(
+            self.job.set_progress(
                 identity, place, _progress(rank, identity.host, int(table.step[-1])), {}
             )
             names = ["", "layer"]
-            self.epoch.traces.add(source, self.sources, records, names, table, self.clock())  # type: ignore[arg-type]
+            self.job.traces.add_steps(source, self.sources, records, names, table, self.clock())  # type: ignore[arg-type]
             self._waiting.append(ExportBatch(identity, source.state.anchor, table, ()))
 
     def judge(self) -> None:
         """Run one round of the sidecar."""
-        self.cluster.update(self.epoch, self.clock())
-        self.state.findings = self.epoch.with_groups(self.epoch.judge() or NOTHING)
+        self.cluster.exchange_data(self.job, self.clock())
+        self.state.findings = self.job.add_groups_and_causes(self.job.judge_ranks() or NOTHING)
         part = self.role.update(
-            self.cluster.part(self.epoch), self.epoch.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
+            self.cluster.export_part(self.job), self.job.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
             self.clock(),
         )  # fmt: skip
         assert part is not None
-        self.cluster.forward(self.metrics.update_role(part), self.epoch)
+        self.cluster.send_tally(self.metrics.update_role(part), self.job)
         while self._waiting:
             self._export(self._waiting.pop(0))
         running = frozenset(source.state.identity.rank for source in self.sources)
-        traces, attempt = self.epoch.traces, self.cluster.membership.number(0)
-        for traced in traces.choose(
+        traces, attempt = self.job.traces, self.cluster.membership.generation_number(0)
+        for traced in traces.choose_traces(
             self.role,
             self.state,
             attempt,
             len(self.ranks),
             running,
-            self.cluster.received,
+            self.cluster.received_instructions,
             self.clock(),
         ):
             self.traced.append(traced)
             self._export(traced)
         if self.role.part is Part.WHOLE:
-            room = self.cluster.max_published_bytes
-            self.cluster.publish(
-                traces.choice(attempt, tuple(self.role.slow_ranks), room, final=False)
+            room = self.cluster.max_instruction_bytes
+            self.cluster.publish_instructions(
+                traces.encode_choice(attempt, tuple(self.role.slow_ranks), room, final=False)
             )
         some = next(iter(self.sources)).state.identity
         self.metrics.on_assessment(

@@ -24,8 +24,8 @@ from benchmarks.measure import Table
 from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.sidecar.cluster import Cluster
-from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.cluster import ClusterLink
+from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, NodeContact, ReceivedPost
@@ -74,7 +74,7 @@ def window(number: int, draw: np.random.Generator) -> CollectedPosts:
     progress = RankProgress(
         0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running"
     )
-    packed = summary.pack(
+    packed = summary.pack_summary(
         summary.RankSummary(
             0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK
         )
@@ -87,11 +87,11 @@ def window(number: int, draw: np.random.Generator) -> CollectedPosts:
         work[SLOW] *= 1.08
     own = work.sum(axis=2)
     duration = 1.01 * own.max(axis=0)
-    values["work_ns"] = summary.shares(work, duration[:, None])
-    values["issue_ns"] = summary.shares(
+    values["work_ns"] = summary.times_to_shares(work, duration[:, None])
+    values["issue_ns"] = summary.times_to_shares(
         work * (1 + 0.01 * draw.standard_normal(work.shape)), duration[:, None]
     )
-    values["lag_ns"] = summary.shares(0.01 * work, duration[:, None])
+    values["lag_ns"] = summary.times_to_shares(0.01 * work, duration[:, None])
     values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = (
         duration,
         duration - own,
@@ -124,25 +124,23 @@ def measured() -> dict[str, Any]:
 
     loaded_mb = memory_mb("VmRSS")
     handed = Handed()
-    cluster = Cluster("node-0", open_exchange=lambda *_: handed)  # type: ignore[arg-type, return-value]
-    epoch = Epoch(0)
+    cluster = ClusterLink("node-0", open_exchange=lambda *_: handed)  # type: ignore[arg-type, return-value]
+    job = JobGeneration(0)
     first = Identity(
         run_id="scale", rank=0, local_rank=0, world_size=RANKS, local_world_size=NODE_SIZE, attempt=0, host="node-0",
         pid=1, process_started=1, launcher_pid=1, elastic=False, program="", traceparent="", attributes={},
     )  # fmt: skip
     place = Placement("node-0", "abcdef012345", {})
-    cluster.begin(first, 0)
-    epoch.meeting_points[0] = Endpoints(("127.0.0.1", 1))
-    epoch.set_progress(
-        first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
-    )
+    cluster.add_generation(first, 0)
+    job.meeting_points[0] = Endpoints(("127.0.0.1", 1))
+    job.set_progress(first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)
         begun_s = time.process_time()
-        cluster.update(epoch, 5.0 * number)
-        findings = epoch.judge() or NOTHING
-        epoch.with_groups(findings, details=lambda rank: {})
+        cluster.exchange_data(job, 5.0 * number)
+        findings = job.judge_ranks() or NOTHING
+        job.add_groups_and_causes(findings, details=lambda rank: {})
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],

@@ -53,7 +53,7 @@ def _followed(folder: Path, log: Path) -> int:
     table = Table(*columns)
     with LiveSimulation(folder / "live", RANKS) as live:
         live.goes_on(8)
-        live.sidecar.keep()
+        live.sidecar.save_records()
         environment = {
             "LD_PRELOAD": str(library()),
             "FAILING_PATHS": str(folder),

@@ -32,7 +32,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["drain"]:
         from torchlens_perf.sidecar.start import drain
 
-        return drain.main(but=arguments[1])
+        return drain.drain_old_runs(but=arguments[1])
     if arguments == ["job-store"]:
         from torchlens_perf.sidecar.nodes import job_store
 

@@ -27,7 +27,7 @@ def simulated(folder: Path, *faults: str, ranks: int = 4, blocks: int = 6) -> Pa
     with LiveSimulation(folder / "run", ranks, *faults) as simulation:
         simulation.goes_on(blocks)
         if not blocks:
-            simulation.sidecar.poll()
+            simulation.sidecar.read_rings()
     return simulation.run.path
 
 
@@ -105,7 +105,7 @@ def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
     """While the job hangs, it is unknown whether a rank is slow."""
     assert main(["report", str(live.run.path), "--fail-on", "hang"]) == 0
     live.sidecar.state.hang = hang(live.steps)
-    live.sidecar.save()
+    live.sidecar.save_state()
     capsys.readouterr()
     assert main(["report", str(live.run.path), "--fail-on", "slow-rank,hang"]) == 1
     assert capsys.readouterr().err == "torchlens-perf: --fail-on: found hang\n"

@@ -163,10 +163,10 @@ def report_of(folder: Path, *told: dict[str, Any]) -> dict[str, Any]:
 
 def _report_of(run: RunDirectory, host: str) -> dict[str, Any]:
     sidecar = Sidecar(run, host, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.judge(1e6, final=True)
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.judge_ranks(1e6, final=True)
+    sidecar.save_records()
     sidecar.close()
     return as_json(checked(build(run.run_id, node_state.load_all(run))))
 

@@ -26,7 +26,11 @@ from tests.support.live_ranks import LiveRanks
 from tests.support.otlp_receiver import free_port
 from tests.support.processes import SCRIPTS
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, store_key_of_watch, create_token
+from torchlens_perf.sidecar.nodes.rendezvous import (
+    ExchangeAddress,
+    create_token,
+    store_key_of_watch,
+)
 
 NODES = ("node-a", "node-b")
 RANKS = 4

@@ -20,7 +20,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import page_file
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.start.process import locked
+from torchlens_perf.sidecar.start.process import acquire_lock
 from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
@@ -152,14 +152,17 @@ def test_writing_a_page_stops_at_limits_of_time_and_memory(
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
 
-    assert page_file.written(made, lambda: False, timeout_s=0.0) == "it took longer than 0 s"
-    assert page_file.written(made, lambda: True) == ""
+    assert (
+        page_file.write_in_child_process(made, lambda: False, timeout_s=0.0)
+        == "it took longer than 0 s"
+    )
+    assert page_file.write_in_child_process(made, lambda: True) == ""
     assert not page.exists()
     with monkeypatch.context() as patched:
         patched.setattr(page_file, "MEMORY_BYTES", 40 << 20)
-        assert page_file.written(made, lambda: False) != ""
+        assert page_file.write_in_child_process(made, lambda: False) != ""
     assert not page.exists()
-    assert page_file.written(made, lambda: False) == ""
+    assert page_file.write_in_child_process(made, lambda: False) == ""
     assert contents_of(page)["report"]["steps"]["count"] == 60
 
 
@@ -167,7 +170,9 @@ def test_error_of_the_page_command_is_logged_as_the_reason(tmp_path: Path) -> No
     made = RunDirectory(tmp_path / "run")
     made.create()
 
-    assert page_file.written(made, lambda: False).startswith(f"{made.path} has no data yet")
+    assert page_file.write_in_child_process(made, lambda: False).startswith(
+        f"{made.path} has no data yet"
+    )
 
 
 @pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])
@@ -180,7 +185,7 @@ def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> N
     page.mkdir()
     reported: list[bool] = []
     sidecar = Sidecar(run, HOST, None, lambda run, asked: reported.append(page.is_dir()))
-    run_sidecar(sidecar, locked(run), None)
+    run_sidecar(sidecar, acquire_lock(run), None)
     (state,) = node_state.load_all(run)
 
     assert reported[-1]
@@ -209,6 +214,6 @@ def test_page_is_kept_if_its_process_aborts_after_writing_it(
         page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts]
     )
 
-    why_not = page_file.written(made, lambda: False)
+    why_not = page_file.write_in_child_process(made, lambda: False)
     assert (why_not == "") is writes
     assert page.exists() is writes

@@ -36,18 +36,18 @@ def of_ranks(directory: RunDirectory, **settings: Any) -> tuple[Sidecar, list[Ra
     for rank in ranks:
         rank.steps(20, **WORK)
     sidecar = Sidecar(directory, "node-a", None, lambda run, asked: None)
-    sidecar.poll()
+    sidecar.read_rings()
     return sidecar, ranks
 
 
 def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
     """Run one round of the sidecar in the same order as loop.py."""
-    sidecar.poll()
-    port.update(sidecar)
-    sidecar.account()
-    sidecar.judge(time.monotonic())
-    sidecar.export()
-    port.show_last(sidecar)
+    sidecar.read_rings()
+    port.open_or_update(sidecar)
+    sidecar.count_records()
+    sidecar.judge_ranks(time.monotonic())
+    sidecar.export_results()
+    port.show_final_values(sidecar)
 
 
 def test_metrics_port_is_closed_by_default(
@@ -79,18 +79,18 @@ def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
     for source in sidecar.sources:
         source.settings["prometheus"] = taken
     second = MetricsPort(clock=lambda: now_s[0])
-    second.update(sidecar)
+    second.open_or_update(sidecar)
     assert second.address is None
     (note,) = [each for each in sidecar.state.notes if "/metrics" in each]
     assert f"there is no /metrics at 127.0.0.1:{taken}: Address already in use" in note
-    first.finish(lingers=False)
-    second.update(sidecar)
+    first.close(lingers=False)
+    second.open_or_update(sidecar)
     assert second.address is None, "the port was retried too early"
     now_s[0] += 6
-    second.update(sidecar)
+    second.open_or_update(sidecar)
     assert second.address == ("127.0.0.1", int(taken))
     assert not [each for each in sidecar.state.notes if "/metrics" in each]
-    second.finish(lingers=False)
+    second.close(lingers=False)
     close(sidecar, ranks)
 
 
@@ -118,7 +118,7 @@ def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> 
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
         simulation.goes_on(20)
         (before,) = simulation.scraped().samples("torch_train_alert")
-        simulation.port.finish(lingers=False)
+        simulation.port.close(lingers=False)
         simulation.port = MetricsPort()
         simulation.goes_on()
         assert simulation.scraped().samples("torch_train_alert") == [before]
@@ -143,9 +143,9 @@ def test_client_that_blocks_the_port_does_not_delay_the_sidecar(tmp_path: Path) 
             hanging.sendall(b"GET /metrics HTTP/1.1\r\n")
             began_s = time.monotonic()
             for _ in range(50):
-                simulation.port.update(simulation.simulation.sidecar)
+                simulation.port.open_or_update(simulation.simulation.sidecar)
             assert time.monotonic() - began_s < 3.0
-            simulation.port.finish(lingers=True)
+            simulation.port.close(lingers=True)
             assert time.monotonic() - began_s < 3.0
 
 
@@ -156,7 +156,7 @@ def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> N
         assert "trace_id" not in simulation.scraped().text
     with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
         simulation.port = MetricsPort(lambda: sent)
-        simulation.simulation.sidecar.also_export_to(lambda first: SimpleNamespace(**_nothing()))
+        simulation.simulation.sidecar.combine_exporter(lambda first: SimpleNamespace(**_nothing()))
         simulation.goes_on(2)
         found = [sample for sample in simulation.scraped().all() if sample.exemplar]
     assert {sample.name for sample in found} == {
@@ -188,7 +188,7 @@ def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) ->
         rank.close()
     assert lock.acquire()
     assert not run_sidecar(sidecar, lock, None, None, port)
-    ending = threading.Thread(target=port.finish, kwargs={"lingers": True})
+    ending = threading.Thread(target=port.close, kwargs={"lingers": True})
     ending.start()
     assert ending.is_alive()
     after = scrape(address)
@@ -205,7 +205,7 @@ def test_shutdown_does_not_wait_for_a_scrape_if_there_never_was_one(run: RunDire
     port = MetricsPort()
     round_of(sidecar, port)
     began_s = time.monotonic()
-    port.finish(lingers=True)
+    port.close(lingers=True)
     assert time.monotonic() - began_s < 15
     close(sidecar, ranks)
 

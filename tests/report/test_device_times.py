@@ -127,10 +127,10 @@ def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, ranks[0].identity.host, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.judge(1e6, final=True)
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.judge_ranks(1e6, final=True)
+    sidecar.save_records()
     sidecar.close()
     return checked(build(run.run_id, node_state.load_all(run)))
 
@@ -489,16 +489,16 @@ def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> 
     sidecar = Sidecar(run, rank.identity.host, exporter, lambda run, asked: None)
     for step in range(4):
         rank.steps(1, **HOST)
-        sidecar.poll()
-        sidecar.account()
-        sidecar.judge(time.monotonic())
-        sidecar.export()
+        sidecar.read_rings()
+        sidecar.count_records()
+        sidecar.judge_ranks(time.monotonic())
+        sidecar.export_results()
         for kind, duration_ns in DEVICE.items():
             rank.late(kind, kind.name.lower(), step, duration_ns, 0)
     rank.close()
-    sidecar.poll()
-    sidecar.account()
-    sidecar.export()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.export_results()
     sidecar.close()
     assert [step for batch in exporter.batches for step in batch.steps.step.tolist()] == [
         0,
@@ -521,15 +521,15 @@ def test_last_ended_step_is_counted_during_a_long_one(run: RunDirectory) -> None
     rank.session.publish()
     sidecar = Sidecar(run, rank.identity.host, None, lambda run, asked: None)
     rank.timed_steps(5, 30 * MS)
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     (process,) = sidecar.state.processes.values()
     assert process.statistics.counted_steps == 4
     (source,) = sidecar.sources
     source.step_s -= 2 * HOLD_S
-    sidecar.account()
+    sidecar.count_records()
     assert process.statistics.counted_steps == 5
     rank.close()
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     sidecar.close()

@@ -277,10 +277,10 @@ def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) ->
     live, replayed = InMemoryExporter(), InMemoryExporter()
     rank.close()
     sidecar = Sidecar(run, HOST, live, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.export()
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.export_results()
+    sidecar.save_records()
     sidecar.close()
     (state,) = node_state.load_all(run)
     replay(run, replayed)
@@ -307,9 +307,9 @@ def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -
     ran_out(run, rank, step=30, time_unix_ns=1)
     ran_out(run, elsewhere)
     first = Sidecar(run, HOST, None, lambda run, asked: None)
-    first.poll()
-    first.account()
-    first.keep()
+    first.read_rings()
+    first.count_records()
+    first.save_records()
     first.close()
     loaded = node_state.load(run.node_state(HOST))
     assert [
@@ -319,8 +319,8 @@ def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -
 
     ran_out(run, rank, step=50, time_unix_ns=2)
     second = Sidecar(run, HOST, None, lambda run, asked: None)
-    second.poll()
-    second.account()
+    second.read_rings()
+    second.count_records()
     assert build(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
     second.close()
     assert sorted(path.name for path in run.oom.glob("*.txt")) == [

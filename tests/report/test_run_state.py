@@ -45,10 +45,10 @@ def state_of(run: RunDirectory, ranks: list[Rank], closed: tuple[int, ...] = ())
         if rank.identity.rank in closed:
             rank.close()
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.judge(1e6, final=True)
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.judge_ranks(1e6, final=True)
+    sidecar.save_records()
     sidecar.close()
     return sidecar.state
 

@@ -52,8 +52,8 @@ def report_on(run: RunDirectory, *ranks: Loop) -> dict[str, Any]:
     for each in ranks:
         each.rank.close()
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     state = sidecar.state
     sidecar.close()
     return checked(build(run.run_id, [state]))

@@ -25,7 +25,7 @@ from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.tap_requirements import FailureRecord
 from torchlens_perf.serve.readers import _called
-from torchlens_perf.sidecar.rings.oom_files import OomFiles
+from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.store import segments
 from torchlens_perf.verdicts import node_state
 
@@ -164,7 +164,7 @@ def test_sizes_of_other_files_are_limited(run: RunDirectory, tmp_path: Path) -> 
     sparse(run.node_rings(state.stem))
     assert run.kept_rings(state.stem) == []
     sparse(run.oom / "rank00000-3.json")
-    OomFiles(run).update({}, at_once=True)
+    OomTableReader(run).add_new_tables({}, at_once=True)
     sparse(tmp_path / "outbox" / f"{state.stem}.traces.0000000001.7.otlp")
     box = Outbox(tmp_path / "outbox", state.stem, "traces")
     assert (box.oldest(), box.dropped) == (None, 7)

@@ -241,7 +241,9 @@ def test_capture_request_of_another_user_is_ignored_with_a_note(run: RunDirector
     _ask(run)
     os.chown(captures.request_path(run.captures, "one"), SOMEBODY, SOMEBODY)
     relay = CaptureRelay(run)
-    relay.update({0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S)
+    relay.advance_captures(
+        {0: LiveRank(run.path / "rank0.ring", os.getpid(), 0, 10, refuses=False)}, LOOK_S
+    )
 
     assert not captures.ring_request_path(run.path / "rank0.ring").exists()
     assert relay.notes == [
@@ -259,9 +261,9 @@ def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
         rank: LiveRank(run.path / f"rank{rank}.ring", os.getpid(), 0, 10, refuses=True)
         for rank in many
     }
-    relay.update(live, LOOK_S)
+    relay.advance_captures(live, LOOK_S)
     request = _ask(run, many)
-    relay.update(live, 2 * LOOK_S)
+    relay.advance_captures(live, 2 * LOOK_S)
     refused = captures.read_outcome(run.captures, request, 0)
 
     assert refused is not None

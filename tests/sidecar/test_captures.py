@@ -64,7 +64,7 @@ class Node:
     def run_round(self, after_s: float = LOOK_S) -> None:
         """Run one round of the sidecar after some time."""
         self.now_s += after_s
-        self.relay.update(self.ranks, self.now_s)
+        self.relay.advance_captures(self.ranks, self.now_s)
 
     def asked(self) -> list[int]:
         """Return the ranks that have received a capture request."""
@@ -315,9 +315,9 @@ def test_capture_command_exits_0_only_if_there_is_a_trace(
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     ranks[0].steps(40, forward=100)
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_records()
 
     def answers() -> None:
         while not (asked := capture_files.read_requests(node.run.captures)[0]):
@@ -387,8 +387,8 @@ def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
             captured = step in (28, 29, 30) and rank.identity.rank == 1
             recorder.next_step(int(Flag.CAPTURED) * captured, 0, 1)
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     (row,) = sidecar.state.join.operations()
     (counted,) = sidecar.state.join.join_counts().values()
     sidecar.close()
@@ -411,7 +411,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
     (node.run.nodes / "node-a.json").touch()
     found = with_groups(findings(episode(3)), PLACES)
     for _ in range(2):
-        node.relay.ask_after_verdict(found, PLACES, node.ranks)
+        node.relay.request_after_verdict(found, PLACES, node.ranks)
         node.relay = CaptureRelay(node.run)
     (request,) = capture_files.read_requests(node.run.captures)[0]
 
@@ -419,15 +419,15 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
     # The capture begins after two seconds of steps of 100 ms.
     assert request.from_step == 10 + 1 + 20
     restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
-    node.relay.ask_after_verdict(found, PLACES, restarted)
+    node.relay.request_after_verdict(found, PLACES, restarted)
     assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]
 
 
 def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
     """Either there is no verdict, or the rank's node has another disk."""
     found = with_groups(findings(episode(3)), PLACES)
-    node.relay.ask_after_verdict(findings(), PLACES, node.ranks)
-    node.relay.ask_after_verdict(found, PLACES, node.ranks)
+    node.relay.request_after_verdict(findings(), PLACES, node.ranks)
+    node.relay.request_after_verdict(found, PLACES, node.ranks)
 
     assert capture_files.read_requests(node.run.captures)[0] == []
 
@@ -456,9 +456,9 @@ def test_slowest_and_nearest_healthy_rank_are_captured(
 def _read(node: Node) -> None:
     """Read the rings once, as the node's sidecar does."""
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_records()
     sidecar.close()
 
 

@@ -14,7 +14,7 @@ from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.sidecar.cluster import Cluster
+from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
@@ -60,10 +60,10 @@ class Node:
                 self.alerts,
                 self.sidecar.monitor.cluster.notes(),
             )
-            self.sidecar.poll()
-            self.sidecar.account()
-            self.sidecar.judge(time.monotonic())
-            self.sidecar.export()
+            self.sidecar.read_rings()
+            self.sidecar.count_records()
+            self.sidecar.judge_ranks(time.monotonic())
+            self.sidecar.export_results()
             time.sleep(0.05)
 
     @property
@@ -78,7 +78,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
     monkeypatch.setenv("MASTER_PORT", "1")
     places = Endpoints(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
     node = Node(run, places)
-    node.sidecar.monitor.cluster = Cluster(
+    node.sidecar.monitor.cluster = ClusterLink(
         HOST, run.run_id, cut_off_after_s=1.0, node_0_timeout_s=0.5
     )
     node.steps()
@@ -91,7 +91,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
     (of_job,) = FindingLog(run.run_id).changes(
-        0, node.sidecar.state.findings, None, node.sidecar.monitor.epoch.places, started.unix_ns
+        0, node.sidecar.state.findings, None, node.sidecar.monitor.job.places, started.unix_ns
     )
     # Node 0 raises a separate alert. Neither alert ends the other one.
     assert of_job.about != started.about

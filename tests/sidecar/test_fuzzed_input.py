@@ -230,8 +230,8 @@ def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
         identity = _identity(run, rank)
         if rank == 0:
             view.begin(0, identity)
-        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
     return view
 
 
@@ -251,7 +251,7 @@ def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: P
     view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
     for sequence in range(count):
         if sequence % 250 == 249:
-            other_ranks += len(view.epoch.places) - 2
+            other_ranks += len(view.job.places) - 2
             view = node_zero(tmp_path, Wire())
         Collecting.inbox = messages.Inbox("node-0", 0.0)
         Collecting.inbox.add_sender("a", "node-1", 0.0)

@@ -35,9 +35,9 @@ def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:
     """Return the text about the hang 20 s after the last step, or "" without a hang."""
     made = Sidecar(run, HOST, None, lambda *_: None)
     for now_s in (1_000_000.0, 1_000_020.0):
-        made.poll()
-        made.account()
-        made.judge(now_s)
+        made.read_rings()
+        made.count_records()
+        made.judge_ranks(now_s)
     hang = made.state.hang
     made.close()
     for rank in ranks:

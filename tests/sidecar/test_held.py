@@ -44,19 +44,19 @@ def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = 
         timeline = Timeline.of(part)
         for rank in ranks:
             rank.record(timeline)
-        reader.poll()
-        reader.account()
-        reader.judge(time.monotonic())
-        reader.keep()
+        reader.read_rings()
+        reader.count_records()
+        reader.judge_ranks(time.monotonic())
+        reader.save_records()
         if restarts:
             reader.close()
             reader = sidecar()
     for rank in ranks:
         rank.close()
-    reader.poll()
-    reader.account()
-    reader.judge(time.monotonic(), final=True)
-    reader.keep()
+    reader.read_rings()
+    reader.count_records()
+    reader.judge_ranks(time.monotonic(), final=True)
+    reader.save_records()
     reader.close()
 
 
@@ -150,13 +150,13 @@ def test_hang_is_recorded_without_an_exporter(
 
     def round_of(reader: Sidecar, hung: bool) -> Held:
         monkeypatch.setattr(
-            reader.monitor.epoch._hangs, "hang", hang(20, since_s=12.0) if hung else None
+            reader.monitor.job._hangs, "hang", hang(20, since_s=12.0) if hung else None
         )
-        monkeypatch.setattr(reader.monitor.epoch._hangs, "update", lambda *_: None)
-        reader.poll()
-        reader.account()
-        reader.judge(time.monotonic())
-        reader.save()
+        monkeypatch.setattr(reader.monitor.job._hangs, "update_hang", lambda *_: None)
+        reader.read_rings()
+        reader.count_records()
+        reader.judge_ranks(time.monotonic())
+        reader.save_state()
         return {kind: each for (kind, _), each in held(run).items()}
 
     reader = sidecar()

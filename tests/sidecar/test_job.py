@@ -90,15 +90,15 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.epoch.set_progress(
+        view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.job.set_progress(
             identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank]
         )
     nodes[1].update(1.0)
     nodes[0].update(1.0)
 
-    assert nodes[0].epoch.module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
-    assert nodes[0].epoch.module_times.excess_ns(3) == {}
+    assert nodes[0].job.module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
+    assert nodes[0].job.module_times.excess_ns(3) == {}
 
 
 def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
@@ -112,16 +112,18 @@ def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
         for rank in (2, 3, 0, 1):
             view, identity = nodes[rank // 2], _identity(run, rank)
             if second == 0:
-                view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+                view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
             now = progress.rank(rank, step=100 + 10 * second, state="running")
-            view.epoch.set_progress(identity, at[rank], now, {})
-            view.epoch.add_metrics(
+            view.job.set_progress(identity, at[rank], now, {})
+            view.job.add_metrics(
                 {rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second)
             )
         nodes[1].update(float(second))
         nodes[0].update(float(second))
-    found = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
-    diagnosis_of_rank_1 = nodes[0].epoch.diagnose(
+    found = nodes[0].job.diagnose_straggler(
+        StragglerGroup("rank", "", (2,), episode(2, since=100)), {}
+    )
+    diagnosis_of_rank_1 = nodes[0].job.diagnose_straggler(
         StragglerGroup("rank", "", (1,), episode(1, since=100)), {}
     )
 
@@ -143,8 +145,8 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
     nodes[1].update(1.0)
     return wire, nodes
 
@@ -155,7 +157,7 @@ def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None
     wire.sent += [ReceivedPost("node-2/4", 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
 
-    assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
+    assert set(nodes[0].job.places) == {0, 1, 2, 3}
     assert nodes[0].cluster.notes() == [
         "node node-2/4 runs another version of torchlens_perf: not compared"
     ]
@@ -178,9 +180,9 @@ def test_corrupt_window_of_one_node_does_not_affect_other_nodes(
     steps = next(Simulation(Topology(6)).steps(20))
     for rank in (2, 3, 4, 5, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank, 6)
-        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         now = progress.rank(rank, state="running", since_step_s=0.1, since_mark_s=0.1)
-        view.epoch.set_progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
+        view.job.set_progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
     nodes[1].update(1.0)
     nodes[2].update(1.0)
     at_first = wire.sent[0]
@@ -190,10 +192,10 @@ def test_corrupt_window_of_one_node_does_not_affect_other_nodes(
     noise = data.draw(st.binary(min_size=1, max_size=len(payload) - first))
     payload[first : first + len(noise)] = noise
     wire.sent[0] = structs.replace(at_first, payloads={sender: bytes(payload)})
-    nodes[0].cluster.update(nodes[0].epoch, 1.0)
+    nodes[0].cluster.exchange_data(nodes[0].job, 1.0)
 
-    assert {4, 5} <= set(nodes[0].epoch.places)
-    assert nodes[0].epoch.module_times.excess_ns(5).keys() == {"a"}
+    assert {4, 5} <= set(nodes[0].job.places)
+    assert nodes[0].job.module_times.excess_ns(5).keys() == {"a"}
 
 
 def test_corrupt_windows_are_counted_for_their_node(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_corrupt_windows_are_counted_for_their_node(tmp_path: Path) -> None:
     nodes[0].update(1.0)
 
     assert nodes[0].cluster.notes() == ["7 windows of node node-1 were corrupt: left out"]
-    assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
+    assert set(nodes[0].job.places) == {0, 1, 2, 3}
 
 
 def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
@@ -242,10 +244,10 @@ def test_text_of_a_hang_shows_its_current_age(
         ranks = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
         for each in ranks:
             now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
-            view.epoch.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
+            view.job.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
         view.update(100 + since_s)
-        assert view.epoch.hang is not None
-        return view.epoch.hang
+        assert view.job.hang is not None
+        return view.job.hang
 
     first, later = hang_at(12.0), hang_at(312.0)
     assert (first.since_s, later.since_s) == (12.0, 312.0)
@@ -263,7 +265,7 @@ def test_end_of_a_hang_is_not_reported_as_a_new_hang(
 ) -> None:
     """This node's ranks continue while the newest reports of the other node are older."""
     monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: Stack((), "none"))
-    watch = hang_watch.HangWatch(6.0)
+    watch = hang_watch.HangDetector(6.0)
     stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
     waiting = {number: progress.rank(number, host="node-1", report_age_s=0.5) for number in (2, 3)}
     going_on = {
@@ -272,7 +274,7 @@ def test_end_of_a_hang_is_not_reported_as_a_new_hang(
     }
 
     def texts(local: Mapping[int, progress.Progress], *, age_s: float, now_s: float) -> str:
-        watch.update(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
+        watch.update_hang(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
         return "" if watch.hang is None else watch.hang.text
 
     named = texts({0: entered, 1: stuck}, age_s=0.5, now_s=100.0)

@@ -43,11 +43,11 @@ class Live:
 
     def round(self, now_s: float) -> frozenset[str]:
         """Run one round as loop.py does. Return the requests."""
-        self.sidecar.poll()
+        self.sidecar.read_rings()
         asked = self.results.poll_requests()
-        self.sidecar.account()
+        self.sidecar.count_records()
         if STEPS in asked:
-            self.sidecar.keep()
+            self.sidecar.save_records()
         self.results.deliver_due(now_s)
         return asked
 

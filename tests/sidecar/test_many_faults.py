@@ -185,11 +185,11 @@ def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory
 
 def readings(payload: bytes) -> Iterator[object]:
     """Yield all values that node 0's sidecar reads from a payload."""
-    values = summary.unpack([payload])
-    yield summary.progress(values, ["host"], [0.0])
-    yield summary.place(values[0], "host")
-    yield summary.modules_ns(values)
-    yield from summary.blocks(values)
+    values = summary.unpack_summaries([payload])
+    yield summary.unpack_progress(values, ["host"], [0.0])
+    yield summary.unpack_placement(values[0], "host")
+    yield summary.unpack_module_times(values)
+    yield from summary.group_rows(values)
 
 
 @pytest.mark.timeout(3600)
@@ -203,14 +203,14 @@ def test_damaged_payloads_are_read_or_refused_with_a_note(payloads: int) -> None
         6,
     )
     whole, draw, refused, stopped = (
-        summary.pack(made_summary(5, rows=JOB.rows_of(1))),
+        summary.pack_summary(made_summary(5, rows=JOB.rows_of(1))),
         random.Random(seed),
         0,
         0,
     )
     for _ in range(number):
         payload = damaged(draw, whole)
-        if not summary.is_readable(payload):
+        if not summary.has_current_format(payload):
             refused += 1
             continue
         try:

@@ -112,14 +112,14 @@ def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
     rank.steps(20, **WORK)
-    made.poll()
-    made.account()
-    made.save()
+    made.read_rings()
+    made.count_records()
+    made.save_state()
     rank.steps(7, **WORK)
     first = report(run)
-    made.poll()
-    made.account()
-    made.save()
+    made.read_rings()
+    made.count_records()
+    made.save_state()
     second = report(run)
 
     assert (first["ranks"][0]["steps"], second["ranks"][0]["steps"]) == (20, 27)
@@ -128,7 +128,7 @@ def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
         None,
         "running",
     )
-    assert made.sources.has_more_to_come(1000.0)
+    assert made.sources.may_get_more_records(1000.0)
     rank.close()
     made.close()
 
@@ -154,13 +154,13 @@ def test_restarted_sidecar_counts_every_record_once(run: RunDirectory, saved: st
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
     rank.steps(10, **WORK)
-    first.poll()
-    first.account()
+    first.read_rings()
+    first.count_records()
     state_path = run.node_state(HOST)
     if saved == "state only":
-        first.save()
+        first.save_state()
     else:
-        first.keep()
+        first.save_records()
     if saved == "segment only":
         state_path.unlink()
     first.close()  # The sidecar is killed here, so the contents of its memory are lost.
@@ -213,9 +213,9 @@ def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
     made, _ = sidecar(run, exporter)
     for _ in range(5):
         rank.steps(5, **WORK)
-        made.poll()
-        made.account()
-        made.export()
+        made.read_rings()
+        made.count_records()
+        made.export_results()
     made.close()
     rank.close()
 
@@ -331,18 +331,18 @@ def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirec
     died = Rank(run, 0, 1, identity={**elastic, **dead_process()})
     died.steps(5, **WORK)
     made, _ = sidecar(run)
-    made.poll()
+    made.read_rings()
 
-    assert made.sources.has_more_to_come(1000.0)
+    assert made.sources.may_get_more_records(1000.0)
 
     again = Rank(run, 0, 1, identity={**elastic, "attempt": 1})
     again.steps(9, **WORK)
     again.close()
-    made.poll()
-    made.account()
-    made.keep()
+    made.read_rings()
+    made.count_records()
+    made.save_records()
 
-    assert not made.sources.has_more_to_come(1000.0)
+    assert not made.sources.may_get_more_records(1000.0)
     value = report(run)
     assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (
         1,
@@ -356,10 +356,10 @@ def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirec
 
 def run_round(made: Sidecar, now_s: float = 0.0) -> None:
     """Run one round of the sidecar without its waiting."""
-    made.poll()
-    made.account()
-    made.judge(now_s)
-    made.export()
+    made.read_rings()
+    made.count_records()
+    made.judge_ranks(now_s)
+    made.export_results()
 
 
 def two_ranks(run: RunDirectory, attempt: int = 0) -> tuple[Rank, Rank]:
@@ -380,9 +380,9 @@ def test_findings_about_a_rank_end_when_it_is_restarted(run: RunDirectory) -> No
     for rank in before:
         rank.close()
     after = two_ranks(run, 1)
-    made.poll()
-    made.export()  # The new processes have not been judged yet.
-    made.save()
+    made.read_rings()
+    made.export_results()  # The new processes have not been judged yet.
+    made.save_state()
     state = node_state.load(run.node_state(HOST))
     assert (state.findings.episodes, state.findings.groups) == ((), ())
     for count in (0, 2, 8, 50):
@@ -412,9 +412,9 @@ def test_hang_finding_ends_with_its_attempt(run: RunDirectory) -> None:
     for rank in before:
         rank.steps(10, **WORK)
     run_round(made)
-    made.monitor.epoch._hangs.hang = hang()
-    made.judge(0.1)
-    made.export()
+    made.monitor.job._hangs.hang = hang()
+    made.judge_ranks(0.1)
+    made.export_results()
     after = two_ranks(run, 1)
     for now_s in (0.2, 0.3, 1.5):
         run_round(made, now_s)
@@ -438,7 +438,7 @@ def test_straggler_has_one_alert_across_a_restart_of_the_sidecar(run: RunDirecto
             ranks[0].steps(4, **WORK)
             ranks[1].steps(4, **{**WORK, "forward": forward})
             run_round(made)
-        made.keep()
+        made.save_records()
         made.close()
         alerts += exporter.alerts
     (only,) = node_state.load(run.node_state(HOST)).findings.episodes
@@ -463,10 +463,10 @@ def test_hang_finding_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -
         exporter = InMemoryExporter()
         made, _ = sidecar(run, exporter)
         run_round(made)
-        made.monitor.epoch._hangs.hang = found
-        made.judge(0.1)
-        made.export()
-        made.keep()
+        made.monitor.job._hangs.hang = found
+        made.judge_ranks(0.1)
+        made.export_results()
+        made.save_records()
         changes.append([(each.kind, each.change) for each in exporter.alerts])
         if found is not None:
             made.close()
@@ -500,10 +500,10 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
         hang(step=10, kind="silent"),
         None,
     ):
-        made.monitor.epoch._hangs.hang = found
-        made.judge(0.1)
+        made.monitor.job._hangs.hang = found
+        made.judge_ranks(0.1)
         news.append(made.has_unsaved_hang())
-        made.save()
+        made.save_state()
         assert not made.has_unsaved_hang()
     made.close()
     for rank in ranks:
@@ -520,14 +520,14 @@ def test_last_choice_of_traces_is_sent_after_a_restart(
     Buffered steps of the old processes are dropped, because the new ones begin with step 0.
     """
     made, published, left = sidecar(run, InMemoryExporter())[0], list[bytes](), list[int]()
-    monkeypatch.setattr(made.monitor.cluster, "publish", published.append)
+    monkeypatch.setattr(made.monitor.cluster, "publish_instructions", published.append)
     for process, steps in ((dead_process(), 60), ({}, 0)):
         rank = Rank(
             run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process}
         )
         rank.steps(steps, **WORK)
         run_round(made)
-        left.append(len(made.monitor.epoch.traces._buffer.of(37)))
+        left.append(len(made.monitor.job.traces._buffer.of(37)))
     made.close()
     rank.close()
 
@@ -550,7 +550,7 @@ def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirecto
             rank.close()
         run_round(made)
         attempts.append([(each.change, each.rank) for each in exporter.alerts])
-    made.keep()
+    made.save_records()
     made.close()
     again = InMemoryExporter()
     replay(run, again)
@@ -565,7 +565,13 @@ def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirecto
 
 @pytest.mark.parametrize(
     "broken",
-    ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
+    [
+        "job.add_steps",
+        "cluster.exchange_data",
+        "job.end_rank",
+        "alerts.update_alerts",
+        "metrics.take_signals",
+    ],
 )
 def test_records_are_saved_although_judging_fails(
     run: RunDirectory,
@@ -627,17 +633,17 @@ def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.Monke
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    made.poll()
-    made.account()
+    made.read_rings()
+    made.count_records()
     monkeypatch.setattr(writer.pq, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
-        made.keep()
+        made.save_records()
     monkeypatch.setattr(writer.pq, "write_table", write)
     rank.steps(5, **WORK)
     rank.close()
-    made.poll()
-    made.account()
-    made.keep()
+    made.read_rings()
+    made.count_records()
+    made.save_records()
     made.close()
 
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(15 * 5))

@@ -44,9 +44,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def round_of(made: Sidecar, now_s: float = 0.0) -> None:
-    made.poll()
-    made.account()
-    made.judge(now_s)
+    made.read_rings()
+    made.count_records()
+    made.judge_ranks(now_s)
 
 
 # -- a sidecar that was killed
@@ -57,14 +57,14 @@ def test_records_are_kept_if_the_sidecar_is_killed_after_saving_the_end(run: Run
     rank.steps(50, **WORK)
     rank.close()
     first, _ = sidecar(run)
-    first.poll()
-    first.account()
-    first.save()
+    first.read_rings()
+    first.count_records()
+    first.save_state()
     first.close()  # SIGKILL
     again, _ = sidecar(run)
-    again.poll()
-    again.account()
-    again.keep()
+    again.read_rings()
+    again.count_records()
+    again.save_records()
     again.close()
 
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(50 * 5))
@@ -76,12 +76,12 @@ def test_records_are_counted_if_the_sidecar_is_killed_after_reading_them(run: Ru
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
     rank.steps(49, **WORK)
-    first.poll()
-    first.account()
+    first.read_rings()
+    first.count_records()
     rank.steps(50, **WORK)
     rank.close()
-    first.poll()
-    first.save()
+    first.read_rings()
+    first.save_state()
     first.close()
     finish(run)
 
@@ -94,9 +94,9 @@ def test_report_contains_last_steps_of_rank_0_while_others_run(run: RunDirectory
     made, asked = sidecar(run)
     ranks[0].steps(20, **WORK)
     ranks[0].close()
-    made.poll()
+    made.read_rings()
     made.sources._sources[ranks[0].ring_path].ended_monotonic_s -= 1.0
-    made.report_if_asked(print)
+    made.write_report_if_due(print)
 
     assert len(asked) == 1
     assert [each["steps"] for each in report(run)["ranks"]] == [20, 0]
@@ -109,9 +109,9 @@ def test_overwritten_records_are_counted_as_lost_once_across_restarts(run: RunDi
     rank.steps(1000, **WORK)
     for _ in range(3):
         made, _ = sidecar(run)
-        made.poll()
-        made.account()
-        made.save()
+        made.read_rings()
+        made.count_records()
+        made.save_state()
         made.close()
     rank.close()
     finish(run)
@@ -147,9 +147,9 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
     late = create_ring(run, identity_of(run, 1), 1024)
     run.register_ring(HOST, late.path)
     made, _ = sidecar(run)
-    made.poll()
+    made.read_rings()
 
-    assert made.sources.has_more_to_come(1000.0)
+    assert made.sources.may_get_more_records(1000.0)
     late.set_metadata({})  # The content of the metadata does not matter.
     late.close()
     made.close()
@@ -251,21 +251,21 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
         )
         rank.session.publish()
     round_of(made)
-    made.save()
+    made.save_state()
     assert (
         report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar")
         == 1
     )
 
     again, _ = sidecar(run)
-    again.save()
+    again.save_state()
     assert "3 windows could not be sent to node 0's sidecar" not in report(run)["quality"]["notes"]
     again.close()
 
     rank.close()
     round_of(made)
     made.end_exchange()
-    made.save()
+    made.save_state()
     assert (
         report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar")
         == 1
@@ -321,7 +321,7 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
     living = {"pid": os.getpid(), "process_started": process_start_ticks(os.getpid())}
     after = trained(run, ["broadcast", "allreduce"], "broadcast", **living)
     round_of(made)
-    made.keep()
+    made.save_records()
     made.close()
     again, _ = sidecar(run)  # The rings of the earlier processes are gone.
     for rank in after:
@@ -382,7 +382,7 @@ def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
         round_of(made, now_s)
     round_of(made, 400.0)
 
-    assert set(made.monitor.epoch.ranks) == {0}
+    assert set(made.monitor.job.ranks) == {0}
     assert made.state.hang is None or made.state.hang.ranks == (0,)
     left.close()
     for rank in before:
@@ -405,19 +405,19 @@ def test_memory_for_records_of_an_endless_step_is_bounded(
         for _ in range(1000):
             rank.session.recorder.begin(Kind.FORWARD, name_id)
             rank.session.recorder.end(Kind.FORWARD, name_id)
-        made.poll()
-        made.account()
+        made.read_rings()
+        made.count_records()
         (source,) = made.sources
         assert sum(len(records) for records, _ in source.waiting) <= 2000
     assert source.state.statistics.lost == 8000
-    made.save()
+    made.save_state()
     made.close()
     again, _ = sidecar(run)
     rank.steps(3, **WORK)
     rank.close()
-    again.poll()
-    again.account()
-    again.keep()
+    again.read_rings()
+    again.count_records()
+    again.save_records()
     again.close()
 
     kept = pd.read_parquet(run.spans)["sequence"].tolist()
@@ -447,20 +447,20 @@ def test_unwritten_records_are_limited_on_a_full_disk(
     schedule = Schedule(0.0)
     for number in range(100):
         rank.steps(20, **WORK)
-        made.poll()
-        made.account()
-        unkept = made.records.unkept_records, made.sources.max_unkept_share()
+        made.read_rings()
+        made.count_records()
+        unkept = made.records.unsaved_records, made.sources.max_unsaved_share()
         if schedule.is_segment_due(0.05 * number, *unkept, failing=made.records.disk_failed):
             with pytest.raises(OSError, match="No space"):
-                made.keep()
+                made.save_records()
     assert len(tries) <= 4  # All attempts are within 5 s.
-    assert made.records.unkept_records <= 600
+    assert made.records.unsaved_records <= 600
     monkeypatch.setattr(writer.pq, "write_table", write)
     rank.close()
-    made.poll()
-    made.account()
-    waiting = made.records.unkept_records
-    made.keep()
+    made.read_rings()
+    made.count_records()
+    waiting = made.records.unsaved_records
+    made.save_records()
     made.close()
     value = report(run)
 
@@ -502,9 +502,9 @@ def test_state_size_does_not_grow_with_restarts(
         rank.steps(10, **WORK)
         rank.close()
         made, _ = sidecar(run)
-        made.poll()
-        made.account()
-        made.keep()
+        made.read_rings()
+        made.count_records()
+        made.save_records()
         made.close()
     known = node_state.load(run.node_state(HOST)).processes.values()
 
@@ -518,12 +518,12 @@ def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirector
     rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
     rank.steps(10, **WORK)
     made, _ = sidecar(run)
-    made.sources.read()
+    made.sources.read_new_records()
     (source,) = made.sources
     assert source.state.ended == "died"
-    waits = made.sources.has_more_to_come(1000.0)
+    waits = made.sources.may_get_more_records(1000.0)
     object.__setattr__(source.state.identity, "launcher_pid", os.getpid())
 
-    assert (waits, made.sources.has_more_to_come(1000.0)) == (True, False)
+    assert (waits, made.sources.may_get_more_records(1000.0)) == (True, False)
     made.close()
     rank.close()

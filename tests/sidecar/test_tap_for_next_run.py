@@ -304,9 +304,9 @@ def reported(
         rank.steps(12, forward=4, host=1)
         rank.close()
         sidecar = Sidecar(run, host, None, lambda run, asked: None, tap=outlook)
-        sidecar.poll()
-        sidecar.account()
-        sidecar.keep()
+        sidecar.read_rings()
+        sidecar.count_records()
+        sidecar.save_records()
         sidecar.close()
     return [
         note
@@ -334,9 +334,7 @@ def test_equal_tap_outlooks_of_nodes_are_reported_in_one_line(
 ) -> None:
     """The line contains the current kind of tap and the outlook."""
     with run_without_traces(tmp_path / "run") as run:
-        notes = reported(
-            run, TapBuilder(builds=builds), TapBuilder(builds=builds), **settings
-        )
+        notes = reported(run, TapBuilder(builds=builds), TapBuilder(builds=builds), **settings)
 
     assert notes == [f"{TAPPED}; {outlook}"]
 
@@ -363,9 +361,9 @@ def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path)
             rank.steps(12, forward=4, host=1)
             rank.close()
         sidecar = Sidecar(run, HOST, None, lambda run, asked: None, tap=TapBuilder(builds=True))
-        sidecar.poll()
-        sidecar.account()
-        sidecar.keep()
+        sidecar.read_rings()
+        sidecar.count_records()
+        sidecar.save_records()
         sidecar.close()
         (state,) = node_state.load_all(run)
 

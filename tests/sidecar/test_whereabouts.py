@@ -27,10 +27,10 @@ def test_running_rank_is_shown_with_its_step_and_open_spans(run: RunDirectory) -
     rank.clock.advance(3_000_000)
     rank.begin(Kind.WAIT, "wait")
     rank.clock.advance(5_000_000)
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     (source,) = sidecar.sources
-    found = source.whereabouts(rank.clock())
+    found = source.current_activity(rank.clock())
     rank.close()
     sidecar.close()
 
@@ -44,10 +44,10 @@ def test_rank_outside_of_all_spans_has_no_span_time(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(1, **WORK)
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
     (source,) = sidecar.sources
-    found = source.whereabouts(rank.clock())
+    found = source.current_activity(rank.clock())
     rank.close()
     sidecar.close()
 
@@ -60,15 +60,15 @@ def test_report_shows_the_current_activity_of_running_ranks_only(run: RunDirecto
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(5, **WORK)
     rank.begin(Kind.FORWARD, "forward GPT")
-    sidecar.poll()
-    sidecar.account()
-    sidecar.save()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_state()
     live = run_report(run)
     saved_s = node_state.load(run.node_state(HOST)).saved_unix_ns / 1e9
     rank.close()
-    sidecar.poll()
-    sidecar.account()
-    sidecar.save()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_state()
     ended = run_report(run)
     sidecar.close()
 
@@ -92,9 +92,9 @@ def test_total_steps_are_known_if_all_ranks_agree(
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     for rank in ranks:
         rank.steps(5, **WORK)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.save()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_state()
     found = run_report(run)["run"]["total_steps"]
     for rank in ranks:
         rank.close()

@@ -65,10 +65,10 @@ class LiveSimulation:
             self._blocks += 1
             for rank in self.ranks:
                 rank.record(timeline)
-            self.sidecar.poll()
-            self.sidecar.account()
-            self.sidecar.judge(time.monotonic())
-        self.sidecar.save()
+            self.sidecar.read_rings()
+            self.sidecar.count_records()
+            self.sidecar.judge_ranks(time.monotonic())
+        self.sidecar.save_state()
 
     def ends(self) -> None:
         """Make all ranks leave their watch. A second call has no effect."""
@@ -77,10 +77,10 @@ class LiveSimulation:
         for rank in self.ranks:
             rank.close()
         self.ranks = []
-        self.sidecar.poll()
-        self.sidecar.account()
-        self.sidecar.judge(time.monotonic(), final=True)
-        self.sidecar.keep()
+        self.sidecar.read_rings()
+        self.sidecar.count_records()
+        self.sidecar.judge_ranks(time.monotonic(), final=True)
+        self.sidecar.save_records()
         self.sidecar.close()
 
     def __enter__(self) -> LiveSimulation:

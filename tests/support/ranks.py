@@ -125,7 +125,7 @@ def make_run(folder: Path, name: str = "") -> RunDirectory:
 def read_to_end(run: RunDirectory) -> None:
     """Run a sidecar that reads and stores everything that the ranks have recorded."""
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.save_records()
     sidecar.close()

@@ -65,14 +65,14 @@ class ScrapedSimulation:
         for _ in range(blocks):
             self.simulation.goes_on()
             self.opened()
-            self.simulation.sidecar.export()
-        self.port.show_last(self.simulation.sidecar)
+            self.simulation.sidecar.export_results()
+        self.port.show_final_values(self.simulation.sidecar)
 
     def opened(self) -> None:
         sidecar = self.simulation.sidecar
         for source in sidecar.sources:
             source.settings["prometheus"] = "0"
-        self.port.update(sidecar)
+        self.port.open_or_update(sidecar)
 
     def scraped(self) -> Scrape:
         """Return the current metrics."""
@@ -89,5 +89,5 @@ class ScrapedSimulation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.port.finish(lingers=False)
+        self.port.close(lingers=False)
         self.simulation.ends()

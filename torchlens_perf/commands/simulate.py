@@ -235,9 +235,9 @@ def record(
     for the report. The sidecar runs on the calling thread, and exports over OTLP if the environment
     configures an endpoint.
     """
-    from torchlens_perf.sidecar.start.process import locked
+    from torchlens_perf.sidecar.start.process import acquire_lock
 
-    lock = locked(run)
+    lock = acquire_lock(run)
     try:
         _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
     except BaseException:  # Nothing may stay in shared memory, also after Ctrl-C.
@@ -278,14 +278,14 @@ def _read_as_it_is_written(
         timeline = Timeline.of(part) if hosts is None else hosts.ahead(part)
         for rank in ranks:
             rank.record(timeline)
-        sidecar.poll()
-        sidecar.account()
-        sidecar.judge(time.monotonic())
-        sidecar.export()
+        sidecar.read_rings()
+        sidecar.count_records()
+        sidecar.judge_ranks(time.monotonic())
+        sidecar.export_results()
         if exporter is not None:
             exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # Steps come faster than in a real run.
-        if sidecar.records.unkept_records >= _MAX_UNKEPT_RECORDS:
-            sidecar.keep()
+        if sidecar.records.unsaved_records >= _MAX_UNKEPT_RECORDS:
+            sidecar.save_records()
         advanced(part.first_step + len(part), steps)
     for rank in ranks:
         rank.close()

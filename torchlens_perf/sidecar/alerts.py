@@ -23,8 +23,8 @@ from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.verdicts import Alert
-    from torchlens_perf.sidecar.cluster import Cluster
-    from torchlens_perf.sidecar.epoch import Epoch
+    from torchlens_perf.sidecar.cluster import ClusterLink
+    from torchlens_perf.sidecar.job_generation import JobGeneration
     from torchlens_perf.verdicts.finding_log import FindingLog
     from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
@@ -43,7 +43,7 @@ _MIN_IDLE_RATIO = 100.0
 _NEWEST_ALERTS = 32
 
 
-class LinkWatch:
+class SlowLinkMonitor:
     """Periodic search for slow links. Node 0 judges the links of all nodes. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -51,8 +51,14 @@ class LinkWatch:
         self._due_s = float("-inf")
         self._was_final = False
 
-    def update(
-        self, state: NodeState, cluster: Cluster, epoch: Epoch, now_s: float, *, final: bool
+    def report_and_judge(
+        self,
+        state: NodeState,
+        cluster: ClusterLink,
+        job: JobGeneration,
+        now_s: float,
+        *,
+        final: bool,
     ) -> JudgedVerdict | None:
         """Report this node's links to node 0. Return the verdict on all links that are known here.
 
@@ -61,28 +67,30 @@ class LinkWatch:
         """
         if now_s >= self._due_s or (final and not self._was_final):
             started_s = time.monotonic()
-            self._verdict = self._judge(state, cluster, epoch)
+            self._verdict = self._judge_links(state, cluster, job)
             self._due_s = now_s + max(_PERIOD_S, _MIN_IDLE_RATIO * (time.monotonic() - started_s))
         self._was_final = final
         return self._verdict
 
-    def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> JudgedVerdict | None:
+    def _judge_links(
+        self, state: NodeState, cluster: ClusterLink, job: JobGeneration
+    ) -> JudgedVerdict | None:
         attempt, rows = (
-            cluster.membership.number(epoch.generation),
+            cluster.membership.generation_number(job.generation),
             build_link_statistics(state.join.operations()),
         )
         reported = [rows]
         if not cluster.judges_alone:
             own, left_out = link_report.encode_link_report(attempt, rows)
-            cluster.set_links(own)
+            cluster.report_links(own)
             if left_out and _TOO_MANY_GROUPS not in state.notes:
                 state.notes.append(_TOO_MANY_GROUPS)
-        for each in cluster.links_of_others():
+        for each in cluster.link_reports_of_others():
             try:
-                reported.append(link_report.decode_link_report(each, attempt, epoch.world_size))
+                reported.append(link_report.decode_link_report(each, attempt, job.world_size))
             except ValueError as error:
                 logger.warning("%s", error)
-        hosts = {rank: place.host for rank, place in epoch.places.items()}
+        hosts = {rank: place.host for rank, place in job.places.items()}
         ranks = [
             each.statistics for each in state.processes.values() if each.identity.attempt == attempt
         ]
@@ -100,7 +108,7 @@ class AlertManager:
         # The newest assessment, with all alerts that no exporter has taken yet.
         self._untaken: Assessment | None = None
 
-    def assess(
+    def update_alerts(
         self,
         identity: Identity,
         attempt: int,
@@ -136,12 +144,12 @@ class AlertManager:
         self.raised += len(alerts)
         return Assessment(identity, findings, hang, alerts, judge == "")
 
-    def keep(self, assessment: Assessment) -> None:
+    def queue_assessment(self, assessment: Assessment) -> None:
         """Keep the newest assessment, with all alerts that were not taken yet."""
         not_taken = self._untaken.alerts if self._untaken is not None else ()
         self._untaken = dataclasses.replace(assessment, alerts=(*not_taken, *assessment.alerts))
 
-    def take(self) -> Assessment | None:
+    def take_assessment(self) -> Assessment | None:
         """Return the newest assessment with the alerts since the last call.
 
         Returns None before the first assessment.

@@ -94,7 +94,7 @@ class CaptureRelay:
         self._pending: list[_PendingCapture] = []
         self._after_verdict: set[int] = set()  # attempts with a capture after a verdict
 
-    def update(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
+    def advance_captures(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
         """Start new captures and continue pending ones. Called in each round of the sidecar.
 
         now_s: a monotonic clock. Raises OSError if the run directory cannot be written.
@@ -105,11 +105,11 @@ class CaptureRelay:
             self._note_unreadable(unreadable)
             for request in requests:
                 if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
-                    self._start(request, ranks, now_s)
+                    self._start_captures(request, ranks, now_s)
         for capture in list(self._pending):
-            self._continue(capture, ranks.get(capture.rank), now_s)
+            self._advance_capture(capture, ranks.get(capture.rank), now_s)
 
-    def ask_after_verdict(
+    def request_after_verdict(
         self, findings: Findings, places: Mapping[int, Placement], ranks: Mapping[int, LiveRank]
     ) -> None:
         """Request a capture of the slow rank and a healthy one, once per attempt of the job.
@@ -154,9 +154,11 @@ class CaptureRelay:
     def close(self) -> None:
         """Finish all files, after all ranks have ended."""
         while self._pending:
-            self.update({}, time.monotonic())
+            self.advance_captures({}, time.monotonic())
 
-    def _start(self, request: Request, ranks: Mapping[int, LiveRank], now_s: float) -> None:
+    def _start_captures(
+        self, request: Request, ranks: Mapping[int, LiveRank], now_s: float
+    ) -> None:
         for rank in request.ranks:
             live = ranks.get(rank)
             if live is None or live.attempt != request.attempt or (request.id, rank) in self._seen:
@@ -168,14 +170,14 @@ class CaptureRelay:
             capture = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
             refusal = captures.why_refused(self._run.captures, request)
             if refusal:
-                self._finish_at_once(capture, refusal)
+                self._finish_now(capture, refusal)
             elif live.refuses:
-                self._finish_at_once(capture, "captures are switched off: capture='off'")
+                self._finish_now(capture, "captures are switched off: capture='off'")
             elif any(other.rank == rank for other in self._pending):
-                self._finish_at_once(capture, "another capture of this rank is in progress")
+                self._finish_now(capture, "another capture of this rank is in progress")
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
-                self._dump(capture, live.step, now_s)
+                self._record_stack(capture, live.step, now_s)
                 # If the folder exists, an earlier sidecar has forwarded the request.
                 if not folder.exists():
                     captures.ring_outcome_path(live.ring).unlink(missing_ok=True)
@@ -184,46 +186,50 @@ class CaptureRelay:
                     folder.mkdir(parents=True, exist_ok=True)
                 self._pending.append(capture)
 
-    def _continue(self, capture: _PendingCapture, live: LiveRank | None, now_s: float) -> None:
+    def _advance_capture(
+        self, capture: _PendingCapture, live: LiveRank | None, now_s: float
+    ) -> None:
         runs = live is not None and live.pid == capture.pid
         if capture.finishing is None:
-            answer = self._answer(capture)
+            answer = self._read_answer(capture)
             if answer is not None:
-                capture.finishing = self._finish(capture, answer)
+                capture.finishing = self._write_files(capture, answer)
             elif not runs:
                 captures.ring_request_path(capture.ring).unlink(missing_ok=True)
-                capture.finishing = self._finish(capture, _failed(capture, "the process ended"))
-            elif now_s - capture.since_s > LONGEST_S and self._withdraw(capture):
+                capture.finishing = self._write_files(
+                    capture, _create_failed_outcome(capture, "the process ended")
+                )
+            elif now_s - capture.since_s > LONGEST_S and self._withdraw_request(capture):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
-                capture.finishing = self._finish(capture, _failed(capture, why))
+                capture.finishing = self._write_files(capture, _create_failed_outcome(capture, why))
             elif live is not None and now_s - capture.since_s > _ANSWER_TIMEOUT_S:
                 why = (
                     f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step"
                     f" {live.step}"
                 )
-                capture.finishing = self._finish(
-                    capture, _failed(capture, f"{why}; {STACKS} shows where it was")
+                capture.finishing = self._write_files(
+                    capture, _create_failed_outcome(capture, f"{why}; {STACKS} shows where it was")
                 )
-            elif live is not None and self._dump_is_due(capture, live.step, now_s):
-                self._dump(capture, live.step, now_s)
+            elif live is not None and self._is_stack_due(capture, live.step, now_s):
+                self._record_stack(capture, live.step, now_s)
         if capture.finishing is not None and next(capture.finishing, _DONE) is _DONE:
             self._pending.remove(capture)
 
-    def _answer(self, capture: _PendingCapture) -> Outcome | None:
+    def _read_answer(self, capture: _PendingCapture) -> Outcome | None:
         path = captures.ring_outcome_path(capture.ring)
         try:
             answer = captures.read_capture_file(path, Outcome)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            return _failed(capture, f"the rank's answer cannot be read: {error}")
+            return _create_failed_outcome(capture, f"the rank's answer cannot be read: {error}")
         # The answer may belong to an earlier request that was given up.
         if answer.id not in (capture.request.id, captures.UNREADABLE):
             path.unlink(missing_ok=True)
             return None
         return dataclasses.replace(answer, id=capture.request.id, rank=capture.rank)
 
-    def _withdraw(self, capture: _PendingCapture) -> bool:
+    def _withdraw_request(self, capture: _PendingCapture) -> bool:
         """Withdraw a request. Return False if the rank has already taken it."""
         try:
             captures.ring_request_path(capture.ring).unlink()
@@ -231,7 +237,7 @@ class CaptureRelay:
             return False
         return True
 
-    def _dump_is_due(self, capture: _PendingCapture, step: int, now_s: float) -> bool:
+    def _is_stack_due(self, capture: _PendingCapture, step: int, now_s: float) -> bool:
         if step >= capture.request.from_step:
             return len(capture.dumps) < MAX_DUMPS and step != capture.dumped_step
         return (
@@ -239,16 +245,18 @@ class CaptureRelay:
             and now_s - capture.dumped_s >= _DUMP_INTERVAL_S
         )
 
-    def _dump(self, capture: _PendingCapture, step: int, now_s: float) -> None:
+    def _record_stack(self, capture: _PendingCapture, step: int, now_s: float) -> None:
         capture.dumped_step, capture.dumped_s = step, now_s
-        capture.dumps.append(f"== in step {step}\n{read_all_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n")
+        capture.dumps.append(
+            f"== in step {step}\n{read_all_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n"
+        )
 
-    def _finish_at_once(self, capture: _PendingCapture, why: str) -> None:
+    def _finish_now(self, capture: _PendingCapture, why: str) -> None:
         capture.folder.mkdir(parents=True, exist_ok=True)
-        for _ in self._finish(capture, _failed(capture, why)):
+        for _ in self._write_files(capture, _create_failed_outcome(capture, why)):
             pass
 
-    def _finish(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
+    def _write_files(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
         """Write the sidecar's files, one chunk for each iteration, and the outcome last."""
         files, left_out = dict(outcome.files), dict(outcome.left_out)
         raw, compressed = capture.folder / RAW_TRACE, capture.folder / TRACE
@@ -296,5 +304,5 @@ class CaptureRelay:
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 
 
-def _failed(capture: _PendingCapture, why: str) -> Outcome:
+def _create_failed_outcome(capture: _PendingCapture, why: str) -> Outcome:
     return Outcome(capture.request.id, capture.rank, ended=why)

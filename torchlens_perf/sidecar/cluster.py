@@ -21,7 +21,7 @@ from torchlens_perf.exporters import TALLY_MARK, Part
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.processes import process_age_s
-from torchlens_perf.sidecar.epoch import SILENT_S
+from torchlens_perf.sidecar.job_generation import SILENT_S
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, Membership
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.sidecar.epoch import Epoch
+    from torchlens_perf.sidecar.job_generation import JobGeneration
     from torchlens_perf.sidecar.nodes.exchange import Exchange
     from torchlens_perf.sidecar.nodes.messages import ReceivedPost
 
@@ -48,7 +48,7 @@ _SEPARATOR = b"\n"
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
 
-class Cluster:
+class ClusterLink:
     """This node's link to the other nodes of the job. Not thread-safe. Only close() may block."""
 
     def __init__(
@@ -88,19 +88,19 @@ class Cluster:
     @property
     def judges_alone(self) -> bool:
         """True if this node judges its ranks itself, False if another node, node 0, does."""
-        return self._exchange is None or self._merges
+        return self._exchange is None or self._is_node_0
 
     @property
     def is_cut_off(self) -> bool:
         """True if node 0 should judge this node's ranks but could not be reached for long."""
         return (
             self._exchange is not None
-            and not self._merges
+            and not self._is_node_0
             and self._exchange.unreached_s > self._cut_off_after_s
         )
 
     @property
-    def update_every_s(self) -> float:
+    def update_interval_s(self) -> float:
         """Interval at which to call update().
 
         Nodes that exchange windows expect a post each second.
@@ -110,37 +110,39 @@ class Cluster:
     @property
     def others_still_send(self) -> bool:
         """True on node 0 while other nodes are still sending."""
-        return self._merges and bool(self._others)
+        return self._is_node_0 and bool(self._others)
 
     @property
-    def received(self) -> bytes:
+    def received_instructions(self) -> bytes:
         """Node 0's newest instructions, see publish()."""
         return b"" if self.judges_alone else self._instructions
 
     @property
-    def max_published_bytes(self) -> int:
+    def max_instruction_bytes(self) -> int:
         """Largest number of bytes that publish() accepts now."""
-        return MAX_REPLY_BYTES - 1 - len(self._control())
+        return MAX_REPLY_BYTES - 1 - len(self._encode_control())
 
-    def publish(self, instructions: bytes) -> None:
+    def publish_instructions(self, instructions: bytes) -> None:
         """Send instructions to all other nodes. Has an effect on node 0 only."""
-        if self._merges and instructions != self._instructions:
+        if self._is_node_0 and instructions != self._instructions:
             self._instructions = instructions
-            self._send_control()
+            self._publish_control()
 
-    def set_links(self, links: bytes) -> None:
+    def report_links(self, links: bytes) -> None:
         """Report statistics of this node's links to node 0, see nodes/link_report.py."""
-        if self._exchange is not None and not self._merges:
+        if self._exchange is not None and not self._is_node_0:
             self._exchange.set_links(links)
 
-    def links_of_others(self) -> list[bytes]:
+    def link_reports_of_others(self) -> list[bytes]:
         """Return the link reports of the other nodes. Empty except on node 0."""
-        return self._exchange.link_reports() if self._exchange is not None and self._merges else []
+        return (
+            self._exchange.link_reports() if self._exchange is not None and self._is_node_0 else []
+        )
 
-    def forward(self, tally: bytes, epoch: Epoch) -> None:
+    def send_tally(self, tally: bytes, job: JobGeneration) -> None:
         """Send a tally of metrics, which node 0's exporter adds to its own."""
-        if tally and self._exchange is not None and not self._merges and epoch.ranks:
-            self._exchange.post({min(epoch.ranks): tally})
+        if tally and self._exchange is not None and not self._is_node_0 and job.ranks:
+            self._exchange.post({min(job.ranks): tally})
 
     def take_tallies(self) -> list[tuple[str, bytes]]:
         """Remove and return the tallies for this node's exporter, with the names of their nodes."""
@@ -148,65 +150,67 @@ class Cluster:
         self._tallies.clear()
         return tallies
 
-    def part(self, epoch: Epoch) -> Part | None:
+    def export_part(self, job: JobGeneration) -> Part | None:
         """Return this node's part in exporting the job's metrics, or None while it is not known."""
         if not self.judges_alone:
             return Part.FORWARDER
-        on_one_node = any(local.identity.on_one_node for local in epoch.ranks.values())
-        if self._merges or on_one_node or epoch.has_all_ranks:
+        on_one_node = any(local.identity.on_one_node for local in job.ranks.values())
+        if self._is_node_0 or on_one_node or job.has_all_ranks:
             return Part.WHOLE
-        return Part.ALONE if epoch.is_whole_job else None
+        return Part.ALONE if job.is_whole_job else None
 
-    def awaits_node_0(self, epoch: Epoch) -> bool:
+    def awaits_node_0(self, job: JobGeneration) -> bool:
         """Return True while this node waits for node 0's message with the run's id and attempt.
 
         It does not wait longer than node_0_timeout_s.
         """
-        known = self.membership.is_known(epoch.generation)
+        known = self.membership.is_number_known(job.generation)
         return (
-            bool(epoch.meeting_points)
+            bool(job.meeting_points)
             and not known
-            and time.monotonic() - epoch.began_s < self._node_0_timeout_s
+            and time.monotonic() - job.began_s < self._node_0_timeout_s
         )
 
-    def begin(self, identity: Identity, generation: int, number: int | None = None) -> None:
+    def add_generation(
+        self, identity: Identity, generation: int, number: int | None = None
+    ) -> None:
         """Register a generation of this node's processes.
 
         identity: identity of one of the processes. number: the job's generation, if an earlier
         sidecar knew it.
         """
         started_s = time.monotonic() - process_age_s(identity.process_started)
-        self.membership.add(
+        self.membership.add_set(
             generation, started_s, identity.world_size, restarts=identity.restarts, number=number
         )
 
-    def leave(self, epoch: Epoch) -> None:
+    def finish_generation(self, job: JobGeneration) -> None:
         """Send the rest of an epoch that is replaced, and discard what other nodes sent for it."""
-        self._report(epoch)
+        self._report_ranks(job)
         self._missing.clear()
         self._unreadable.clear()
         self._corrupt.clear()
         self._others.clear()
         self._tallies.clear()
 
-    def update(self, epoch: Epoch, now_s: float, *, final: bool = False) -> None:
+    def exchange_data(self, job: JobGeneration, now_s: float, *, final: bool = False) -> None:
         """Send and receive data, and look for a hang once a second.
 
         now_s: a monotonic clock. final: the run has ended.
         """
-        self._join(epoch)
-        if self._merges:
-            self._collect(epoch, now_s)
+        self._open_or_replace_exchange(job)
+        if self._is_node_0:
+            self._collect_reports(job, now_s)
         else:
             self._receive_control()
         due = now_s - self._round_s >= ROUND_S
-        full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in epoch.ranks.values())
+        full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in job.ranks.values())
         if due or final or full:
-            self._report(epoch)
+            self._report_ranks(job)
         if due:
             self._round_s = now_s
-            self._send_control()
-            epoch.look_for_hang(now_s)
+            self._publish_control()
+            job.look_for_hang(now_s)
 
     def notes(self) -> list[str]:
         """Return notes for the report about the exchange between nodes."""
@@ -225,9 +229,9 @@ class Cluster:
             + (self._exchange.notes() if self._exchange is not None else [])
         )
 
-    def close(self, epoch: Epoch) -> None:
+    def close(self, job: JobGeneration) -> None:
         """Send the remaining data and end the exchange. Blocks for a few seconds at most."""
-        self._report(epoch)
+        self._report_ranks(job)
         if self._exchange is not None:
             # Take the notes before closing. If the other end has already left, no note is needed.
             self._closed_notes += [
@@ -240,26 +244,26 @@ class Cluster:
     # -- parts
 
     @property
-    def _merges(self) -> bool:
+    def _is_node_0(self) -> bool:
         """True on node 0, which collects the summaries."""
         return self._role is not None and self._role[1]
 
-    def _join(self, epoch: Epoch) -> None:
+    def _open_or_replace_exchange(self, job: JobGeneration) -> None:
         """Open the exchange once ranks have made steps, or replace it if this node's role changes.
 
         By the first steps, all ranks of this node are known.
         """
-        if epoch.is_whole_job or epoch.has_all_ranks:
-            self.close(epoch)
-            epoch.meeting_points.clear()
-        if not epoch.meeting_points or not epoch.ranks:
+        if job.is_whole_job or job.has_all_ranks:
+            self.close(job)
+            job.meeting_points.clear()
+        if not job.meeting_points or not job.ranks:
             return
-        role = next(iter(epoch.meeting_points.values())), 0 in epoch.ranks
+        role = next(iter(job.meeting_points.values())), 0 in job.ranks
         if self._role != role:
-            self.close(epoch)
-            self._open(*role, next(iter(epoch.ranks.values())).identity)
+            self.close(job)
+            self._connect(*role, next(iter(job.ranks.values())).identity)
 
-    def _open(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
+    def _connect(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
         """Open the exchange.
 
         merges: True if rank 0 is on this node. identity: any rank of this node.
@@ -269,13 +273,15 @@ class Cluster:
         from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 
         if merges:
-            self.membership.lead()
+            self.membership.start_numbering()
         else:
-            self.membership.follow()
+            self.membership.stop_numbering()
         # The name carries the node's location to the other nodes.
         where = describe_location(identity.attributes).replace("/", "-")
         logger.info(
-            "%s windows between nodes; %s", "merging" if merges else "sending", endpoints.text
+            "%s windows between nodes; %s",
+            "merging" if merges else "sending",
+            endpoints.description,
         )
         name = f"{self._name}/{where}" if where else self._name
         self._exchange = (self._open_exchange or Exchange)(
@@ -283,18 +289,20 @@ class Cluster:
         )
         self._role = endpoints, merges
 
-    def _send_control(self) -> None:
+    def _publish_control(self) -> None:
         """Send the run's id, its process generations and instructions.
 
         Has an effect on node 0 only.
         """
-        if self._exchange is not None and self._merges:
-            control, instructions = self._control(), self._instructions
+        if self._exchange is not None and self._is_node_0:
+            control, instructions = self._encode_control(), self._instructions
             fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES
-            self._exchange.set_instructions(control + _SEPARATOR + instructions if fits else control)
+            self._exchange.set_instructions(
+                control + _SEPARATOR + instructions if fits else control
+            )
 
-    def _control(self) -> bytes:
-        return self.membership.control(time.monotonic()).encode()
+    def _encode_control(self) -> bytes:
+        return self.membership.build_control_message(time.monotonic()).encode()
 
     def _receive_control(self) -> None:
         """Apply node 0's newest control message. Has an effect on the other nodes only."""
@@ -303,26 +311,28 @@ class Cluster:
             self._received = received
             control, _, self._instructions = received.partition(_SEPARATOR)
             try:
-                self.membership.receive(ControlMessage.decode(control), time.monotonic())
+                self.membership.apply_control_message(
+                    ControlMessage.decode(control), time.monotonic()
+                )
             except ValueError as error:
                 logger.warning("node 0's control message cannot be read: %s", error)
 
-    def _report(self, epoch: Epoch) -> None:
+    def _report_ranks(self, job: JobGeneration) -> None:
         """Report the progress and new rows of this node's ranks to node 0. No effect on node 0."""
-        while self._exchange is not None and not self._merges:
+        while self._exchange is not None and not self._is_node_0:
             payloads, more = {}, False
-            for rank, local in epoch.ranks.items():
+            for rank, local in job.ranks.items():
                 if local.progress is None or (local.end_sent and not local.unsent):
                     continue
                 rows = summary.take_rows(local.unsent)
                 more |= bool(local.unsent)
                 local.end_sent = local.ended and not local.unsent
-                payloads[rank] = summary.pack(
+                payloads[rank] = summary.pack_summary(
                     RankSummary(
-                        set=epoch.generation,
-                        age_s=self.membership.age_s(epoch.generation, time.monotonic()),
+                        set=job.generation,
+                        age_s=self.membership.age_of_set_s(job.generation, time.monotonic()),
                         world_size=local.identity.world_size,
-                        place=epoch.places.get(rank, local.place),
+                        place=job.places.get(rank, local.place),
                         progress=local.progress,
                         rows=rows,
                         modules_ns=local.modules_ns,
@@ -335,11 +345,11 @@ class Cluster:
             if not more:
                 return
 
-    def _collect(self, epoch: Epoch, now_s: float) -> None:
+    def _collect_reports(self, job: JobGeneration, now_s: float) -> None:
         """Add the reports of the other nodes. Called on node 0."""
         if self._exchange is None:
             return
-        for local in epoch.ranks.values():
+        for local in job.ranks.values():
             local.unsent.clear()  # Node 0 judges its own rows without sending them.
         collected = self._exchange.collect_posts()
         posts: list[ReceivedPost] = []  # the post of each payload
@@ -348,14 +358,14 @@ class Cluster:
             for payload in post.payloads.values():
                 if payload[:1] == TALLY_MARK:
                     self._tallies.append((post.node, payload))
-                elif summary.is_readable(payload):
+                elif summary.has_current_format(payload):
                     posts.append(post)
                     payloads.append(payload)
                 else:
                     self._unreadable.add(post.node)
         if posts:
             self._unreadable -= {post.node for post in posts}
-            self._add_summaries(epoch, payloads, posts, now_s)
+            self._add_summaries(job, payloads, posts, now_s)
         self._others = [
             node
             for node, contact in collected.nodes.items()
@@ -373,19 +383,21 @@ class Cluster:
         }
 
     def _add_summaries(
-        self, epoch: Epoch, payloads: list[bytes], received: list[ReceivedPost], now_s: float
+        self, job: JobGeneration, payloads: list[bytes], received: list[ReceivedPost], now_s: float
     ) -> None:
-        values = summary.unpack(payloads)
-        valid = summary.are_valid(values)
+        values = summary.unpack_summaries(payloads)
+        valid = summary.find_valid(values)
         self._corrupt.update(
             received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist()
         )
         values, received = values[valid], list(compress(received, valid.tolist()))
-        chosen = self._is_of_generation(values, received, epoch.generation)
+        chosen = self._mask_of_generation(values, received, job.generation)
         if chosen.any():
-            epoch.add_remote(values[chosen], list(compress(received, chosen.tolist())), now_s)
+            job.add_remote_summaries(
+                values[chosen], list(compress(received, chosen.tolist())), now_s
+            )
 
-    def _is_of_generation(
+    def _mask_of_generation(
         self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], generation: int
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of the summaries from the same generation of processes as this node's.
@@ -394,7 +406,7 @@ class Cluster:
 
         received: the post of each summary. generation: this node's own count of its processes.
         """
-        now_s, current = time.monotonic(), self.membership.number(generation)
+        now_s, current = time.monotonic(), self.membership.generation_number(generation)
         known: dict[tuple[str, int], bool] = {}
         chosen = []
         columns = (values[name].tolist() for name in ("set", "age_s", "world_size"))
@@ -403,7 +415,7 @@ class Cluster:
             if key not in known:
                 started_s = now_s - each.age_s - set_age_s
                 known[key] = (
-                    self.membership.remote_generation(*key, started_s, world_size) == current
+                    self.membership.generation_of_remote_set(*key, started_s, world_size) == current
                 )
             chosen.append(known[key])
         return np.array(chosen, bool)

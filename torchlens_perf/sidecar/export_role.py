@@ -60,14 +60,14 @@ class ExportRole:
         JobPart.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
-        here = len({each.state.identity.rank for each in sources.newest()})
+        here = len({each.state.identity.rank for each in sources.newest_generation()})
         # The last known part stays while that of new processes is not known.
         self.part = part or self.part
         if self.part is None:
             self._unknown_since_s = (
                 now_s if self._unknown_since_s is None else self._unknown_since_s
             )
-            if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.live():
+            if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.unfinished():
                 return None
             self.part = Part.WHOLE if here >= world_size else Part.ALONE
         standing: frozenset[int] | None = None
@@ -78,7 +78,7 @@ class ExportRole:
         return JobPart(
             part=self.part,
             share=min(1.0, max(1, here) / world_size),
-            max_series=sources.setting("export_limit") or sys.maxsize,
+            max_series=sources.read_setting("export_limit") or sys.maxsize,
             standing=standing,
             spread_s=rows.spread_s() if self.part is Part.WHOLE else {},
             tallies=tallies,

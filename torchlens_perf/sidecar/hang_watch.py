@@ -21,7 +21,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 MAX_STACKS = 3
 
 
-class HangWatch:
+class HangDetector:
     """Search for hangs of one generation of processes. Not thread-safe."""
 
     def __init__(self, silent_s: float) -> None:
@@ -34,7 +34,7 @@ class HangWatch:
         self._waits = DeviceWaitSampler()
         self._silent_s = silent_s
 
-    def update(
+    def update_hang(
         self,
         local: Mapping[int, RankProgress],
         remote: Mapping[int, RankProgress],
@@ -60,7 +60,7 @@ class HangWatch:
             default=0.0,
         )
         if max([longest_s, *(each.since_step_s for each in ranks.values())]) <= MIN_S:
-            self._forget()
+            self._reset()
             self._waits.reset()
             return
         for rank, each in remote.items():
@@ -73,7 +73,7 @@ class HangWatch:
                 each, report_age_s=ages_s[rank], since_step_s=since_step_s
             )
         waits = self._waits.known
-        hang = find_hang(_with_waits(ranks, waits), groups, silent_s=self._silent_s)
+        hang = find_hang(_add_device_waits(ranks, waits), groups, silent_s=self._silent_s)
         if hang is None:
             self._waits.reset()
         elif self._waits.is_due(hang):
@@ -81,19 +81,19 @@ class HangWatch:
             self._waits.add_sample({rank: read_main_stack(processes[rank][0].pid) for rank in here})
             if self._waits.known != waits:
                 hang = find_hang(
-                    _with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s
+                    _add_device_waits(ranks, self._waits.known), groups, silent_s=self._silent_s
                 )
         if hang is None or not hang.needs_action:
-            self._forget()
+            self._reset()
         elif self.hang is not None and hang.key == self._key:
             # The same hang lasts longer, so its description changes but its stacks do not.
             self.hang = described(hang, self.hang.stacks)
-        elif (self.hang is None and not hang.moving) or self._is_found_again(hang, ranks, now_s):
+        elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
-            self.hang = described(hang, _stacks(hang, processes))
+            self.hang = described(hang, _read_stacks(hang, processes))
             logger.warning("%s", self.hang.text)
 
-    def _is_found_again(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
+    def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
         """Return True if reports that were made after the first finding show the same hang.
 
         When a hang ends, other nodes' reports are older than this node's rings for a moment. The
@@ -109,23 +109,25 @@ class HangWatch:
         )  # fmt: skip
         return now_s - self._seen[1] > oldest_s
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.hang, self._key, self._seen = None, None, (None, 0.0)
 
 
-def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, RankStack]:
+def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, RankStack]:
     stacks: dict[int, RankStack] = {}
     for rank in hang.look_at:
         if rank in processes and len(stacks) < MAX_STACKS:
             identity, stack_file = processes[rank]
             stack = read_main_stack(identity.pid)
             if not stack.lines and stack_file:
-                stack = request_stack_by_signal(identity.pid, Path(stack_file), identity.process_started)
+                stack = request_stack_by_signal(
+                    identity.pid, Path(stack_file), identity.process_started
+                )
             stacks[rank] = RankStack(tuple(stack.lines), stack.reason)
     return stacks
 
 
-def _with_waits(
+def _add_device_waits(
     ranks: Mapping[int, RankProgress], waits: Mapping[int, str]
 ) -> Mapping[int, RankProgress]:
     known = {

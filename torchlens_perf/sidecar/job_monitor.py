@@ -17,10 +17,10 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.exporters import Assessment, JobPart, Part
 from torchlens_perf.run import ring
-from torchlens_perf.sidecar.alerts import AlertManager, LinkWatch
-from torchlens_perf.sidecar.cluster import Cluster
-from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.alerts import AlertManager, SlowLinkMonitor
+from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.export_role import ExportRole
+from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.progress import read_progress
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
@@ -59,33 +59,33 @@ class JobMonitor:
         errors: ContainedErrors,
     ) -> None:
         """state: the node's state from an earlier sidecar. generations: contains its processes."""
-        self.cluster = Cluster(state.host, run.run_id)
+        self.cluster = ClusterLink(state.host, run.run_id)
         self.metrics = RankMetrics(telemetry)
         self.alerts = AlertManager(FindingLog(run.run_id, state.records, state.findings))
         self.role = ExportRole()
-        self.epoch = Epoch(generations.newest, state.findings)
+        self.job = JobGeneration(generations.newest, state.findings)
         self._last_traces: list[ExportBatch] = []  # traces of replaced epochs
         self._state = state
         self._folder = run.nodes
-        self._links = LinkWatch()
+        self._links = SlowLinkMonitor()
         self._errors = errors
         for process in state.processes.values():
             generation = generations.of(process.identity)
             if generation != UNRELATED:
-                self.cluster.begin(process.identity, generation, process.identity.attempt)
+                self.cluster.add_generation(process.identity, generation, process.identity.attempt)
 
-    def begin(self, identity: Identity, generation: int) -> None:
+    def begin_generation(self, identity: Identity, generation: int) -> None:
         """Begin an epoch because new processes have started. Findings about the old processes end.
 
         identity: identity of one of the new processes.
         """
-        before, self.epoch = self.epoch, Epoch(generation)
-        self.cluster.begin(identity, generation)
+        before, self.job = self.job, JobGeneration(generation)
+        self.cluster.add_generation(identity, generation)
         with self._errors.contain("exporting"):
             self._last_traces += self._choose_traces(
                 before, frozenset(), time.monotonic(), final=True
             )
-        self.cluster.leave(before)
+        self.cluster.finish_generation(before)
         self._state.findings, self._state.hang = NOTHING, None
 
     def assign_attempts(self, sources: RingSources) -> None:
@@ -94,7 +94,7 @@ class JobMonitor:
         for source in sources:
             if source.generation != UNRELATED:
                 identity = source.state.identity
-                attempt = membership.number(source.generation)
+                attempt = membership.generation_number(source.generation)
                 if (identity.attempt, identity.run_id) != (attempt, membership.run_id):
                     source.state.identity = dataclasses.replace(
                         identity,
@@ -103,7 +103,7 @@ class JobMonitor:
                         launcher_restarts=identity.restarts,
                     )
 
-    def sample(self, sources: RingSources, now_s: float) -> None:
+    def sample_waits(self, sources: RingSources, now_s: float) -> None:
         """Sample the ranks' present waits. Called in every round."""
         with self._errors.contain(_SIGNALS):
             self.metrics.sample_waits(sources, now_s)
@@ -118,41 +118,41 @@ class JobMonitor:
         with self._errors.contain(_JUDGING):
             judged = source.state.judge_by(source.judged, records, steps)
             if newest:
-                self._judge(source, judged)
+                self._add_judged_steps(source, judged)
                 if source.state.identity.rank == 0:
-                    self.epoch.add_windows(records, source.state.identity.world_size)
+                    self.job.add_device_windows(records, source.state.identity.world_size)
         if newest:
             source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
             with self._errors.contain(_SIGNALS):
                 self.metrics.add_steps(source, steps)
 
-    def end(self, source: RingSource) -> None:
+    def end_process(self, source: RingSource) -> None:
         """End one of the newest processes, after all of its records were counted."""
         with self._errors.contain(_JUDGING):
-            self._judge(source, source.state.judge_by(source.judged))
-            self.epoch.end(source.state.identity)
+            self._add_judged_steps(source, source.state.judge_by(source.judged))
+            self.job.end_rank(source.state.identity)
 
-    def _judge(self, source: RingSource, judged: StepTable | None) -> None:
+    def _add_judged_steps(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
             exchange, token = (
                 source.settings.get("exchange", "auto"),
                 os.environ.get(EXCHANGE_TOKEN, ""),
             )
-            places = Endpoints.of(source.job_store, exchange, self._folder, token)
-            self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
+            places = Endpoints.from_setting(source.job_store, exchange, self._folder, token)
+            self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
-    def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
+    def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judge the ranks, exchange windows with other nodes, and look for hangs.
 
         now_s: CLOCK_MONOTONIC.
         """
-        newest = list(sources.newest())
+        newest = list(sources.newest_generation())
         with self._errors.contain(_JUDGING):
             uncomparable = self._state.join.uncomparable_groups()
             for source in newest:
                 state, progress = source.state, read_progress(source, uncomparable, now_s)
                 modules_ns = state.statistics.modules_ns()
-                self.epoch.set_progress(
+                self.job.set_progress(
                     state.identity,
                     state.place,
                     progress,
@@ -161,25 +161,25 @@ class JobMonitor:
                     modules_ns,
                 )
         with self._errors.contain(_SIGNALS):
-            self._measure(newest, now_s)
+            self._update_metrics(newest, now_s)
         with self._errors.contain(_JUDGING):
-            self.cluster.update(self.epoch, now_s, final=final)
-            findings = self.epoch.judge(final=final)
+            self.cluster.exchange_data(self.job, now_s, final=final)
+            findings = self.job.judge_ranks(final=final)
             # After a restart of the sidecar, keep the saved findings until new rows are judged.
             if findings is not None and (findings.rows or not self._state.findings.rows):
-                details = self._details_by_rank(newest)
-                self._state.findings = self.epoch.with_groups(
+                details = self._create_details_lookup(newest)
+                self._state.findings = self.job.add_groups_and_causes(
                     findings, self._state.findings, details
                 )
-        self._state.hang = self.epoch.hang
+        self._state.hang = self.job.hang
         # Alerts contain the job's attempt, which node 0 may still have to report.
-        if not self.cluster.awaits_node_0(self.epoch) or not sources.live():
-            self._assess(newest, sources.live())
+        if not self.cluster.awaits_node_0(self.job) or not sources.unfinished():
+            self._update_alerts(newest, sources.unfinished())
 
-    def job_part(self, sources: RingSources, now_s: float) -> JobPart | None:
+    def update_export_part(self, sources: RingSources, now_s: float) -> JobPart | None:
         """Return what this node's metrics describe, or None while that is not known."""
-        part, tallies = self.cluster.part(self.epoch), self.cluster.take_tallies()
-        return self.role.update(part, self.epoch.rank_rows, tallies, sources, now_s)
+        part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
+        return self.role.update(part, self.job.rank_rows, tallies, sources, now_s)
 
     def take_traces(
         self, sources: RingSources, now_s: float, *, final: bool = False
@@ -187,42 +187,42 @@ class JobMonitor:
         """Return the traces to send now. final: no more steps or choices of node 0 will come."""
         found, self._last_traces = self._last_traces, []
         running = frozenset(
-            each.state.identity.rank for each in sources.newest() if not each.read_to_end
+            each.state.identity.rank for each in sources.newest_generation() if not each.read_to_end
         )
-        return found + self._choose_traces(self.epoch, running, now_s, final=final)
+        return found + self._choose_traces(self.job, running, now_s, final=final)
 
     def _choose_traces(
-        self, epoch: Epoch, running: frozenset[int], now_s: float, *, final: bool
+        self, job: JobGeneration, running: frozenset[int], now_s: float, *, final: bool
     ) -> list[ExportBatch]:
         cluster, role = self.cluster, self.role
-        attempt = cluster.membership.number(epoch.generation)
-        found = epoch.traces.choose(
+        attempt = cluster.membership.generation_number(job.generation)
+        found = job.traces.choose_traces(
             role,
             self._state,
             attempt,
-            len(epoch.ranks),
+            len(job.ranks),
             running,
-            cluster.received,
+            cluster.received_instructions,
             now_s,
             final=final,
         )
         if role.part is Part.WHOLE:
-            choice = epoch.traces.choice(
-                attempt, tuple(role.slow_ranks), cluster.max_published_bytes, final=final
+            choice = job.traces.encode_choice(
+                attempt, tuple(role.slow_ranks), cluster.max_instruction_bytes, final=final
             )
             # Without a new choice, keep sending the last one of the replaced processes.
             if choice:
-                cluster.publish(choice)
+                cluster.publish_instructions(choice)
         return found
 
     @property
-    def awaits_choice(self) -> bool:
+    def awaits_trace_choice(self) -> bool:
         """True while this node waits for node 0 to choose the steps that are sent as traces."""
-        return self.role.part is Part.FORWARDER and self.epoch.traces.has_candidates
+        return self.role.part is Part.FORWARDER and self.job.traces.has_candidates
 
-    def _measure(self, newest: Iterable[RingSource], now_s: float) -> None:
+    def _update_metrics(self, newest: Iterable[RingSource], now_s: float) -> None:
         sampled = self.metrics.take_signals(newest, now_s)
-        self.epoch.add_metrics(sampled, now_s)
+        self.job.add_metrics(sampled, now_s)
         for source in newest:
             metrics = sampled.get(source.state.identity.rank, {})
             if metrics:
@@ -232,7 +232,7 @@ class JobMonitor:
                 waited, samples = source.state.cpu_wait
                 source.state.cpu_wait = [waited + share, samples + 1]
 
-    def _assess(self, newest: list[RingSource], live: list[RingSource]) -> None:
+    def _update_alerts(self, newest: list[RingSource], live: list[RingSource]) -> None:
         if not newest:
             return
         identity, alone = newest[0].state.identity, self.cluster.judges_alone
@@ -240,24 +240,26 @@ class JobMonitor:
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
         links: JudgedVerdict | None = None
         with self._errors.contain("looking for slow links"):
-            links = self._links.update(
-                self._state, self.cluster, self.epoch, time.monotonic(), final=not live
+            links = self._links.report_and_judge(
+                self._state, self.cluster, self.job, time.monotonic(), final=not live
             )
         if judge is not None or self.alerts.log.are_open:
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]
-                details = self._details_by_rank(newest)
-                found = self.alerts.assess(
-                    identity, identity.attempt, found.findings, self.epoch.places, [self._state], time.time_ns(),
+                details = self._create_details_lookup(newest)
+                found = self.alerts.update_alerts(
+                    identity, identity.attempt, found.findings, self.job.places, [self._state], time.time_ns(),
                     links=links,
-                    diagnosed=lambda group: self.epoch.diagnose(group, details(group.lead.rank)),
+                    diagnosed=lambda group: self.job.diagnose_straggler(group, details(group.lead.rank)),
                     hang=found.hang,
                     at_step=max((source.reader.counter(ring.STEP) for source in live), default=None),
                     last_step=max((each for each in last_steps if each is not None), default=None),
                     judge=judge,
                 )  # fmt: skip
-        self.alerts.keep(found)
+        self.alerts.queue_assessment(found)
 
-    def _details_by_rank(self, newest: Iterable[RingSource]) -> Callable[[int], Mapping[str, str]]:
+    def _create_details_lookup(
+        self, newest: Iterable[RingSource]
+    ) -> Callable[[int], Mapping[str, str]]:
         by_rank = {source.state.identity.rank: source for source in newest}
         return lambda rank: self.metrics.diagnosis_details(by_rank[rank]) if rank in by_rank else {}

@@ -112,7 +112,10 @@ class LiveResults:
             self._deliver_alerts()
         if self._figures:
             self._deliver_step_sums()
-        asked, running = list(self._asked), {source.path for source in self._sidecar.sources.live()}
+        asked, running = (
+            list(self._asked),
+            {source.path for source in self._sidecar.sources.unfinished()},
+        )
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
         due = bool(views) and now_s >= self._view_due_s and counted != self._view_records
@@ -120,7 +123,7 @@ class LiveResults:
             return
         began_s, text = self._clock(), ""
         try:
-            self._sidecar.save()
+            self._sidecar.save_state()
             if self._results is not None and self._world_size() <= MAX_RANKS:
                 text = self._results(self._sidecar.run)
         finally:

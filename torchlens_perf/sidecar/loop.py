@@ -17,7 +17,7 @@ from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
 from torchlens_perf.sidecar.live_results import LiveResults
 from torchlens_perf.sidecar.metrics_port import MetricsPort
-from torchlens_perf.sidecar.page_file import write_page
+from torchlens_perf.sidecar.page_file import write_page_if_wanted
 from torchlens_perf.sidecar.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -57,28 +57,28 @@ def run_sidecar(
     background: a thread of low priority for all work that no rank waits for. Without it, the
     calling thread does all work.
     """
-    rounds = _Rounds(sidecar, lock, results, port)
+    rounds = _RoundRunner(sidecar, lock, results, port)
     run_in_background = (
-        _run_here if background is None else lambda work: background.submit(work).result()
+        _run_in_this_thread if background is None else lambda work: background.submit(work).result()
     )
     # A rank that has ended may wait for its report. The calling thread runs that round, because it
     # has the job's priority. In a short run, a rank may have ended before the first round.
     ended = bool(sidecar.run.local_mailboxes(REPORT))
-    while (ended or run_in_background(rounds.until_a_rank_ends)) and rounds.run_one():
+    while (ended or run_in_background(rounds.run_until_a_rank_ends)) and rounds.run_round():
         ended = False
     if rounds.replaced:
         sidecar.close()
         return False
-    run_in_background(lambda: _finish(sidecar, lock, exporter, rounds.port))
+    run_in_background(lambda: _finish_run(sidecar, lock, exporter, rounds.port))
     sidecar.close()
-    return _release(sidecar, lock)
+    return _release_lock(sidecar, lock)
 
 
-def _run_here(work: Callable[[], bool | None]) -> bool | None:
+def _run_in_this_thread(work: Callable[[], bool | None]) -> bool | None:
     return work()
 
 
-def _finish(
+def _finish_run(
     sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort
 ) -> None:
     """Export, save and write the remaining data after the last round."""
@@ -87,25 +87,28 @@ def _finish(
         sidecar.end_exchange()
     if exporter is not None:
         with contain_errors("exporting"):
-            sidecar.export(final=True)
+            sidecar.export_results(final=True)
         with contain_errors("exporting"):
             sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
-    port.show_last(sidecar)
+    port.show_final_values(sidecar)
     with contain_errors("joining node 0's run"):
         sidecar.join_run()
     with (
         contain_errors("writing the run directory"),
-        _logged("the run directory cannot be written"),
+        _log_disk_errors("the run directory cannot be written"),
     ):
-        sidecar.save(durably=True)
-    with contain_errors("writing the report"), _logged("the last report could not be written"):
+        sidecar.save_state(durably=True)
+    with (
+        contain_errors("writing the report"),
+        _log_disk_errors("the last report could not be written"),
+    ):
         sidecar.write_report()
     lock.write_status("is writing the page")
-    with contain_errors("writing the page"), _logged("the page could not be written"):
-        write_page(sidecar)
+    with contain_errors("writing the page"), _log_disk_errors("the page could not be written"):
+        write_page_if_wanted(sidecar)
 
 
-class _Rounds:
+class _RoundRunner:
     """The rounds of a sidecar. Only one thread at a time may call its methods."""
 
     def __init__(
@@ -127,14 +130,14 @@ class _Rounds:
         self._account_took_s = self._save_took_s = 0.0
         lock.write_status("is reading what the ranks record")
 
-    def until_a_rank_ends(self) -> bool:
+    def run_until_a_rank_ends(self) -> bool:
         """Run rounds. Return True once a rank has ended, and False after the last round."""
-        while self.run_one():
-            if _sleep(self._sidecar.sources, self._schedule.poll_s, self._live):
+        while self.run_round():
+            if _sleep_until_event(self._sidecar.sources, self._schedule.poll_s, self._live):
                 return True
         return False
 
-    def run_one(self) -> bool:
+    def run_round(self) -> bool:
         """Run one round. Return False if it was the last one."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
@@ -149,59 +152,65 @@ class _Rounds:
         if ends:
             schedule.hurry()
         with contain_errors("reading the rings"):
-            schedule.adapt_poll_interval(sidecar.poll())
+            schedule.adapt_poll_interval(sidecar.read_rings())
         with contain_errors("opening the port for /metrics"):
-            self.port.update(sidecar)
+            self.port.open_or_update(sidecar)
         now_s = time.monotonic()
-        more = sidecar.sources.has_more_to_come(now_s - self._started_s, ends=ends)
+        more = sidecar.sources.may_get_more_records(now_s - self._started_s, ends=ends)
         if (
             not more
             or asked
             or schedule.is_count_due(now_s, self._account_took_s, watched=live.is_watched)
         ):
             with contain_errors("counting the records"):
-                sidecar.account()
+                sidecar.count_records()
             self._account_took_s = time.monotonic() - now_s
-        if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_every_s):
-            sidecar.judge(now_s, final=not more)
-        with _logged("this run could not join that of node 0"):
+        if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_interval_s):
+            sidecar.judge_ranks(now_s, final=not more)
+        with _log_disk_errors("this run could not join that of node 0"):
             sidecar.join_run()
-        sidecar.measure()
+        sidecar.sample_telemetry()
         sidecar.build_tap(now_s - self._started_s)
         sidecar.relay_captures(now_s, final=not more)
         # The report comes before the export, because rank 0 waits for it and the export may take
         # longer.
-        with contain_errors("writing the report"), _logged("the report could not be written"):
-            sidecar.report_if_asked(self._lock.write_status)
+        with (
+            contain_errors("writing the report"),
+            _log_disk_errors("the report could not be written"),
+        ):
+            sidecar.write_report_if_due(self._lock.write_status)
         with contain_errors("exporting"):
-            sidecar.export()
+            sidecar.export_results()
         with (
             contain_errors("writing the run directory"),
-            _logged("the run directory cannot be written"),
+            _log_disk_errors("the run directory cannot be written"),
         ):
-            unkept = sidecar.records.unkept_records, sidecar.sources.max_unkept_share()
+            unkept = sidecar.records.unsaved_records, sidecar.sources.max_unsaved_share()
             if (
                 not more
                 or STEPS in asked
                 or schedule.is_segment_due(now_s, *unkept, failing=sidecar.records.disk_failed)
             ):
-                sidecar.keep()
+                sidecar.save_records()
             elif schedule.is_save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()
-                sidecar.save()
+                sidecar.save_state()
                 self._save_took_s = time.monotonic() - began_s
-        with contain_errors("showing the live run"), _logged("the live run could not be shown"):
+        with (
+            contain_errors("showing the live run"),
+            _log_disk_errors("the live run could not be shown"),
+        ):
             live.deliver_due(now_s)
         return more
 
 
-def _sleep(sources: RingSources, duration_s: float, results: LiveResults) -> bool:
+def _sleep_until_event(sources: RingSources, duration_s: float, results: LiveResults) -> bool:
     """Sleep until the time is over, a rank ends or makes a request, or SIGTERM comes.
 
     Return True if a rank has ended.
     """
     until_s = time.monotonic() + duration_s
-    live, ends = sources.live(), termination.is_requested()
+    live, ends = sources.unfinished(), termination.is_requested()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_POLL_INTERVAL_S, left_s))
         if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
@@ -212,7 +221,7 @@ def _sleep(sources: RingSources, duration_s: float, results: LiveResults) -> boo
 
 
 @contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
+def _log_disk_errors(what: str) -> Iterator[None]:
     """Log errors of the disk, so that the sidecar goes on observing the ranks.
 
     The disk may be full, or another node's file may be unreadable for a moment.
@@ -223,7 +232,7 @@ def _logged(what: str) -> Iterator[None]:
         logger.error("%s: %s", what, error)
 
 
-def _release(sidecar: Sidecar, lock: SidecarLock) -> bool:
+def _release_lock(sidecar: Sidecar, lock: SidecarLock) -> bool:
     """Release the lock. Return True if a new ring has come and the lock could be acquired again.
 
     A process registers its ring before it checks the lock. If it finds the lock free, it starts a

@@ -59,7 +59,7 @@ class MetricsPort:
         """The address of the open port, or None while it is closed."""
         return None if self._exporter is None else self._exporter.address
 
-    def update(self, sidecar: Sidecar) -> None:
+    def open_or_update(self, sidecar: Sidecar) -> None:
         """Open the port if a rank's settings ask for it, and update its values.
 
         Called in each round of the sidecar.
@@ -72,14 +72,14 @@ class MetricsPort:
             )
             if wanted:
                 with guard("opening the port for /metrics"):
-                    self._open(str(wanted), sidecar)
+                    self._open_port(str(wanted), sidecar)
 
-    def show_last(self, sidecar: Sidecar) -> None:
+    def show_final_values(self, sidecar: Sidecar) -> None:
         """Update the values for the last time, when the run has ended."""
         if self._exporter is not None:
             self._exporter.look(sidecar.state, final=True)
 
-    def finish(self, *, lingers: bool) -> None:
+    def close(self, *, lingers: bool) -> None:
         """Close the port. lingers: first wait for one more scrape, if there were any.
 
         The wait lasts at most twice the last interval between scrapes. No rank waits for it.
@@ -104,7 +104,7 @@ class MetricsPort:
         self._exporter.shutdown(0)
         self._exporter = None
 
-    def _open(self, wanted: str, sidecar: Sidecar) -> None:
+    def _open_port(self, wanted: str, sidecar: Sidecar) -> None:
         from torchlens_perf.exporters.prometheus.endpoint import Address
 
         self._due_s = self._clock() + _RETRY_INTERVAL_S
@@ -130,7 +130,7 @@ class MetricsPort:
             if self._note:
                 sidecar.state.notes = [each for each in sidecar.state.notes if each != self._note]
             port = self._exporter
-            sidecar.also_export_to(lambda first: CombinedExporter(first, port, self._sent))
+            sidecar.combine_exporter(lambda first: CombinedExporter(first, port, self._sent))
 
     def _note_error(self, sidecar: Sidecar, note: str) -> None:
         if note != self._note:

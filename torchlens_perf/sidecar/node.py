@@ -27,7 +27,7 @@ from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.contained_errors import ContainedErrors
 from torchlens_perf.sidecar.job_monitor import JobMonitor
-from torchlens_perf.sidecar.record_account import RecordAccount
+from torchlens_perf.sidecar.record_account import RecordProcessor
 from torchlens_perf.sidecar.rings.sources import RingSources
 from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
@@ -76,8 +76,10 @@ class Sidecar:
         self.contain_errors = self._errors.contain
         self.telemetry = TelemetryLog(run, host, state.telemetry)
         self.monitor = JobMonitor(run, state, generations, self.telemetry, self._errors)
-        self.sources = RingSources(run, host, state, generations, self.monitor.begin, waiting or {})
-        self.records = RecordAccount(
+        self.sources = RingSources(
+            run, host, state, generations, self.monitor.begin_generation, waiting or {}
+        )
+        self.records = RecordProcessor(
             run, state, self.sources, self.monitor, self._errors, lambda: self.exports
         )
         self._captures = CaptureRelay(run)
@@ -93,7 +95,7 @@ class Sidecar:
         """True if there is an exporter."""
         return self._exporter is not None
 
-    def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
+    def combine_exporter(self, both: Callable[[Exporter | None], Exporter]) -> None:
         """Add an exporter.
 
         both: makes one exporter of the present one, or None, and the new one.
@@ -102,23 +104,23 @@ class Sidecar:
 
     # -- one round
 
-    def poll(self) -> float:
+    def read_rings(self) -> float:
         """Copy new records out of the rings. Return the highest fill level."""
-        fullest = self.sources.read()
+        fullest = self.sources.read_new_records()
         self.monitor.assign_attempts(self.sources)
-        self.monitor.sample(self.sources, time.monotonic())
+        self.monitor.sample_waits(self.sources, time.monotonic())
         return fullest
 
-    def account(self) -> None:
+    def count_records(self) -> None:
         """Add the records from poll() to statistics, the export queue and the next segment."""
-        self.records.count()
+        self.records.count_records()
 
-    def judge(self, now_s: float, *, final: bool = False) -> None:
+    def judge_ranks(self, now_s: float, *, final: bool = False) -> None:
         """Judge the ranks, exchange windows with other nodes, and look for hangs.
 
         now_s: CLOCK_MONOTONIC.
         """
-        self.monitor.update(self.sources, now_s, final=final)
+        self.monitor.judge_job(self.sources, now_s, final=final)
 
     def join_run(self) -> None:
         """Move this run into node 0's run directory, once node 0 has reported another one.
@@ -128,16 +130,16 @@ class Sidecar:
         self.monitor.assign_attempts(self.sources)
         run_id = self.monitor.cluster.membership.run_id
         if run_id != self._joined:
-            self.save()
+            self.save_state()
             moved = join_run(self.run.path, run_id)
             logger.info("this run is %s on node 0%s", run_id, ": moved there" if moved else "")
             self._joined = run_id
 
-    def measure(self) -> None:
+    def sample_telemetry(self) -> None:
         """Sample live processes, their GPUs, and the node's network ports, if that is due."""
-        sources = self.sources.live()
+        sources = self.sources.unfinished()
         live = [source.state for source in sources]
-        if not live or not self.sources.setting("telemetry"):
+        if not live or not self.sources.read_setting("telemetry"):
             return
         with self.contain_errors("reading the hardware's telemetry"):
             uuids = dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus)
@@ -149,7 +151,7 @@ class Sidecar:
             found = self.telemetry.sample_due_sources(uuids, pids)
             if found is not None and self._exporter is not None:
                 self._exporter.measured(live[0].identity, found)
-        self._note(self.telemetry.notes)
+        self._add_notes(self.telemetry.notes)
 
     def build_tap(self, running_s: float) -> None:
         """Build the native tap for the next run, if ranks have missed it.
@@ -166,7 +168,7 @@ class Sidecar:
         """
         with self.contain_errors("capturing"):
             ranks, on_verdict = {}, False
-            for source in self.sources.newest():
+            for source in self.sources.newest_generation():
                 identity, setting = source.state.identity, source.settings["capture"]
                 if not source.read_to_end:
                     step, refuses = source.reader.counter(ring.STEP), setting == "off"
@@ -175,55 +177,57 @@ class Sidecar:
                     )
                     on_verdict |= setting == "verdict"
             if on_verdict and self.monitor.cluster.judges_alone:
-                places = self.monitor.epoch.places
-                self._captures.ask_after_verdict(self.state.findings, places, ranks)
-            self._captures.update(ranks, now_s)
-            self._note(self._captures.notes)
+                places = self.monitor.job.places
+                self._captures.request_after_verdict(self.state.findings, places, ranks)
+            self._captures.advance_captures(ranks, now_s)
+            self._add_notes(self._captures.notes)
             if final:
                 self._captures.close()
 
-    def export(self, *, final: bool = False) -> None:
+    def export_results(self, *, final: bool = False) -> None:
         """Pass the results of account() and judge() to the exporter, if there is one.
 
         final: no more data will come from any node.
         """
-        monitor, live = self.monitor, bool(self.sources.live())
-        if monitor.cluster.awaits_node_0(monitor.epoch) and live:
+        monitor, live = self.monitor, bool(self.sources.unfinished())
+        if monitor.cluster.awaits_node_0(monitor.job) and live:
             return  # A step's trace id depends on the attempt, which node 0 reports.
         if self._exporter is None:
-            monitor.alerts.take()
+            monitor.alerts.take_assessment()
             return
         now_s = time.monotonic()
-        part = monitor.job_part(self.sources, now_s)
+        part = monitor.update_export_part(self.sources, now_s)
         if part is None:
             return  # The metrics to send depend on the part.
-        monitor.cluster.forward(self._exporter.update_role(part), monitor.epoch)
+        monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
             identity = self.state.processes[batch.identity.key].identity
             self._exporter.export(dataclasses.replace(batch, identity=identity))
         for traced in monitor.take_traces(self.sources, now_s, final=final):
             self._exporter.export(traced)
-        assessment = monitor.alerts.take()
+        assessment = monitor.alerts.take_assessment()
         # Alerts come after the steps, because they link to the steps' traces.
         if assessment is not None:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
-    def keep(self) -> None:
+    def save_records(self) -> None:
         """Write a segment and the state.
 
         Remove the rings of processes that are saved completely.
         """
         self.records.write_segment()
-        self.save(durably=True)
+        self.save_state(durably=True)
         for source in self.sources:
             if source.settled and os.path.lexists(source.path):
                 # A process that was killed could not remove its stack file itself.
                 source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
-        self.telemetry.write_if_due(self.sources.setting("disk_bytes"), final=not self.sources.live())
+        self.telemetry.write_if_due(
+            self.sources.read_setting("disk_bytes"), final=not self.sources.unfinished()
+        )
 
-    def save(self, *, durably: bool = False) -> None:
+    def save_state(self, *, durably: bool = False) -> None:
         """Write the node's state. durably: see NodeState.save(). Raises OSError."""
         state, times = self.state, os.times()
         state.passing_notes = [
@@ -233,12 +237,14 @@ class Sidecar:
         with self.contain_errors(_TAP):
             # Only ranks with collectives need the native tap.
             missed = (source.state.missing_tap for source in self.sources if source.state.groups)
-            wanted = bool(self.sources.setting("_build_tap"))
-            state.tap_outlook = self._tap.update_outlook(next(filter(None, missed), ""), wanted=wanted)
+            wanted = bool(self.sources.read_setting("_build_tap"))
+            state.tap_outlook = self._tap.update_outlook(
+                next(filter(None, missed), ""), wanted=wanted
+            )
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
         for source in self.sources:
-            source.state.now = source.whereabouts(time.monotonic_ns())
+            source.state.now = source.current_activity(time.monotonic_ns())
         state.save(self.run, durably=durably)
         self._saved_hang = state.hang
 
@@ -262,19 +268,19 @@ class Sidecar:
         while (
             monitor.cluster.others_still_send and time.monotonic() - began_s < _LAST_WINDOWS_S
         ) or (
-            self.exports and monitor.awaits_choice and time.monotonic() - began_s < _LAST_CHOICE_S
+            self.exports and monitor.awaits_trace_choice and time.monotonic() - began_s < _LAST_CHOICE_S
         ):  # fmt: skip
             time.sleep(0.1)
-            self.judge(time.monotonic(), final=True)
-            self.export()
+            self.judge_ranks(time.monotonic(), final=True)
+            self.export_results()
         self.leave_cluster()
-        self._note(monitor.cluster.notes())
+        self._add_notes(monitor.cluster.notes())
 
     def leave_cluster(self) -> None:
         """Send the remaining data and the end of this sidecar to the other nodes."""
-        self.monitor.cluster.close(self.monitor.epoch)
+        self.monitor.cluster.close(self.monitor.job)
 
-    def report_if_asked(self, write_status: Callable[[str], None]) -> None:
+    def write_report_if_due(self, write_status: Callable[[str], None]) -> None:
         """Write report.txt once rank 0 has ended.
 
         write_status: shows processes that wait what this sidecar does.
@@ -282,7 +288,7 @@ class Sidecar:
         for source in self.sources:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
-                others_run = bool(self.sources.live())
+                others_run = bool(self.sources.unfinished())
                 if (
                     others_run
                     and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S
@@ -291,14 +297,14 @@ class Sidecar:
                 self._reported.add(key)
                 if not source.settled:
                     write_status("is counting the last records")
-                    self.account()
+                    self.count_records()
                 # Save the records first: a container that ends with rank 0 may kill this process
                 # soon.
                 write_status(
-                    f"is writing {self.records.unkept_records} records into the run directory"
+                    f"is writing {self.records.unsaved_records} records into the run directory"
                 )
                 try:
-                    self.keep()
+                    self.save_records()
                 except OSError as error:
                     write_status(CANNOT_WRITE)
                     message = (
@@ -316,7 +322,7 @@ class Sidecar:
         asked = [source.settings for source in self.sources if source.state.identity.rank == 0]
         if asked:
             try:
-                self.save()
+                self.save_state()
                 with guard("writing the report", passes=RunStoreError):
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
@@ -328,5 +334,5 @@ class Sidecar:
         self.telemetry.close()
         self.sources.close()
 
-    def _note(self, notes: list[str]) -> None:
+    def _add_notes(self, notes: list[str]) -> None:
         self.state.notes += [note for note in notes if note not in self.state.notes]

@@ -40,22 +40,24 @@ _MAX_CPU_S = 120
 _POLL_INTERVAL_S = 0.1
 
 
-def write_page(sidecar: Sidecar) -> None:
+def write_page_if_wanted(sidecar: Sidecar) -> None:
     """Write the page if rank 0 is on this node. An error becomes a note in the node's state.
 
     Called after the last report. Raises OSError if the state cannot be saved.
     """
     sources = sidecar.sources
-    if sources.setting("writes_page") and any(
+    if sources.read_setting("writes_page") and any(
         source.state.identity.rank == 0 for source in sources
     ):
-        why_not = written(sidecar.run, sources.has_unread_rings)
+        why_not = write_in_child_process(sidecar.run, sources.has_unread_rings)
         if why_not:
             sidecar.state.notes.append(f"report.html could not be written: {why_not}")
-            sidecar.save(durably=True)
+            sidecar.save_state(durably=True)
 
 
-def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
+def write_in_child_process(
+    run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S
+) -> str:
     """Write the page. Return the reason of a failure, otherwise "".
 
     gives_up: called repeatedly. If it returns True, writing ends without a reason.
@@ -65,7 +67,7 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     # Other memory pools of Arrow reserve more memory than they use, which would count for the
     # limit.
     environment = {**children.build_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    began_s, before = time.monotonic(), _version(page)
+    began_s, before = time.monotonic(), _file_version(page)
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command,
@@ -76,11 +78,13 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
             env=environment,
         )
         with contextlib.suppress(ProcessLookupError):
-            _limit(child.pid, resource.RLIMIT_DATA, MEMORY_BYTES)
-            _limit(child.pid, resource.RLIMIT_CPU, _MAX_CPU_S)
+            _lower_limit(child.pid, resource.RLIMIT_DATA, MEMORY_BYTES)
+            _lower_limit(child.pid, resource.RLIMIT_CPU, _MAX_CPU_S)
         while child.poll() is None:
             took_s = time.monotonic() - began_s
-            late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_requested() else timeout_s)
+            late = took_s > (
+                min(TERMINATED_S, timeout_s) if termination.is_requested() else timeout_s
+            )
             if late or gives_up():
                 child.kill()
                 child.wait()
@@ -90,7 +94,7 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
         last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     # The child replaces the page only when the new one is complete, so a later failure does not
     # matter.
-    if child.returncode and _version(page) == before:
+    if child.returncode and _file_version(page) == before:
         reason = (
             last_line.removeprefix("torchlens-perf: ")
             or f"its process ended with {child.returncode}"
@@ -100,7 +104,7 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     return ""
 
 
-def _version(page: Path) -> tuple[int, int]:
+def _file_version(page: Path) -> tuple[int, int]:
     """Return inode and modification time of the page, or zeros if it does not exist."""
     try:
         found = os.stat(page)
@@ -109,7 +113,7 @@ def _version(page: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _limit(pid: int, limited: int, maximum: int) -> None:
+def _lower_limit(pid: int, limited: int, maximum: int) -> None:
     """Lower a resource limit of a process to at most this value."""
     _, hard = resource.prlimit(pid, limited)
     value = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)

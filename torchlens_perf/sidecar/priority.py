@@ -35,16 +35,16 @@ _thread = threading.local()
 MEMORY_BYTES = 4 << 30
 
 
-def lower() -> None:
+def lower_priority() -> None:
     """Give this thread low priority, and call spare_memory().
 
     Threads and children that it starts inherit the priority.
     """
-    lower_thread()
-    spare_memory()
+    lower_thread_priority()
+    yield_memory_to_job()
 
 
-def lower_thread() -> None:
+def lower_thread_priority() -> None:
     """Lower the calling thread's priority permanently. Further calls do nothing."""
     if not getattr(_thread, "is_low", False):
         _thread.is_low = True
@@ -52,17 +52,17 @@ def lower_thread() -> None:
             os.nice(NICE)
 
 
-def spare_memory() -> None:
+def yield_memory_to_job() -> None:
     """Make the kernel end this process before the job if memory runs out, and limit its memory."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())
         with open(_OOM_SCORE, "w") as file:
             file.write(str(min(_HIGHEST_OOM_SCORE, score + _OOM_SCORE_ADDED)))
-    bound_memory(MEMORY_BYTES)
+    set_memory_limit(MEMORY_BYTES)
 
 
-def bound_memory(size_bytes: int) -> None:
+def set_memory_limit(size_bytes: int) -> None:
     """Limit the data of this process. Beyond the limit, allocations raise MemoryError.
 
     A round survives a MemoryError, while the job might not survive a lack of memory.
@@ -73,7 +73,7 @@ def bound_memory(size_bytes: int) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, hard))
 
 
-def set_group(nice: int) -> None:
+def set_group_nice_value(nice: int) -> None:
     """Set the nice value of the session's group, unless the session is a user's shell."""
     if os.getsid(0) != os.getpid():
         return

@@ -25,7 +25,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
-    source.note_progress(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+    source.update_progress(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
     groups = [group for group in reader.groups() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}

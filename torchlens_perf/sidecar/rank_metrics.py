@@ -59,7 +59,9 @@ class HardwareSignals:
 
         Empty without samples.
         """
-        samples, elapsed_s = self._mark_used(uuid, self._log.gpu_samples(uuid, self._first_unused_ns(uuid), now_ns))
+        samples, elapsed_s = self._mark_used(
+            uuid, self._log.gpu_samples(uuid, self._first_unused_ns(uuid), now_ns)
+        )
         if not samples:
             return {}
         measured = gpu_signals(samples)
@@ -119,7 +121,9 @@ class RankMetrics:
 
     def sample_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
         """Sample the ranks' present waits. Called in every round."""
-        self._host.sample_disk_waits((source.state.identity.pid for source in _select_measurable(sources)), now_s)
+        self._host.sample_disk_waits(
+            (source.state.identity.pid for source in _select_measurable(sources)), now_s
+        )
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Add finished steps of a rank."""
@@ -131,7 +135,9 @@ class RankMetrics:
         sums[0] += int(asleep_ns)
         sums[1] += int(steps.duration_ns[measured].sum())
 
-    def take_signals(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
+    def take_signals(
+        self, sources: Iterable[RingSource], now_s: float
+    ) -> dict[int, dict[str, float]]:
         """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
         gc_ns = {

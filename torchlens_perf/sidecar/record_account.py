@@ -16,7 +16,7 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.exporters import ExportBatch, export_batch
 from torchlens_perf.run import ring
-from torchlens_perf.sidecar.rings.oom_files import OomFiles
+from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.telemetry.log import telemetry_disk_share
 from torchlens_perf.store.segments import Chunk, SegmentWriter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
 
 
-class RecordAccount:
+class RecordProcessor:
     """Counting, export and storage of a node's records. Not thread-safe."""
 
     def __init__(
@@ -57,14 +57,14 @@ class RecordAccount:
         self._exports = exports
         self._unkept: list[Chunk] = []
         self._writer: SegmentWriter | None = None
-        self._ooms = OomFiles(run)
+        self._ooms = OomTableReader(run)
 
     @property
-    def unkept_records(self) -> int:
+    def unsaved_records(self) -> int:
         """Number of records that are counted but in no segment yet."""
         return sum(len(chunk.records) for chunk in self._unkept)
 
-    def count(self) -> None:
+    def count_records(self) -> None:
         """Count whole steps that were read, and all remaining records of ended processes."""
         ended = False
         for source in self._sources:
@@ -72,19 +72,19 @@ class RecordAccount:
                 continue
             ended |= source.read_to_end
             with self._errors.contain(f"counting the records of rank {source.state.identity.rank}"):
-                _read_counters(source)
+                _copy_counters(source)
                 self._count_steps(source)
             if source.read_to_end:
                 source.settled = True
                 if self._sources.is_newest(source):
-                    self._monitor.end(source)
+                    self._monitor.end_process(source)
                 self._state.join.mark_ended(source.state.identity.rank, source.generation)
         self._state.join.join()
         with self._errors.contain("reading what held a device's memory"):
-            self._ooms.update(self._state.processes, at_once=ended)
+            self._ooms.add_new_tables(self._state.processes, at_once=ended)
         # While the disk fails, keep only the newest records. The dropped ones are counted.
         if self.disk_failed:
-            while len(self._unkept) > 1 and self.unkept_records > MAX_UNKEPT_RECORDS:
+            while len(self._unkept) > 1 and self.unsaved_records > MAX_UNKEPT_RECORDS:
                 self._state.unwritten_records += len(self._unkept.pop(0).records)
 
     def write_segment(self) -> None:
@@ -96,7 +96,7 @@ class RecordAccount:
             return
         self.disk_failed = True  # Reset below, after a successful write.
         if self._writer is None:
-            disk_bytes = self._sources.setting("disk_bytes")
+            disk_bytes = self._sources.read_setting("disk_bytes")
             self._writer = SegmentWriter(
                 self._run, self._state.host, disk_bytes - telemetry_disk_share(disk_bytes)
             )
@@ -107,16 +107,16 @@ class RecordAccount:
             self._state.dropped_segments += self._writer.dropped_segments - dropped
         self.disk_failed = False
         for chunk in self._unkept:
-            self._sources.source_of(chunk.origin.key).kept = int(chunk.sequences[-1])
+            self._sources.find_source(chunk.origin.key).kept = int(chunk.sequences[-1])
         self._unkept.clear()
 
     def _count_steps(self, source: RingSource) -> None:
         state, statistics = source.state, source.state.statistics
-        records, sequences = source.whole_steps(time.monotonic())
+        records, sequences = source.take_whole_steps(time.monotonic())
         if not len(records):
-            statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+            statistics.lost += source.drop_oldest_waiting(MAX_UNKEPT_RECORDS)
             if source.read_to_end:
-                statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
+                statistics.lost += source.advance_counted(source.reader.cursor - 1, 0)
             return
         names = list(source.reader.names())
         # After a restart of the sidecar the masks may differ, because the state and the segments
@@ -125,20 +125,22 @@ class RecordAccount:
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)
         last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
-        lost = source.count_up_to(last, len(counted))
+        lost = source.advance_counted(last, len(counted))
         statistics.add(counted, steps, names, lost)
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
         self._join_collectives(source, counted, names)
         if self._exports():
-            traces = self._monitor.epoch.traces
-            at_once = traces.add(source, self._sources, counted, names, steps, time.monotonic())
+            traces = self._monitor.job.traces
+            at_once = traces.add_steps(
+                source, self._sources, counted, names, steps, time.monotonic()
+            )
             self.unexported.append(export_batch(state, counted, names, steps, at_once))
         if unkept.any():
             same = np.array_equal(unkept, uncounted)
             kept = counted if same else records[unkept]
             kept_steps = steps if same else assemble_steps(kept)
             self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, kept_steps))
-        statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+        statistics.lost += source.drop_oldest_waiting(MAX_UNKEPT_RECORDS)
 
     def _join_collectives(
         self, source: RingSource, records: npt.NDArray[np.void], names: list[str]
@@ -151,7 +153,7 @@ class RecordAccount:
             self._state.join.set_ranks(self._ranks_of_node(source), source.generation)
         # Warm-up steps are not typical, so their collectives are left out.
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
-        delayed_by_capture = source.delayed_by_capture(records)
+        delayed_by_capture = source.mask_delayed_by_capture(records)
         self._state.join.add_records(
             identity.rank, records[warm], names, state.groups, source.generation, identity.key,
             delayed_by_capture[warm],
@@ -176,7 +178,7 @@ class RecordAccount:
         return ranks | block
 
 
-def _read_counters(source: RingSource) -> None:
+def _copy_counters(source: RingSource) -> None:
     """Copy the ring's counters and its process's metadata into the state."""
     reader, state = source.reader, source.state
     state.unbalanced = reader.counter(ring.UNBALANCED)

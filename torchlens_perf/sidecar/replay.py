@@ -15,7 +15,7 @@ from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
 from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.sidecar.alerts import AlertManager
-from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import files_of, nodes_of
 from torchlens_perf.verdicts import node_state
@@ -67,7 +67,7 @@ def replay(
     """
     steps = records = 0
     sending = _BatchSender(exporter, patience_s) if exporter is not None else None
-    epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
+    job, rebuilt_states, saved_states = JobGeneration(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
     hosts = nodes_of(run.spans)
@@ -86,27 +86,31 @@ def replay(
         ):
             process = rebuilt.processes.get(origin.key)
             if process is None:
-                process = rebuilt.processes[origin.key] = _new_process_state(run, origin, saved, trace_every)
+                process = rebuilt.processes[origin.key] = _new_process_state(
+                    run, origin, saved, trace_every
+                )
             table = assemble_steps(kept)
             process.statistics.add(kept, table, names, lost)
             process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
             # As in a live run, only the newest attempt is judged.
-            if origin.key not in replaced and origin.attempt >= epoch.generation:
-                if origin.attempt > epoch.generation:
-                    epoch = Epoch(origin.attempt)
+            if origin.key not in replaced and origin.attempt >= job.generation:
+                if origin.attempt > job.generation:
+                    job = JobGeneration(origin.attempt)
                 if newly is not None:
-                    epoch.add_steps(process.identity, process.place, newly)
+                    job.add_steps(process.identity, process.place, newly)
                 if origin.rank == 0:
-                    epoch.add_windows(kept, process.identity.world_size)
+                    job.add_device_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 chosen = {
                     each.step: each for each in traced if each.attempt == process.identity.attempt
                 }
                 if traced:
-                    sent = {step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)}
+                    sent = {
+                        step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)
+                    }
                 else:
                     sent = traced_steps(table.step.tolist(), process.trace_every)
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
@@ -115,19 +119,19 @@ def replay(
             if (
                 rest is not None
                 and key not in replaced
-                and process.identity.attempt == epoch.generation
+                and process.identity.attempt == job.generation
             ):
-                epoch.add_steps(process.identity, process.place, rest)
+                job.add_steps(process.identity, process.place, rest)
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
-    findings = epoch.with_groups(epoch.judge(final=True) or NOTHING)
+    findings = job.add_groups_and_causes(job.judge_ranks(final=True) or NOTHING)
     for state in rebuilt_states:
         state.findings = findings
         state.save(run)
     if sending is None:
         return ReplayResult(steps, records, damaged)
-    sending.send_alerts(run, epoch, findings, saved_states)
+    sending.send_alerts(run, job, findings, saved_states)
     notes = sending.finish()
     _clear_undelivered_notes(run, notes)
     return ReplayResult(steps, records, [*damaged, *notes])
@@ -159,7 +163,10 @@ def _new_process_state(
     known = saved.processes.get(origin.key)
     if known is None:
         process = ProcessState(
-            _derive_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every
+            _derive_identity(run, origin),
+            origin.anchor,
+            RankStatistics(),
+            trace_every=Config.trace_every,
         )
     else:
         process = dataclasses.replace(known, anchor=origin.anchor, statistics=RankStatistics())
@@ -206,7 +213,7 @@ class _BatchSender:
                 self._waited_s += time.monotonic() - started_s
 
     def send_alerts(
-        self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]
+        self, run: RunDirectory, job: JobGeneration, findings: Findings, saved: list[NodeState]
     ) -> None:
         """Send the alerts of the whole run, with the same ids as in the live run.
 
@@ -217,8 +224,8 @@ class _BatchSender:
             return
         ended_ns = last.anchor.offset_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
-        assessment = AlertManager(FindingLog(run.run_id)).assess(
-            last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
+        assessment = AlertManager(FindingLog(run.run_id)).update_alerts(
+            last.identity, job.generation, findings, job.places, saved, ended_ns,
             links=slow_link_verdict(links_of(saved), [each.statistics for each in latest_attempt(saved).values()]),
             diagnosed=lambda group: _find_saved_diagnosis(saved, group),
         )  # fmt: skip

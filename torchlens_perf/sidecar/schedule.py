@@ -69,7 +69,9 @@ class Schedule:
         rest_s = min(
             _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
         )
-        return self._is_due("account", now_s, max(self._young_run_interval_s(now_s, _ACCOUNT_S), rest_s))
+        return self._is_due(
+            "account", now_s, max(self._young_run_interval_s(now_s, _ACCOUNT_S), rest_s)
+        )
 
     def is_judging_due(self, now_s: float, period_s: float) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run."""

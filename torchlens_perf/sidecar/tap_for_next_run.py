@@ -136,7 +136,7 @@ def become_background_child() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    priority.set_group(priority.IDLE_GROUP)
+    priority.set_group_nice_value(priority.IDLE_GROUP)
     with contextlib.suppress(OSError):
         os.nice(19)
     priority.make_thread_idle()  # The compiler is started later and inherits the policy.

@@ -60,7 +60,7 @@ class TraceSampler:
         self._world_size = 1
         self._export_limit, self._samples_slow = 0, True
 
-    def add(
+    def add_steps(
         self, source: RingSource, sources: RingSources, records: npt.NDArray[np.void], names: list[str],
         steps: StepTable, now_s: float,
     ) -> set[int]:  # fmt: skip
@@ -76,17 +76,17 @@ class TraceSampler:
             return traced_steps(steps.step.tolist(), every)
         identity = source.state.identity
         self._world_size = identity.world_size
-        later = source.later_records()
+        later = source.incomplete_records()
         self._buffer.add(
             BufferedSteps(
                 identity.key, identity.rank, source.state.anchor, records, later, names, steps
             )
         )
         self._export_limit, self._samples_slow = (
-            sources.setting("export_limit"),
-            bool(sources.setting("_trace_slow")),
+            sources.read_setting("export_limit"),
+            bool(sources.read_setting("_trace_slow")),
         )
-        if identity.rank == min(each.state.identity.rank for each in sources.newest()):
+        if identity.rank == min(each.state.identity.rank for each in sources.newest_generation()):
             if self._sampler is None:
                 self._sampler, self._budget_of = StepSampler(0), None
             self._sampler.add_steps(steps, every, now_s)
@@ -97,7 +97,7 @@ class TraceSampler:
         """True if there are steps that are neither chosen nor rejected."""
         return self._sampler is not None and self._sampler.has_candidates
 
-    def choose(
+    def choose_traces(
         self, role: ExportRole, state: NodeState, attempt: int, here: int, running: frozenset[int], received: bytes,
         now_s: float, *, final: bool = False,
     ) -> list[ExportBatch]:  # fmt: skip
@@ -112,14 +112,14 @@ class TraceSampler:
         if sampler is None or (role.part is None and not final):
             return []
         of_job = here if role.part in (Part.ALONE, Part.FORWARDER) else self._world_size
-        self._set_budget(sampler, role.part, min(1.0, of_job / self._world_size))
+        self._update_budget(sampler, role.part, min(1.0, of_job / self._world_size))
         chosen: list[TracedStep] = []
         after_s = 0.0
         if role.part is Part.FORWARDER:
-            chosen += self._receive(sampler, received, role, attempt)
+            chosen += self._decode_received_choice(sampler, received, role, attempt)
             after_s = 0.0 if final else _NODE_0_TIMEOUT_S
         else:
-            self._add_verdicts(sampler, role, state, now_s)
+            self._react_to_verdicts(sampler, role, state, now_s)
         slow = [group.lead.rank for group in state.findings.groups]
         slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
         known = JobSnapshot(self._buffer.spans, running, of_job, self._rows, slow, self._places)
@@ -127,9 +127,9 @@ class TraceSampler:
         chosen += sampler.choose(attempt, known, now_s, final=final, after_s=after_s)
         role.left_out += sampler.left_out - before
         self._chosen.extend(chosen)
-        return [batch for each in chosen for batch in self._batches(each, state)]
+        return [batch for each in chosen for batch in self._build_batches(each, state)]
 
-    def choice(
+    def encode_choice(
         self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool
     ) -> bytes:
         """Return the newest choice for other nodes, with as many steps as fit.
@@ -143,7 +143,7 @@ class TraceSampler:
 
     # -- parts
 
-    def _set_budget(self, sampler: StepSampler, part: Part | None, share: float) -> None:
+    def _update_budget(self, sampler: StepSampler, part: Part | None, share: float) -> None:
         """Set the budget of spans. share: this node's share of the job's budget."""
         budget = part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
@@ -151,7 +151,7 @@ class TraceSampler:
             sampler.budget = SpanBudget(budget[1])
             sampler.samples_slow = self._samples_slow and part is not Part.FORWARDER
 
-    def _add_verdicts(
+    def _react_to_verdicts(
         self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float
     ) -> None:
         """Choose steps to trace when a verdict begins, and give slow ranks their
@@ -164,7 +164,7 @@ class TraceSampler:
         self._episodes = keys if self._episodes is None else self._episodes | keys
         role.add_slow_ranks(open_now)
 
-    def _receive(
+    def _decode_received_choice(
         self, sampler: StepSampler, received: bytes, role: ExportRole, attempt: int
     ) -> list[TracedStep]:
         """Return the steps that node 0 has chosen since the last call."""
@@ -182,7 +182,7 @@ class TraceSampler:
         sampler.forget(said.decided_to)
         return [each for each in said.steps if each.step not in self._sent]
 
-    def _batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
+    def _build_batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
         if chosen.step in self._sent:
             return []
         self._sent[chosen.step] = None

@@ -36,7 +36,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward"
     ) as run:
         run.goes_on(4)
-        run.sidecar.keep()
+        run.sidecar.save_records()
         yield run
 
 
@@ -71,7 +71,7 @@ def goes_on(live: LiveSimulation) -> None:
     New records are also in segments, so steps and their spans are available.
     """
     live.goes_on()
-    live.sidecar.keep()
+    live.sidecar.save_records()
 
 
 def steps(tab: Tab) -> int:
@@ -238,7 +238,7 @@ def test_step_times_of_two_selected_runs_are_compared(tab: Tab, live: LiveSimula
     ):
         for run in (faster, third):
             run.goes_on(4)
-            run.sidecar.keep()
+            run.sidecar.save_records()
         tab.until(
             "[...document.querySelectorAll('main td.run-step')].filter((cell) =>"
             " cell.textContent).length === 3"

@@ -116,17 +116,17 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
         own_ms = 33 if throttled else 20
         ranks[0].steps(20, forward=10, backward=10, communication=own_ms - 20 + 1)
         ranks[1].steps(20, forward=own_ms / 2, backward=own_ms / 2, communication=1)
-        sidecar.poll()
-        sidecar.account()
-        sidecar.measure()
-        sidecar.judge(rig.now_ns / 1e9)
+        sidecar.read_rings()
+        sidecar.count_records()
+        sidecar.sample_telemetry()
+        sidecar.judge_ranks(rig.now_ns / 1e9)
         rig.now_ns += SECOND
     for rank in ranks:
         rank.close()
-    sidecar.poll()
-    sidecar.account()
-    sidecar.judge(rig.now_ns / 1e9, final=True)
-    sidecar.keep()
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.judge_ranks(rig.now_ns / 1e9, final=True)
+    sidecar.save_records()
     verdict = build(run.run_id, [sidecar.state])["verdicts"][0]
     sidecar.close()
 

@@ -25,8 +25,8 @@ from torchlens_perf.sidecar.host.stacks import (
     MAX_LINES,
     Stack,
     find_py_spy,
-    read_process_state,
     read_main_stack,
+    read_process_state,
     read_source_line,
     request_stack_by_signal,
 )
@@ -509,7 +509,9 @@ def test_sigusr2_is_not_sent_to_a_process_without_a_handler(
     started = process_start_ticks(process.pid)
     assert started is not None
 
-    stack = request_stack_by_signal(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
+    stack = request_stack_by_signal(
+        process.pid, file, started - 1 if listens else started, timeout_s=0.1
+    )
 
     assert stack.reason.startswith("it could not be asked: ")
     assert file.read_bytes() == b""

@@ -232,7 +232,7 @@ class TestAlone:
             from torchlens_perf.run.identity import Identity
             from torchlens_perf.run.ring import record_dtype
             from torchlens_perf.sidecar.cluster import Cluster
-            from torchlens_perf.sidecar.epoch import Epoch
+            from torchlens_perf.sidecar.job_generation import Epoch
             from torchlens_perf.sidecar.nodes.endpoints import Endpoints
             who = Identity("run", 0, 0, 1, 1, 0, "n0", 1, 1, 1, False, "", "", {})
             cluster, epoch = Cluster("n0"), Epoch(0)

@@ -26,9 +26,11 @@ def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) ->
 
 def found_over_nodes(*ranks: RankProgress) -> Hang:
     """Return the hang that node 0 finds if ranks 2 and 3 are on another node."""
-    payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
-    others = summary.progress(
-        summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5]
+    payloads = [
+        summary.pack_summary(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]
+    ]
+    others = summary.unpack_progress(
+        summary.unpack_summaries(payloads), [each.host for each in ranks[2:]], [0.5, 0.5]
     )
     return found(*ranks[:2], *others)
 

@@ -22,7 +22,7 @@ from torchlens_perf.analysis.collectives.slow_link import (
     merge_links,
 )
 from torchlens_perf.sidecar import alerts
-from torchlens_perf.sidecar.alerts import LinkWatch
+from torchlens_perf.sidecar.alerts import SlowLinkMonitor
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES
 from torchlens_perf.verdicts.node_state import NodeState
@@ -125,7 +125,9 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     for view, host in zip(reversed(views), ("node-1", "node-0"), strict=True):
         state = NodeState(host)
         monkeypatch.setattr(state.join, "operations", lambda host=host: host)
-        verdicts.append(LinkWatch().update(state, view.cluster, view.epoch, 0.0, final=False))
+        verdicts.append(
+            SlowLinkMonitor().report_and_judge(state, view.cluster, view.job, 0.0, final=False)
+        )
     alone, found = verdicts
 
     assert alone is None
@@ -134,4 +136,9 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     (whole,) = wire.links.values()
     for other in (link_report.encode_link_report(1, rows["node-1"])[0], whole[:-9], b""):
         wire.links = {"node-1": other}
-        assert LinkWatch().update(state, views[0].cluster, views[0].epoch, 0.0, final=False) is None
+        assert (
+            SlowLinkMonitor().report_and_judge(
+                state, views[0].cluster, views[0].job, 0.0, final=False
+            )
+            is None
+        )

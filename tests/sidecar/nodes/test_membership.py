@@ -24,9 +24,9 @@ def node(
     """
     made = Membership(run_id)
     if leads:
-        made.lead()
+        made.start_numbering()
     for local, (started_s, restarts) in enumerate(sets):
-        made.add(local, started_s, size, restarts=restarts)
+        made.add_set(local, started_s, size, restarts=restarts)
     return made
 
 
@@ -53,64 +53,66 @@ def test_new_process_set_does_not_join_the_generation_it_replaces() -> None:
 def test_nodes_with_different_restart_counts_agree_on_the_generation() -> None:
     """The failed node reports 1 restart, and the other node reports 0."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (0.5, 0), (50.4, 1))
-    other.receive(zero.control(60.0), 60.0)
+    other.apply_control_message(zero.build_control_message(60.0), 60.0)
 
     assert (
-        [zero.number(local) for local in range(2)]
-        == [other.number(local) for local in range(2)]
+        [zero.generation_number(local) for local in range(2)]
+        == [other.generation_number(local) for local in range(2)]
         == [0, 1]
     )
     assert other.run_id == "a"
-    assert zero.remote_generation("b", 1, 50.4, 4) == 1
+    assert zero.generation_of_remote_set("b", 1, 50.4, 4) == 1
 
 
 def test_first_process_set_of_a_late_node_does_not_join_generation_0() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
-    assert late.number(0) == 0
-    assert not late.is_known(0)
-    late.receive(zero.control(95.0), 95.0)
-    assert late.number(0) == 2
-    assert late.is_known(0)
-    late.add(1, 130.0, 4)
-    assert late.number(1) == 3  # The number is a guess until node 0's message arrives.
+    assert late.generation_number(0) == 0
+    assert not late.is_number_known(0)
+    late.apply_control_message(zero.build_control_message(95.0), 95.0)
+    assert late.generation_number(0) == 2
+    assert late.is_number_known(0)
+    late.add_set(1, 130.0, 4)
+    assert late.generation_number(1) == 3  # The number is a guess until node 0's message arrives.
 
 
 def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> None:
     """The first processes of a node ended before they were reported."""
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
-    assert zero.remote_generation("b", 1, 51.0, 4) == 1
+    assert zero.generation_of_remote_set("b", 1, 51.0, 4) == 1
     early = node("a", (0.0, 0), leads=True)
     # No other generation is known at this point.
-    assert early.remote_generation("b", 1, 51.0, 4) == 0
-    early.add(1, 50.0, 4)
-    assert early.remote_generation("b", 1, 51.0, 4) == 1
+    assert early.generation_of_remote_set("b", 1, 51.0, 4) == 0
+    early.add_set(1, 50.0, 4)
+    assert early.generation_of_remote_set("b", 1, 51.0, 4) == 1
 
 
 def test_new_node_0_continues_the_generation_numbers() -> None:
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
-    heir.receive(zero.control(60.0), 60.0)
-    heir.lead()
-    heir.add(1, 90.0, 2)
-    assert (heir.number(0), heir.number(1), heir.run_id) == (1, 2, "a")
+    heir.apply_control_message(zero.build_control_message(60.0), 60.0)
+    heir.start_numbering()
+    heir.add_set(1, 90.0, 2)
+    assert (heir.generation_number(0), heir.generation_number(1), heir.run_id) == (1, 2, "a")
 
 
 def test_generation_is_at_least_the_launchers_restart_count() -> None:
     """A restart may happen before any ring is recorded."""
-    assert node("a", (0.0, 2), (9.0, 3), leads=True).number(1) == 3
+    assert node("a", (0.0, 2), (9.0, 3), leads=True).generation_number(1) == 3
 
 
 def test_restarted_sidecar_keeps_known_generation_numbers() -> None:
     made = Membership("run")
-    made.add(0, 0.0, 4, number=5)
-    made.add(1, 10.0, 4)
-    assert [made.number(0), made.number(1)] == [5, 6]
+    made.add_set(0, 0.0, 4, number=5)
+    made.add_set(1, 10.0, 4)
+    assert [made.generation_number(0), made.generation_number(1)] == [5, 6]
 
 
 def test_generations_agree_although_node_clocks_differ() -> None:
     """Messages contain ages instead of times."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (7000.0, 0), (7050.0, 1))
-    other.receive(ControlMessage.decode(zero.control(60.0).encode()), 7060.0)
-    assert [other.number(0), other.number(1)] == [0, 1]
+    other.apply_control_message(
+        ControlMessage.decode(zero.build_control_message(60.0).encode()), 7060.0
+    )
+    assert [other.generation_number(0), other.generation_number(1)] == [0, 1]
 
 
 def test_control_message_size_is_bounded_with_many_restarts() -> None:
@@ -118,7 +120,7 @@ def test_control_message_size_is_bounded_with_many_restarts() -> None:
     zero = node(
         "é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20
     )
-    data = zero.control(1e6).encode()
+    data = zero.build_control_message(1e6).encode()
     assert len(data) <= MAX_CONTROL_BYTES
     assert [each.number for each in ControlMessage.decode(data).generations] == [
         *range(200 - MAX_GENERATIONS, 200)

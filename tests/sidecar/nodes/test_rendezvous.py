@@ -15,8 +15,18 @@ from torch.distributed import TCPStore
 
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
 from torchlens_perf.sidecar.nodes import endpoints as endpoints_module
-from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on, split_address
-from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous, create_token
+from torchlens_perf.sidecar.nodes.endpoints import (
+    Endpoints,
+    find_listen_addresses,
+    find_published_hosts,
+    split_address,
+)
+from torchlens_perf.sidecar.nodes.rendezvous import (
+    ExchangeAddress,
+    NotPublishedYet,
+    Rendezvous,
+    create_token,
+)
 
 ADDRESS = ExchangeAddress(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
 AT_ONCE = dataclasses.replace(FAST, store_after_s=0.0, store_child_s=30.0, store_again_s=1.0)
@@ -107,8 +117,12 @@ class TestJobStore:
         found = until_found(other)
         other.stop_search()
         second = dataclasses.replace(ADDRESS, token="cd" * 16)
-        wait_until(lambda: merger.publish_address(ADDRESS) == "" and merger._published_store is not None)
-        wait_until(lambda: merger.publish_address(second) == "" and merger._published_store == second)
+        wait_until(
+            lambda: merger.publish_address(ADDRESS) == "" and merger._published_store is not None
+        )
+        wait_until(
+            lambda: merger.publish_address(second) == "" and merger._published_store == second
+        )
         wait_until(lambda: other.find_addresses()[0][1] == second)
         keys = [key for key in job_store.list_keys() if "torchlens_perf" in key]
         merger.close()
@@ -182,7 +196,9 @@ class TestPlaces:
             )
             == 3
         )
-        assert create_token(Endpoints(None, None, "h:1", token="s"), KEY) == create_token(fixed, KEY)
+        assert create_token(Endpoints(None, None, "h:1", token="s"), KEY) == create_token(
+            fixed, KEY
+        )
         secret.chmod(0o640)
         with pytest.raises(PermissionError, match="this user alone"):
             create_token(fixed, KEY)
@@ -202,19 +218,21 @@ class TestPlaces:
         If the name resolves to loopback only on this node, node 0 listens on all interfaces.
         """
         names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
-        monkeypatch.setattr(endpoints_module, "_addresses", lambda host: names.get(host, [host]))
+        monkeypatch.setattr(endpoints_module, "_resolve_host", lambda host: names.get(host, [host]))
         routes = {
             "10.0.0.9": "10.0.0.1",
             "10.0.0.1": "10.0.0.1",
             "127.0.1.1": "127.0.0.1",
             "192.0.2.1": "10.0.0.1",
         }
-        monkeypatch.setattr(endpoints_module, "_own_address_towards", routes.get)
+        monkeypatch.setattr(endpoints_module, "_find_own_address_towards", routes.get)
         monkeypatch.setattr(socket, "gethostname", lambda: "here")
         found = {
             host: (
-                listen_on(Endpoints((host, 1)))[0],
-                known_as(Endpoints((host, 1)), listen_on(Endpoints((host, 1)))[0][0]),
+                find_listen_addresses(Endpoints((host, 1)))[0],
+                find_published_hosts(
+                    Endpoints((host, 1)), find_listen_addresses(Endpoints((host, 1)))[0][0]
+                ),
             )
             for host in ("head", "here", "debian", "localhost", "127.0.0.3")
         }
@@ -226,19 +244,21 @@ class TestPlaces:
             "localhost": (["127.0.0.1"], ("127.0.0.1",)),
             "127.0.0.3": (["127.0.0.3"], ("127.0.0.3",)),
         }
-        assert listen_on(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
+        assert find_listen_addresses(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
     def test_no_endpoints_without_a_store_or_configured_address(self, tmp_path: Path) -> None:
         """With `exchange` off, there are no endpoints either."""
-        assert Endpoints.of(None, "auto", tmp_path) is None
-        assert Endpoints.of(None, "grpcs://?certs=/tls", tmp_path) is None
-        assert Endpoints.of(("h", 1), "off", tmp_path) is None
-        assert Endpoints.of(("h", 1), "auto", tmp_path) == Endpoints(("h", 1), tmp_path)
-        assert Endpoints.of(("h", 1), "grpcs://?certs=/tls", tmp_path) == Endpoints(
+        assert Endpoints.from_setting(None, "auto", tmp_path) is None
+        assert Endpoints.from_setting(None, "grpcs://?certs=/tls", tmp_path) is None
+        assert Endpoints.from_setting(("h", 1), "off", tmp_path) is None
+        assert Endpoints.from_setting(("h", 1), "auto", tmp_path) == Endpoints(("h", 1), tmp_path)
+        assert Endpoints.from_setting(("h", 1), "grpcs://?certs=/tls", tmp_path) == Endpoints(
             ("h", 1), tmp_path, tls_folder="/tls"
         )
-        assert Endpoints.of(None, "grpc://h:1", tmp_path) == Endpoints(None, tmp_path, "h:1")
-        whole = Endpoints.of(
+        assert Endpoints.from_setting(None, "grpc://h:1", tmp_path) == Endpoints(
+            None, tmp_path, "h:1"
+        )
+        whole = Endpoints.from_setting(
             None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret"
         )
         assert whole == Endpoints(None, tmp_path, "h:1", "/t", "/tls", "n0", "secret")

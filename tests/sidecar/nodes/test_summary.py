@@ -43,13 +43,13 @@ def made_summary(
 
 
 def received(*summaries: RankSummary) -> np.ndarray:
-    return summary.unpack([summary.pack(each) for each in summaries])
+    return summary.unpack_summaries([summary.pack_summary(each) for each in summaries])
 
 
 def back(sent: RankProgress) -> RankProgress:
     """Pack and unpack a rank's progress."""
     (value,) = received(made_summary(progress=sent))
-    return summary.progress(np.array([value]), [sent.host], [0.0])[0]
+    return summary.unpack_progress(np.array([value]), [sent.host], [0.0])[0]
 
 
 def assert_close(found: RankProgress, expected: RankProgress) -> None:
@@ -68,25 +68,25 @@ class TestSize:
         full = made_summary(
             rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)}
         )
-        sizes = {len(summary.pack(each)) for each in (empty, full)}
+        sizes = {len(summary.pack_summary(each)) for each in (empty, full)}
 
         assert sizes == {summary.LAYOUT.itemsize}
         assert max(sizes) <= MAX_BYTES
 
     def test_summaries_of_other_versions_and_sizes_raise_an_error(self) -> None:
         """One such summary among valid ones raises the error too."""
-        good = summary.pack(made_summary())
-        assert len(summary.unpack([good, good])) == 2
-        assert len(summary.unpack([])) == 0
+        good = summary.pack_summary(made_summary())
+        assert len(summary.unpack_summaries([good, good])) == 2
+        assert len(summary.unpack_summaries([])) == 0
         # The previous version had the same size.
         for version in (summary.VERSION + 1, summary.VERSION - 1):
             other = struct.pack("<H", version) + good[2:]
-            assert not summary.is_readable(other)
+            assert not summary.has_current_format(other)
             with pytest.raises(ValueError, match="version"):
-                summary.unpack([good, other])
+                summary.unpack_summaries([good, other])
         for wrong in (good[:-1], good + b"\0", b""):
             with pytest.raises(ValueError, match="size"):
-                summary.unpack([good, wrong])
+                summary.unpack_summaries([good, wrong])
 
 
 class TestPlaceAndProgress:
@@ -94,7 +94,7 @@ class TestPlaceAndProgress:
         """Ranks of all nodes have equal populations and positions."""
         (value,) = received(made_summary())
 
-        assert summary.place(value, "node-a") == PLACE
+        assert summary.unpack_placement(value, "node-a") == PLACE
         assert (value["set"], value["world_size"], value["ended"]) == (2, 8, 0)
         assert received(made_summary(ended=True))[0]["ended"] == 1
 
@@ -103,7 +103,9 @@ class TestPlaceAndProgress:
         place = Placement("", "", {name: i for i, name in enumerate(names)})
         (value,) = received(made_summary(place=place))
 
-        assert summary.place(value, "").coordinates == {name: i for i, name in enumerate(names[:6])}
+        assert summary.unpack_placement(value, "").coordinates == {
+            name: i for i, name in enumerate(names[:6])
+        }
 
     def test_unpacked_progress_equals_the_packed_one(self) -> None:
         """Missing values are still missing."""
@@ -163,7 +165,7 @@ class TestPlaceAndProgress:
 
     def test_age_of_a_summary_is_added_to_its_times(self) -> None:
         (value,) = received(made_summary())
-        found = summary.progress(np.array([value]), ["node-c"], [4.0])[0]
+        found = summary.unpack_progress(np.array([value]), ["node-c"], [4.0])[0]
 
         assert (found.report_age_s, found.host) == (4.0, "node-c")
         assert found.since_step_s == pytest.approx(ranks.SINCE_S + 4.0)
@@ -191,7 +193,7 @@ class TestPlaceAndProgress:
         assert found.inside == ("x" * 16, "ä" * 8, "界" * 5)
         assert found.issued == {"グループ": 5}
         (value,) = received(made_summary(place=Placement("", "y" * 47 + "ä", {"ééééééé": 1})))
-        assert summary.place(value, "") == Placement("", "y" * 47, {"éééééé": 1})
+        assert summary.unpack_placement(value, "") == Placement("", "y" * 47, {"éééééé": 1})
 
     def test_process_state_without_a_code_is_unpacked_as_unknown(self) -> None:
         assert back(ranks.rank(0, state="hibernating")).state == "unknown"
@@ -209,17 +211,17 @@ class TestPlaceAndProgress:
             made_summary(place=Placement("", population, coordinates), progress=sent)
         )
 
-        place = summary.place(value, "")
+        place = summary.unpack_placement(value, "")
         assert population.startswith(place.population)
         assert len(place.coordinates) <= len(coordinates)
-        assert len(summary.progress(np.array([value]), [""], [0.0])[0].inside) <= INSIDE
+        assert len(summary.unpack_progress(np.array([value]), [""], [0.0])[0].inside) <= INSIDE
 
 
 class TestRows:
     def test_rows_are_split_into_several_summaries(self) -> None:
         """All rows arrive once and in order."""
         rows = wider(JOB.rows_of(1), 2)
-        windows = list(summary.windows(rows))
+        windows = list(summary.split_rows(rows))
 
         assert [len(each) for each in windows] == [8, 8, 8, 6]
         assert {each.width for each in windows} == {2}
@@ -229,7 +231,7 @@ class TestRows:
                 np.testing.assert_array_equal(joined, getattr(rows, field.name))
 
     def test_newest_rows_are_packed_if_not_all_fit(self) -> None:
-        ((_, block),) = summary.blocks(received(made_summary(rows=JOB.rows_of(0))))
+        ((_, block),) = summary.group_rows(received(made_summary(rows=JOB.rows_of(0))))
 
         assert block.key.tolist() == [list(range(60 - ROWS, 60))]
 
@@ -244,7 +246,7 @@ class TestRows:
             issue_ns=rows.work_ns / 2,
             lag_ns=rows.work_ns * 100,
         )
-        ((population, block),) = summary.blocks(received(made_summary(rows=rows)))
+        ((population, block),) = summary.group_rows(received(made_summary(rows=rows)))
 
         assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
         assert block.key[0].tolist() == [0, 1, 2, 3, 4, *[-1] * (ROWS - 5)]
@@ -276,7 +278,7 @@ class TestRows:
             made_summary(6),
         )
         blocks = [
-            (name, block.width, block.ranks.tolist()) for name, block in summary.blocks(values)
+            (name, block.width, block.ranks.tolist()) for name, block in summary.group_rows(values)
         ]
 
         assert sorted(blocks) == [
@@ -284,7 +286,7 @@ class TestRows:
             (PLACE.population, 2, [4]),
             ("other", 1, [3]),
         ]
-        assert list(summary.blocks(received(made_summary()))) == []
+        assert list(summary.group_rows(received(made_summary()))) == []
 
     def test_module_times_are_unpacked_within_half_a_percent(self) -> None:
         """Times are in the order of the modules' names. A digest identifies the names."""
@@ -296,7 +298,7 @@ class TestRows:
             made_summary(modules_ns=many),
             made_summary(),
         )
-        found = summary.modules_ns(values)
+        found = summary.unpack_module_times(values)
 
         assert found.shape == (3, MAX_MODULES)
         np.testing.assert_allclose(found[1], times_ns[:MAX_MODULES], rtol=1 / 256)
@@ -315,7 +317,7 @@ def test_verdicts_are_the_same_with_and_without_packing(per_summary: int) -> Non
         values = received(
             *(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3))
         )
-        for population, block in summary.blocks(values):
+        for population, block in summary.group_rows(values):
             judge.add_block(population, block)
         judge.judge()
     travelled = judge.judge(final=True)
@@ -338,7 +340,7 @@ def test_rows_of_different_widths_are_compared_however_they_are_split() -> None:
         for rank in range(3):
             rows = job.rows_of(rank) if rank == 2 else wider(job.rows_of(rank), 4)
             at = np.flatnonzero((rows.step >= first) & (rows.step < first + 5))
-            for population, block in summary.blocks(
+            for population, block in summary.group_rows(
                 received(made_summary(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
             ):
                 judge.add_block(population, block)

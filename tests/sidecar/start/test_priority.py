@@ -59,7 +59,7 @@ def test_last_round_runs_at_the_jobs_priority(
     assert lock.acquire()
     made = Sidecar(run, rank.identity.host, None, lambda *_: None)
     rounds: list[int] = []
-    measure = made.measure
+    measure = made.sample_telemetry
 
     def measured() -> None:
         rounds.append(threading.get_native_id())
@@ -67,7 +67,7 @@ def test_last_round_runs_at_the_jobs_priority(
             rank.close()
         measure()
 
-    monkeypatch.setattr(made, "measure", measured)
+    monkeypatch.setattr(made, "sample_telemetry", measured)
     with ThreadPoolExecutor(1) as beside_the_job:
         run_sidecar(made, lock, None, background=beside_the_job)
     main = threading.get_native_id()

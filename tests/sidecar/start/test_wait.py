@@ -24,7 +24,7 @@ from torchlens_perf.sidecar.start.wait import (
     PRELOAD_AFTER_S,
     SHORT_RUN_S,
     STARVED_S,
-    wait,
+    wait_until_due,
 )
 
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Preparation:
-    """A fake Preload that records its calls and their times."""
+    """A fake ImportThread that records its calls and their times."""
 
     def __init__(self, clock: Clock, done_after_s: float) -> None:
         self._clock = clock
@@ -84,7 +84,7 @@ class Waited:
             clock.sleep(duration_s)
             during(clock.now_s - 1000.0)
 
-        self.rings, _ = wait(
+        self.rings, _ = wait_until_due(
             registrations(run), prepare, impatient=impatient, now=clock.now, sleep=sleep
         )
         self.took_s = clock.now_s - 1000.0
@@ -257,16 +257,16 @@ def test_hang_during_the_wait_is_timed_from_the_last_step(run: RunDirectory) -> 
     for waits in (True, False):
         clock = Clock()
         clock.now_s = began_s - SHORT_RUN_S
-        rings, _ = wait(
+        rings, _ = wait_until_due(
             registrations(run),
             functools.partial(Preparation, clock, 0.5),
             now=clock.now,
             sleep=clock.sleep,
         )
         made = Sidecar(run, HOST, None, lambda run, asked: None, rings if waits else {})
-        made.poll()
-        made.account()
-        made.judge(began_s)
+        made.read_rings()
+        made.count_records()
+        made.judge_ranks(began_s)
         found[waits] = min(source.step_s for source in made.sources)
         made.close()
     for rank in ranks:

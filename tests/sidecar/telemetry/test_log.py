@@ -247,15 +247,15 @@ def test_rings_are_removed_although_telemetry_cannot_be_written(
     rank = with_gpu(run, 0, FIRST, world_size=1)
     run_round(sidecar)
     rank.close()
-    sidecar.poll()
-    sidecar.account()
+    sidecar.read_rings()
+    sidecar.count_records()
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(log.SampleWriter, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        sidecar.keep()
+        sidecar.save_records()
 
     assert not rank.ring_path.exists()
     assert pq.read_table(run.steps).num_rows == 5
@@ -287,9 +287,9 @@ def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
 
 def run_round(made: Sidecar) -> None:
     """Run one round of the sidecar without its waiting."""
-    made.poll()
-    made.account()
-    made.measure()
+    made.read_rings()
+    made.count_records()
+    made.sample_telemetry()
 
 
 @pytest.fixture
@@ -325,14 +325,14 @@ def test_sidecar_samples_the_gpus_of_live_ranks(
     run_round(sidecar)
     for rank in ranks[:2]:
         rank.close()
-    sidecar.poll()
+    sidecar.read_rings()
     rig.now_ns += 2 * SECOND
     run_round(sidecar)
     ranks[2].close()
-    sidecar.poll()
+    sidecar.read_rings()
     rig.now_ns += 2 * SECOND
     run_round(sidecar)
-    sidecar.keep()
+    sidecar.save_records()
     sidecar.close()
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU), (SECOND_GPU,)]
@@ -380,7 +380,7 @@ def test_report_has_a_row_for_each_gpu(
         rig.gpus.values[FIRST]["throttle_hw_thermal_ns"] = second * SECOND // 2
         rig.gpus.values[FIRST].update(xids=1, last_xid=63)
         (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
-    sidecar.save()
+    sidecar.save_state()
     value = build(run.run_id, node_state.load_all(run))
     out = io.StringIO()
     show(value, out, "runs/x")
@@ -410,7 +410,7 @@ def test_report_has_no_gpu_table_without_gpus(run: RunDirectory, sidecar: Sideca
     rank = Rank(run, 0, 1)
     rank.steps(5, forward=4)
     run_round(sidecar)
-    sidecar.save()
+    sidecar.save_state()
     value = build(run.run_id, node_state.load_all(run))
     out = io.StringIO()
     show(value, out, "runs/x")
@@ -438,7 +438,7 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     monkeypatch.setattr(rig.gpus, "sample_gpus", fails)
     rig.now_ns += 2 * SECOND
     run_round(sidecar)
-    sidecar.save()
+    sidecar.save_state()
     value = build(run.run_id, node_state.load_all(run))
 
     assert value["ranks"][0]["steps"] == 5
@@ -457,7 +457,7 @@ def test_state_of_an_older_version_without_telemetry_can_be_read(
 ) -> None:
     rank = with_gpu(run, 0, FIRST, world_size=1)
     run_round(sidecar)
-    sidecar.save()
+    sidecar.save_state()
     path = run.node_state(HOST)
     value = json.loads(path.read_text())
     del value["telemetry"]

@@ -103,7 +103,9 @@ class ControlGroup:
         kernel reclaims them first.
         """
         for folder, limit in self._limits:
-            used = _read_integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
+            used = _read_integer(
+                folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes")
+            )
             fields = _read_fields(folder / "memory.stat")
             droppable = int(
                 fields.get("inactive_file" if self._is_v2 else "total_inactive_file", 0)

@@ -111,7 +111,11 @@ class HostMetrics:
         Returns "" if no such program is known.
         """
         process = self._processes.get(pid)
-        return self._neighbours.busiest_program(process.cpus, self._cpus_of_job()) if process is not None else ""
+        return (
+            self._neighbours.busiest_program(process.cpus, self._cpus_of_job())
+            if process is not None
+            else ""
+        )
 
     def cpu_count(self, pid: int) -> int:
         """Return how many CPUs a process may use, or 0 if that is not known."""
@@ -152,7 +156,9 @@ class HostMetrics:
         process.before = counters
         process.disk_wait_samples = process.in_disk_wait = 0
 
-    def _compute_signals(self, process: _SampledProcess, before: _Counters, now: _Counters) -> dict[str, float]:
+    def _compute_signals(
+        self, process: _SampledProcess, before: _Counters, now: _Counters
+    ) -> dict[str, float]:
         assert process.group is not None
         elapsed_s = now.now_s - before.now_s
         signals = {
@@ -206,7 +212,8 @@ class HostMetrics:
         """Return True if the main thread waits, or if it sleeps and one of its workers waits."""
         state = self._read_stat(process.pid)[0]
         return state == b"D" or (
-            state == b"S" and any(self._read_stat(child)[:1] == [b"D"] for child in process.children)
+            state == b"S"
+            and any(self._read_stat(child)[:1] == [b"D"] for child in process.children)
         )
 
     def _read_stat(self, pid: int | str) -> list[bytes]:

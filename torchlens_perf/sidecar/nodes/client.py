@@ -84,7 +84,11 @@ class ReportSender:
             if self._call is None and self._outbox.has_unsent:
                 # Use the last address without a new search, because the job's store has often
                 # ended.
-                await (self._connect_to_address(*self._last) if self._last else self._connect_to_node_0())
+                await (
+                    self._connect_to_address(*self._last)
+                    if self._last
+                    else self._connect_to_node_0()
+                )
             if self._call is not None:
                 while not await self._send_report(leaving=True):
                     pass
@@ -100,7 +104,9 @@ class ReportSender:
         try:
             if self._call.done():
                 raise asyncio.InvalidStateError
-            found = await asyncio.wait_for(self._send_and_receive(encode(report)), self._timing.operation_s)
+            found = await asyncio.wait_for(
+                self._send_and_receive(encode(report)), self._timing.operation_s
+            )
         except transport.CALL_ERRORS as error:
             raise ConnectionError(await self._describe_error(error)) from None
         try:
@@ -177,7 +183,10 @@ class ReportSender:
 
         Each end proves that it has the token before the other sends data.
         """
-        where, nonce = transport.format_target(host, address.port), os.urandom(transport.NONCE_BYTES)
+        where, nonce = (
+            transport.format_target(host, address.port),
+            os.urandom(transport.NONCE_BYTES),
+        )
         sender, node = self._name
         self._channel = self._open_channel(where)
         self._call = self._channel.stream_stream(transport.REPORT)(
@@ -215,7 +224,9 @@ class ReportSender:
             return aio.insecure_channel(where, options=transport.CLIENT_OPTIONS)
         named = [("grpc.ssl_target_name_override", name)] if name else []
         return aio.secure_channel(
-            where, transport.load_client_credentials(folder), options=[*transport.CLIENT_OPTIONS, *named]
+            where,
+            transport.load_client_credentials(folder),
+            options=[*transport.CLIENT_OPTIONS, *named],
         )
 
     async def _close_connection(self) -> None:

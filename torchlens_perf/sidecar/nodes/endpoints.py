@@ -30,7 +30,7 @@ class Endpoints:
     token: str = dataclasses.field(default="", repr=False)
 
     @classmethod
-    def of(
+    def from_setting(
         cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = ""
     ) -> Endpoints | None:
         """Return the endpoints for the setting Config.exchange.
@@ -44,7 +44,7 @@ class Endpoints:
         return cls(job_store, folder, url.address, url.token_file, url.certs, url.name, token)
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Description for the log."""
         known = (
             [f"the job's store is {self.job_store[0]}:{self.job_store[1]}"]
@@ -66,7 +66,7 @@ def split_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen_on(places: Endpoints) -> tuple[list[str], int]:
+def find_listen_addresses(places: Endpoints) -> tuple[list[str], int]:
     """Return the addresses to try to listen on, in this order, and the port, 0 for any.
 
     "::" stands for all addresses of this node. With a coordinator, its own addresses are tried
@@ -76,19 +76,19 @@ def listen_on(places: Endpoints) -> tuple[list[str], int]:
     if places.coordinator:
         host, port = split_address(places.coordinator)
         # The name may belong to a proxy that forwards to this node, so "::" is tried last.
-        return [*_addresses(host), "::"], port
+        return [*_resolve_host(host), "::"], port
     assert places.job_store is not None
     host = places.job_store[0]
     if host == "localhost":
         return ["127.0.0.1"], 0
     if host.startswith(("127.", "::1")):
         return [host], 0
-    towards = next(filter(None, map(_own_address_towards, _addresses(host))), "")
+    towards = next(filter(None, map(_find_own_address_towards, _resolve_host(host))), "")
     # A machine's own name often resolves to loopback, but to another address on other nodes.
     return ["::" if towards.startswith(_LOOPBACK) or not towards else towards], 0
 
 
-def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
+def find_published_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     """Return the names and addresses under which others may reach this node, likeliest first."""
     host = (
         split_address(places.coordinator)[0]
@@ -99,11 +99,11 @@ def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
         return (listens_on,)
     own = [listens_on]
     if listens_on == "::":
-        own = [_own_address_towards(_FAR_AWAY) or "", *_addresses(socket.gethostname())]
+        own = [_find_own_address_towards(_FAR_AWAY) or "", *_resolve_host(socket.gethostname())]
     # Other nodes resolve this node's name to an address that they can reach, so the name comes
     # first.
     ours = bool(places.coordinator) or any(
-        _own_address_towards(each) == each for each in _addresses(host)
+        _find_own_address_towards(each) == each for each in _resolve_host(host)
     )
     hosts = [host, *own] if ours else [*own, host]
     return tuple(
@@ -113,7 +113,7 @@ def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     )
 
 
-def _own_address_towards(address: str) -> str | None:
+def _find_own_address_towards(address: str) -> str | None:
     """Return this node's address on the interface that leads to an address.
 
     Connecting a UDP socket sends no packet.
@@ -125,7 +125,7 @@ def _own_address_towards(address: str) -> str | None:
     return None
 
 
-def _addresses(host: str) -> list[str]:
+def _resolve_host(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
     except (OSError, UnicodeError):

@@ -21,7 +21,9 @@ _GRACE_S = 5
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def publish_or_wait_for_value(host: str, port: int, key: str, lives_s: float, known: str, publish: str) -> str:
+def publish_or_wait_for_value(
+    host: str, port: int, key: str, lives_s: float, known: str, publish: str
+) -> str:
     """Publish a value under the key, or wait for a value other than `known`.
 
     Return the value that the store then has, or "". This client is not one of the store's workers,

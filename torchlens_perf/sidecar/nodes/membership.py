@@ -106,7 +106,7 @@ class Membership:
         self._received: tuple[ProcessGeneration, ...] = ()
         self._leads = False
 
-    def add(
+    def add_set(
         self,
         local: int,
         started_s: float,
@@ -125,9 +125,9 @@ class Membership:
         self._restarts[local] = restarts
         if number is not None:
             self._numbers[local] = number
-        self._match_sets()
+        self._number_sets()
 
-    def lead(self) -> None:
+    def start_numbering(self) -> None:
         """Make this node number new sets, because it has rank 0.
 
         Numbers continue from those of an earlier node 0.
@@ -137,32 +137,34 @@ class Membership:
             for local in self._own:
                 self._numbers.setdefault(local, self._guess_number(local))
 
-    def follow(self) -> None:
+    def stop_numbering(self) -> None:
         """Stop numbering sets, because another node has rank 0."""
         self._leads = False
 
-    def number(self, local: int) -> int:
+    def generation_number(self, local: int) -> int:
         """Return the generation of a set of this node, or a guess until node 0 has reported it."""
         return self._numbers.get(local, self._guess_number(local))
 
-    def age_s(self, local: int, now_s: float) -> float:
+    def age_of_set_s(self, local: int, now_s: float) -> float:
         """Return how long ago a set of this node began, or 0 if it is not known."""
         return now_s - self._own[local].started_s if local in self._own else 0.0
 
-    def is_known(self, local: int) -> bool:
+    def is_number_known(self, local: int) -> bool:
         """Return True if number() is not a guess."""
         return self._leads or local in self._numbers
 
-    def control(self, now_s: float) -> ControlMessage:
+    def build_control_message(self, now_s: float) -> ControlMessage:
         """Return the message for the other nodes."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_GENERATIONS:]
         generations = [
-            ProcessGeneration(self.number(each.number), each.started_s - now_s, each.world_size)
+            ProcessGeneration(
+                self.generation_number(each.number), each.started_s - now_s, each.world_size
+            )
             for each in own
         ]
         return ControlMessage(self.run_id, tuple(generations))
 
-    def receive(self, control: ControlMessage, now_s: float) -> None:
+    def apply_control_message(self, control: ControlMessage, now_s: float) -> None:
         """Apply a message that node 0 made at `now_s`. Ignored on node 0 itself."""
         if self._leads:
             return
@@ -171,9 +173,9 @@ class Membership:
             dataclasses.replace(each, started_s=now_s + each.started_s)
             for each in control.generations
         )
-        self._match_sets()
+        self._number_sets()
 
-    def remote_generation(
+    def generation_of_remote_set(
         self, node: str, local: int, started_s: float, world_size: int
     ) -> int | None:
         """Return the generation of a set of another node, or None without a match.
@@ -188,12 +190,12 @@ class Membership:
         while len(sets) > MAX_GENERATIONS:
             del sets[min(sets, key=lambda each: sets[each].started_s)]
         own = [
-            dataclasses.replace(each, number=self.number(each.number))
+            dataclasses.replace(each, number=self.generation_number(each.number))
             for each in self._own.values()
         ]
         return match_generations(list(sets.values()), own).get(local)
 
-    def _match_sets(self) -> None:
+    def _number_sets(self) -> None:
         if not self._leads:
             self._numbers.update(match_generations(list(self._own.values()), self._received))
         else:

@@ -204,7 +204,9 @@ class _SenderRecord:
     unreadable: int = 0
     links: bytes = b""
     # Until a post is collected, its age is relative to time 0 of node 0's clock.
-    unread: deque[ReceivedPost] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
+    unread: deque[ReceivedPost] = dataclasses.field(
+        default_factory=lambda: deque(maxlen=KEPT_POSTS)
+    )
     # Clocks of nodes are unrelated. A report's delay is measured against the fastest recent report.
     fastest_s: tuple[float, float] = (math.inf, math.inf)
     reports: int = 0

@@ -77,7 +77,9 @@ def create_token(places: Endpoints, key: str) -> str:
     """
     if not places.coordinator:
         return secrets.token_hex(16)
-    secret = _read_private_file(Path(places.token_file)) if places.token_file else places.token.encode()
+    secret = (
+        _read_private_file(Path(places.token_file)) if places.token_file else places.token.encode()
+    )
     shared = f"{key} {places.job_store}"
     return hmac.new(secret.strip(), shared.encode(), hashlib.sha256).hexdigest()[:32]
 
@@ -147,7 +149,12 @@ class Rendezvous:
             )
         if self.address_file is not None:
             try:
-                found.append(("the run directory", ExchangeAddress.decode(_read_private_file(self.address_file))))
+                found.append(
+                    (
+                        "the run directory",
+                        ExchangeAddress.decode(_read_private_file(self.address_file)),
+                    )
+                )
             except FileNotFoundError:
                 pass  # Node 0 has not written it yet, or its run directory is on another disk.
             except OSError as failed:

@@ -19,7 +19,11 @@ from grpc import aio
 
 from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
-from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on
+from torchlens_perf.sidecar.nodes.endpoints import (
+    Endpoints,
+    find_listen_addresses,
+    find_published_hosts,
+)
 from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
 from torchlens_perf.sidecar.nodes.timing import Timing
@@ -102,7 +106,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         raise_open_file_limit()  # Each node has one connection.
         gc.set_threshold(_GC_THRESHOLD)
         self._token = create_token(self._endpoints, self._key)
-        hosts, port = listen_on(self._endpoints)
+        hosts, port = find_listen_addresses(self._endpoints)
         for host in hosts:
             server = aio.server(handlers=[self], options=transport.SERVER_OPTIONS)
             where = transport.format_target(host, port)
@@ -117,7 +121,9 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 continue
             await server.start()
             self._server = server
-            self.address = ExchangeAddress(port, self._token, known_as(self._endpoints, host))
+            self.address = ExchangeAddress(
+                port, self._token, find_published_hosts(self._endpoints, host)
+            )
             logger.info("listening for other nodes on %s", transport.format_target(host, port))
             return
         raise failed
@@ -130,7 +136,9 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
         metadata = dict(call.invocation_metadata)
         nonce, shown = metadata.get(transport.NONCE, b""), metadata.get(transport.PROOF, b"")
-        good = transport.are_proofs_equal(shown, transport.make_proof(self._token, transport.SENDER, nonce))
+        good = transport.are_proofs_equal(
+            shown, transport.make_proof(self._token, transport.SENDER, nonce)
+        )
         return self._accept if good and len(nonce) == transport.NONCE_BYTES else self._refuse
 
     async def _refuse_call(self, requests: Any, context: Any) -> None:
@@ -151,7 +159,9 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         inbox, lock, last_report_s = self._inbox, self._lock, self._last_report_s
         with lock:
-            inbox.add_sender(sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic())
+            inbox.add_sender(
+                sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic()
+            )
         task = asyncio.current_task()
         assert task is not None
         last_report_s[task] = time.monotonic()

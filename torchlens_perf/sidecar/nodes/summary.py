@@ -107,7 +107,7 @@ class RankSummary:
     """Measured signals of the last second, by name."""
 
 
-def pack(summary: RankSummary) -> bytes:
+def pack_summary(summary: RankSummary) -> bytes:
     """Return the summary as bytes.
 
     Long texts are cut. Groups and rows that do not fit are left out.
@@ -136,7 +136,7 @@ def pack(summary: RankSummary) -> bytes:
         value["groups"][i] = _cut_text(name, 12), sequence + 1
         if name in progress.began:
             value["begun"][i] = min(max(0, sequence - progress.began[name]) + 1, 255)
-    value["device"] = _device(progress)
+    value["device"] = _pack_device_place(progress)
     inside = (
         progress.inside
         if len(progress.inside) <= INSIDE
@@ -155,8 +155,10 @@ def pack(summary: RankSummary) -> bytes:
             value["times"][:count, i] = getattr(rows, name)[-count:]
         duration_ns = rows.duration_ns[-count:]
         for name in _SHARES:
-            value[name][:count] = shares(getattr(rows, name)[-count:], duration_ns[:, None])
-        value["issue_ready_ns"][:count] = shares(rows.issue_ready_ns[-count:], duration_ns)
+            value[name][:count] = times_to_shares(
+                getattr(rows, name)[-count:], duration_ns[:, None]
+            )
+        value["issue_ready_ns"][:count] = times_to_shares(rows.issue_ready_ns[-count:], duration_ns)
     names = reported_modules(summary.modules_ns)
     times = np.array([summary.modules_ns[name] for name in names], "<f4")
     value["modules"] = digest(names)
@@ -165,7 +167,7 @@ def pack(summary: RankSummary) -> bytes:
     return value.tobytes()
 
 
-def shares(
+def times_to_shares(
     times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Return times as scaled shares of the rows' durations, as in a packed summary."""
@@ -173,7 +175,7 @@ def shares(
     return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MAX_U2 - 1))
 
 
-def times_ns(
+def shares_to_times_ns(
     shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
     """Return the times of packed shares, or NaN for times that were not measured."""
@@ -181,7 +183,7 @@ def times_ns(
     return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
 
 
-def _device(progress: RankProgress) -> tuple[int, int, float, int]:
+def _pack_device_place(progress: RankProgress) -> tuple[int, int, float, int]:
     place = progress.device
     if place is None:
         return 0, 0, 0.0, 0
@@ -196,7 +198,9 @@ def _device(progress: RankProgress) -> tuple[int, int, float, int]:
     )
 
 
-def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> LastDeviceMark:
+def _unpack_device_place(
+    step: int, behind: int, place: int, stood_s: float, mark: int
+) -> LastDeviceMark:
     """Return the device's place.
 
     The span's name is missing, because it is not part of a summary.
@@ -208,7 +212,7 @@ def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int)
     )
 
 
-def _began(
+def _unpack_begun(
     groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]
 ) -> dict[str, int]:
     return {
@@ -223,7 +227,7 @@ def _cut_text(text: str, max_bytes: int) -> bytes:
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
 
 
-def windows(rows: StepBins) -> Iterator[StepBins]:
+def split_rows(rows: StepBins) -> Iterator[StepBins]:
     """Split rows into pieces that fit into one summary each."""
     for first in range(0, len(rows), ROWS):
         chosen = slice(first, first + ROWS)
@@ -237,17 +241,17 @@ def take_rows(unsent: list[StepBins]) -> StepBins | None:
     """Remove and return as many rows as fit into one summary, or None if `unsent` is empty."""
     if not unsent:
         return None
-    first, *later = list(windows(unsent.pop(0)))
+    first, *later = list(split_rows(unsent.pop(0)))
     unsent[:0] = later
     return first
 
 
-def is_readable(payload: bytes) -> bool:
+def has_current_format(payload: bytes) -> bool:
     """Return True if a payload has this version and size."""
     return len(payload) == LAYOUT.itemsize and payload[0] == VERSION
 
 
-def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
+def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     """Return many ranks' summaries as one array. Raises ValueError for another version or size."""
     joined = b"".join(payloads)
     if len(joined) != LAYOUT.itemsize * len(payloads):
@@ -258,7 +262,7 @@ def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     return values
 
 
-def are_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def find_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Return a mask of the summaries that pack() can have written. The others are corrupt."""
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW
@@ -271,7 +275,7 @@ def are_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     good &= np.isfinite(values["device"]["stood_s"])
     # NaN is valid: it stands for a time that was not measured.
     good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)
-    good &= np.isfinite(modules_ns(values)).all(axis=1)
+    good &= np.isfinite(unpack_module_times(values)).all(axis=1)
     texts = [
         values["population"][:, None],
         values["dimensions"]["name"],
@@ -283,11 +287,11 @@ def are_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
             axis=1
         )
         for index in np.flatnonzero(~ascii_only & good).tolist():
-            good[index] = all(map(_is_text, column[index].tolist()))
+            good[index] = all(map(_is_utf8, column[index].tolist()))
     return good
 
 
-def _is_text(data: bytes) -> bool:
+def _is_utf8(data: bytes) -> bool:
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -295,7 +299,7 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
+def group_rows(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
     """Yield the summaries' rows, one batch for each width and population."""
     has_rows = (values["row"] != NO_ROW).any(axis=1)
     for width in np.unique(values["width"][has_rows]).tolist():
@@ -306,7 +310,9 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
             chosen = values if which.all() else values[which]
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
-            work_ns, issue_ns, lag_ns = (times_ns(chosen[name], times[..., :1]) for name in _SHARES)
+            work_ns, issue_ns, lag_ns = (
+                shares_to_times_ns(chosen[name], times[..., :1]) for name in _SHARES
+            )
             yield (
                 population.decode(),
                 BinBatch(
@@ -320,13 +326,13 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
                     workload=times[..., 3],
                     parts_ns=work_ns,
                     issue_ns=issue_ns,
-                    issue_ready_ns=times_ns(chosen["issue_ready_ns"], times[..., 0]),
+                    issue_ready_ns=shares_to_times_ns(chosen["issue_ready_ns"], times[..., 0]),
                     lag_ns=lag_ns,
                 ),
             )
 
 
-def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
+def unpack_module_times(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
     """Return the mean own forward time per step of each module, as [summaries, MAX_MODULES].
 
     Columns beyond the last module are 0.
@@ -334,7 +340,7 @@ def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
     return (values["modules_ns"].astype("<u4") << 16).view("<f4")
 
 
-def place(value: np.void, host: str, location: str = "") -> Placement:
+def unpack_placement(value: np.void, host: str, location: str = "") -> Placement:
     """Return the placement of one summary's rank. host, location: from the node's own data."""
     coordinates = {
         entry["name"].decode(): int(entry["coordinate"])
@@ -344,7 +350,7 @@ def place(value: np.void, host: str, location: str = "") -> Placement:
     return Placement(host, value["population"].decode(), coordinates, location)
 
 
-def progress(
+def unpack_progress(
     values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]
 ) -> list[RankProgress]:
     """Return the progress of each summary's rank. report_age_s: ages of the summaries."""
@@ -365,8 +371,8 @@ def progress(
             state=_STATES[state],
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
-            began=_began(groups, begun, text) if any(begun) else {},
-            device=_device_place(step, *device) if device[0] else None,
+            began=_unpack_begun(groups, begun, text) if any(begun) else {},
+            device=_unpack_device_place(step, *device) if device[0] else None,
         )
         for (
             rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, begun, device,

@@ -21,7 +21,7 @@ _MAX_BYTES = 1 << 26
 _ROWS_IN_STATE = 10
 
 
-class OomFiles:
+class OomTableReader:
     """Out-of-memory tables of the ranks.
 
     Adds the newest one to each process, and writes it as text.
@@ -32,7 +32,7 @@ class OomFiles:
         self._known: dict[Path, int] = {}  # modification time of each file that has been read
         self._scanned_s = float("-inf")
 
-    def update(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
+    def add_new_tables(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
         """Add new tables to these processes. Raises OSError.
 
         processes: by Identity.key. at_once: True if a process has ended, perhaps because it ran out
@@ -57,10 +57,10 @@ class OomFiles:
             ownership.write_private_file(path.with_suffix(".txt"), oom_text(value))
             before = process.out_of_memory
             if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
-                process.out_of_memory = _kept(value, path)
+                process.out_of_memory = _trim_table(value, path)
 
 
-def _kept(value: OutOfMemory, path: Path) -> OutOfMemory:
+def _trim_table(value: OutOfMemory, path: Path) -> OutOfMemory:
     table = value["table"]
     if table is not None:
         table = {**table, "rows": table["rows"][:_ROWS_IN_STATE]}

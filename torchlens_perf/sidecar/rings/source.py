@@ -63,13 +63,13 @@ class RingSource:
     _step: int = -1
     _head: int = -1
 
-    def note_progress(self, step: int, head: int, now_s: float) -> None:
+    def update_progress(self, step: int, head: int, now_s: float) -> None:
         if step != self._step:
             self._step, self.step_s = step, now_s
         if head != self._head:
             self._head, self.mark_s = head, now_s
 
-    def continue_from(self, ring: WaitingRing) -> None:
+    def copy_progress(self, ring: WaitingRing) -> None:
         """Take over the progress that was seen before the ring was read."""
         self._step, self.step_s, self._head, self.mark_s = (
             ring.step,
@@ -78,7 +78,7 @@ class RingSource:
             ring.mark_s,
         )
 
-    def delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def mask_delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return a mask of the records, of whole steps, that a capture delayed.
 
         The step after a captured one is delayed too: in its first collective, other ranks wait
@@ -90,7 +90,7 @@ class RingSource:
         self.delayed_until = int(steps.max())
         return np.isin(records["step"], steps)
 
-    def has_ended(self) -> str:
+    def poll_end(self) -> str:
         """Return how the process has ended, "closed" or "died", or "" while it runs."""
         if self.reader.counter(ring.STATE) == State.CLOSED:
             return "closed"
@@ -100,7 +100,7 @@ class RingSource:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
-    def whereabouts(self, now_ns: int) -> Activity | None:
+    def current_activity(self, now_ns: int) -> Activity | None:
         """Return what the process is doing now, or None if it has ended or is simulated.
 
         now_ns: CLOCK_MONOTONIC.
@@ -114,7 +114,7 @@ class RingSource:
         inside = tuple(span.name for span in spans[1:])
         return Activity(step, for_s[0], inside, for_s[-1] if inside else None)
 
-    def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    def take_whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Remove and return the records of whole steps, and their sequence numbers.
 
         Once the ring is read to its end, all records are returned. If a device is timed, the last
@@ -137,11 +137,11 @@ class RingSource:
         self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
         return records[:cut], sequences[:cut]
 
-    def later_records(self) -> npt.NDArray[np.void]:
+    def incomplete_records(self) -> npt.NDArray[np.void]:
         """Return the records that wait for their step's end. Some may be about earlier steps."""
         return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
-    def count_up_to(self, last: int, counted: int) -> int:
+    def advance_counted(self, last: int, counted: int) -> int:
         """Advance the number of the last counted record to `last`.
 
         Return how many records are lost.
@@ -153,7 +153,7 @@ class RingSource:
         self.state.counted = max(self.state.counted, last)
         return lost
 
-    def forget_oldest(self, most: int) -> int:
+    def drop_oldest_waiting(self, most: int) -> int:
         """Drop the oldest records that wait for their step's end. Return how many are lost.
 
         most: the number of newest records to keep.
@@ -163,10 +163,10 @@ class RingSource:
             return 0
         ((records, sequences),) = self.waiting
         self.waiting = [(records[surplus:].copy(), sequences[surplus:].copy())]
-        return self.count_up_to(int(sequences[surplus - 1]), 0)
+        return self.advance_counted(int(sequences[surplus - 1]), 0)
 
     @property
-    def unkept_share(self) -> float:
+    def unsaved_share(self) -> float:
         """Records that are read but in no segment yet, as a share of the ring's capacity."""
         return (self.reader.cursor - 1 - self.kept) / self.reader.capacity
 

@@ -83,23 +83,23 @@ class RingSources:
     def __iter__(self) -> Iterator[RingSource]:
         return iter(self._sources.values())
 
-    def newest(self) -> Iterator[RingSource]:
+    def newest_generation(self) -> Iterator[RingSource]:
         """Iterate over the rings of the newest process generation."""
         return filter(self.is_newest, self)
 
     def is_newest(self, source: RingSource) -> bool:
         return source.generation == self._generations.newest != UNRELATED
 
-    def live(self) -> list[RingSource]:
+    def unfinished(self) -> list[RingSource]:
         """Return the rings that are not read to their end."""
         return [source for source in self if not source.read_to_end]
 
-    def read(self) -> float:
+    def read_new_records(self) -> float:
         """Copy new records out of the rings. Return the highest fill level."""
         self._open_new_rings()
         fullest = 0.0
-        for source in self.live():
-            final = source.has_ended()
+        for source in self.unfinished():
+            final = source.poll_end()
             try:
                 batch = source.reader.read(final=bool(final))
             except (RingError, ValueError, IndexError, OverflowError) as error:
@@ -123,29 +123,29 @@ class RingSources:
             )
             logger.warning("%s is damaged: %s", source.path, error)
 
-    def max_unkept_share(self) -> float:
+    def max_unsaved_share(self) -> float:
         """Return the highest RingSource.unkept_share, or 0 without rings."""
-        return max((source.unkept_share for source in self), default=0.0)
+        return max((source.unsaved_share for source in self), default=0.0)
 
-    def setting(self, name: str) -> int:
+    def read_setting(self, name: str) -> int:
         """Return the ranks' value of a setting, or its default if no ring has it."""
         for source in self:
             if name in source.settings:
                 return int(source.settings[name])
         return int(getattr(Config(), name))
 
-    def source_of(self, key: str) -> RingSource:
+    def find_source(self, key: str) -> RingSource:
         """Return the ring of a process. key: its Identity.key."""
         return next(source for source in self if source.state.identity.key == key)
 
-    def has_more_to_come(self, waited_s: float, *, ends: bool = False) -> bool:
+    def may_get_more_records(self, waited_s: float, *, ends: bool = False) -> bool:
         """Return True if a process runs or may still start.
 
         waited_s: how long the sidecar has run. ends: do not wait for new processes.
         """
         sources = list(self)
         if ends:
-            return bool(self._unfilled or self.live())
+            return bool(self._unfilled or self.unfinished())
         if self._unfilled:
             return True
         if not sources:
@@ -176,7 +176,7 @@ class RingSources:
             path not in known and path.exists() for path in self._run.registered_rings(self._host)
         )
 
-    def _registered(self) -> list[Path]:
+    def _list_registered_rings(self) -> list[Path]:
         """Return the paths of all registered rings.
 
         The run directory is listed rarely, because its disk may be slow.
@@ -204,11 +204,11 @@ class RingSources:
 
     def _open_new_rings(self) -> None:
         self._unfilled.clear()
-        for path in self._registered():
+        for path in self._list_registered_rings():
             if path in self._sources or path in self._unreadable:
                 continue
             try:
-                reader = self._reader(path)
+                reader = self._open_reader(path)
                 metadata = reader.metadata()
                 if not metadata:
                     records = reader.counter(ring.HEAD)
@@ -221,7 +221,7 @@ class RingSources:
                         f"its process died before it wrote its metadata; {records} records were"
                         " in it"
                     )
-                self._sources[path] = self._new_source(path, reader, metadata)
+                self._sources[path] = self._create_source(path, reader, metadata)
             except FileNotFoundError:
                 self._unreadable.add(path)
                 self._note_missing(path)
@@ -230,7 +230,7 @@ class RingSources:
                 self._state.notes.append(f"ring file {path.name} could not be read: {error}")
                 logger.warning("%s could not be read: %s", path, error)
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest_processes(self) -> None:
         """Remove the oldest ended processes from the state if it has too many.
 
         The state grows with each restart of a job and is written every few seconds. The report only
@@ -247,7 +247,7 @@ class RingSources:
         for key in ended[: max(0, len(known) - _MAX_GENERATIONS * local_ranks + 1)]:
             del known[key]
 
-    def _reader(self, path: Path) -> RingReader:
+    def _open_reader(self, path: Path) -> RingReader:
         seen = self._waiting.get(str(path))
         return (
             RingReader(path, os.dup(seen.descriptor))
@@ -270,7 +270,7 @@ class RingSources:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)
 
-    def _new_source(self, path: Path, reader: RingReader, metadata: dict[str, Any]) -> RingSource:
+    def _create_source(self, path: Path, reader: RingReader, metadata: dict[str, Any]) -> RingSource:
         identity = Identity(**metadata["identity"])
         before, generation = self._generations.newest, self._generations.of(identity)
         if generation > before:
@@ -278,7 +278,7 @@ class RingSources:
         state = self._state.processes.get(identity.key)
         if state is None:
             state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
-            self._forget_oldest()
+            self._drop_oldest_processes()
             self._state.processes[identity.key] = state
         kept = self._saved_before.get(identity.key, -1)
         reader.cursor = min(kept, state.counted) + 1
@@ -294,6 +294,6 @@ class RingSources:
         )
         reader.hold()
         if str(path) in self._waiting:
-            source.continue_from(self._waiting[str(path)])
+            source.copy_progress(self._waiting[str(path)])
             self._waiting[str(path)].close()
         return source

@@ -41,7 +41,7 @@ class WaitingRing:
             raise ValueError(f"{path} is not a ring file")
         memory.announce_open_ring(path, self.descriptor)
 
-    def update(self, now_s: float) -> bool:
+    def poll_header(self, now_s: float) -> bool:
         """Read the ring's position. Return True if it should be read now."""
         header = os.pread(self.descriptor, 8 * (STATE + 1), 0)
         head, step, state = (
@@ -52,14 +52,14 @@ class WaitingRing:
             self.step, self.step_s = step, now_s
         if head != self.head:
             self.head, self.mark_s = head, now_s
-        return state == CLOSED or self.filled >= FULL
+        return state == CLOSED or self.fill_level >= FULL
 
     @property
-    def filled(self) -> float:
+    def fill_level(self) -> float:
         """Share of the ring's capacity that was written at the last update()."""
         return self.head / self._capacity
 
-    def writer_lives(self) -> bool:
+    def is_writer_alive(self) -> bool:
         return process_start_ticks(self._pid) == self._started
 
     def close(self) -> None:

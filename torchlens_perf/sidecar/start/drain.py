@@ -17,7 +17,7 @@ from torchlens_perf.store.without_pandas import hide_pandas
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-def drain(dead: DeadRun) -> str:
+def drain_run(dead: DeadRun) -> str:
     """Read a dead run's rings into its run directory, if that still exists. Return a description.
 
     The rings are removed afterwards. Raises RunStoreError if the run directory cannot be written.
@@ -30,9 +30,9 @@ def drain(dead: DeadRun) -> str:
     # read_or_replay() saves the records, and removes the rings that are saved completely.
     if is_there and any(path.exists() for path in run.local_rings()):
         process.read_or_replay(run.path, dead.node)
-    if any(_holds_records(ring) for ring in dead.rings) and is_there:
+    if any(_has_records(ring) for ring in dead.rings) and is_there:
         raise RunStoreError(f"{run.path} cannot be written")
-    lock = process.locked(run)
+    lock = process.acquire_lock(run)
     for ring in dead.rings:
         run.remove_ring(ring)
     run.clear_local()
@@ -40,7 +40,7 @@ def drain(dead: DeadRun) -> str:
     return what + (f"read into {run.path}" if is_there else "removed: their run directory is gone")
 
 
-def _holds_records(path: Path) -> bool:
+def _has_records(path: Path) -> bool:
     """Return True if a ring has records that this version can read."""
     try:
         reader = RingReader(path)
@@ -52,20 +52,20 @@ def _holds_records(path: Path) -> bool:
         reader.close()
 
 
-def main(old_s: float = OLD_S, but: str = "") -> int:
+def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:
     """Drain all dead runs one after the other. Blocks while a disk does not answer.
 
     old_s: minimum age of a dead run. but: id of a run to skip.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    priority.lower()
+    priority.lower_priority()
     hide_pandas()
     for dead in list(find_dead_runs(old_s)):
         is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
         # Another process may have drained the run in the meantime.
         if not is_skipped and any(ring.exists() for ring in dead.rings):
             try:
-                logger.info("%s", drain(dead))
+                logger.info("%s", drain_run(dead))
             except (OSError, TorchlensPerfError) as error:
                 logger.warning("the rings in %s stay: %s", dead.rings[0].parent, error)
     remove_empty_user_folders()

@@ -28,27 +28,27 @@ _MIN_CPU_SHARE = 1 / 3
 _TIMEOUT_S = 2.0
 
 
-class Preload:
+class ImportThread:
     """A thread that imports MODULES and pauses after each import for as long as the import took."""
 
     def __init__(self) -> None:
         self._hurry = threading.Event()
         self._group_lock = threading.Lock()  # Two threads change the group's nice value.
-        self._thread = threading.Thread(target=self._import, name="imports", daemon=True)
+        self._thread = threading.Thread(target=self._import_modules, name="imports", daemon=True)
         self._thread.start()
 
     def hurry(self, group: int) -> None:
         """Import without pauses from now on, and give the process's session this nice value."""
         with self._group_lock:
             self._hurry.set()
-            priority.set_group(group)
+            priority.set_group_nice_value(group)
 
     @property
     def is_done(self) -> bool:
         """True if the thread has ended."""
         return not self._thread.is_alive()
 
-    def finish(self) -> bool:
+    def wait_for_imports(self) -> bool:
         """Wait for the remaining imports. Return False if the thread gets too little CPU time."""
         self.hurry(priority.USUAL_GROUP)
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -63,26 +63,26 @@ class Preload:
             else:
                 is_starved = (now_ns - before_ns) / 1e9 < _MIN_CPU_SHARE * (
                     now_s - began_s
-                ) and not self._sleeps()
+                ) and not self._is_waiting()
             if is_starved:
                 return False
 
     def _cpu_time_ns(self) -> int | None:
         return thread_cpu_time_ns(os.getpid(), self._thread.native_id)
 
-    def _sleeps(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Return True if the thread waits for something other than a CPU, such as a disk."""
         return process_state_and_start(os.getpid(), self._thread.native_id)[0] != "R"
 
-    def _import(self) -> None:
+    def _import_modules(self) -> None:
         priority.make_thread_idle()
         with self._group_lock:
             if not self._hurry.is_set():
-                priority.set_group(priority.IDLE_GROUP)
+                priority.set_group_nice_value(priority.IDLE_GROUP)
         # A failed import is repeated, and reported, by the code that needs the module.
         with contextlib.suppress(ImportError):
             for name in MODULES:
                 began_s = time.monotonic()
                 __import__(name)
                 self._hurry.wait(time.monotonic() - began_s)
-        priority.set_group(priority.USUAL_GROUP)
+        priority.set_group_nice_value(priority.USUAL_GROUP)

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-Advanced: TypeAlias = Callable[[int, int], object]
+ProgressCallback: TypeAlias = Callable[[int, int], object]
 """Progress callback, called as advanced(done, total)."""
-_NO_PROGRESS: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
+_NO_PROGRESS: AbstractContextManager[ProgressCallback] = contextlib.nullcontext(
+    lambda done, total: None
+)
 
 _MAX_LOG_BYTES = 1 << 20
 _CREATE_RETRY_S = 1.0
@@ -62,11 +64,11 @@ def read_live_run(
     rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
     the run directory.
     """
-    _log_to_file()
+    _configure_logging()
     hide_pandas()
     run, lock = RunDirectory(Path(run_dir), shared=shared), None
     try:
-        lock = locked(run, lock_descriptor)
+        lock = acquire_lock(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
         if not create_run_directory(run, host, lock.write_status):
             run.clear_local()
@@ -74,7 +76,7 @@ def read_live_run(
             return 1
         lock.write_status(LOADS)
         with ownership.restrict_new_files_like(run.nodes):
-            _read(run, host, lock, rings, is_live=True)
+            _run_until_read(run, host, lock, rings, is_live=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -88,7 +90,7 @@ def read_live_run(
 def read_or_replay(
     run_dir: Path,
     name: str | None,
-    replaying: AbstractContextManager[Advanced] = _NO_PROGRESS,
+    replaying: AbstractContextManager[ProgressCallback] = _NO_PROGRESS,
     *,
     quiet: bool = False,
 ) -> int:
@@ -98,15 +100,15 @@ def read_or_replay(
     which provides its progress callback. quiet: print only errors. Raises RunStoreError if the
     folder is not a run directory, cannot be written, or already has a sidecar.
     """
-    _log_to_file(logging.WARNING if quiet else logging.INFO)
+    _configure_logging(logging.WARNING if quiet else logging.INFO)
     termination.install_handler()
     run = RunDirectory(run_dir)
     # Rings may exist without the run directory, if it could not be created.
     if not run.nodes.is_dir() and not run.local_rings():
         raise RunStoreError(run.why_unreadable())
     host = _find_node(run, name)
-    lock = locked(run)
-    priority.lower()
+    lock = acquire_lock(run)
+    priority.lower_priority()
     try:
         run.create()
         move_log(run, host)
@@ -114,8 +116,8 @@ def read_or_replay(
             if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(
                 run.spans
             ):
-                return _replay(run, lock, replaying, quiet=quiet)
-            _read(run, host, lock, {})
+                return _replay_records(run, lock, replaying, quiet=quiet)
+            _run_until_read(run, host, lock, {})
     finally:
         lock.remove()
         remove_empty_user_folders()
@@ -143,13 +145,13 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     return of_host[0] if of_host else exact
 
 
-def _log_to_file(level: int = logging.INFO) -> None:
-    handler = _CurrentStderr()
-    handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
+def _configure_logging(level: int = logging.INFO) -> None:
+    handler = _CurrentStderrHandler()
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
-class _CurrentStderr(logging.Handler):
+class _CurrentStderrHandler(logging.Handler):
     """Handler that writes to the present sys.stderr, which a progress display may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -160,7 +162,7 @@ class _CurrentStderr(logging.Handler):
             self.handleError(record)
 
 
-class _PrintableLines(logging.Formatter):
+class _PrintableFormatter(logging.Formatter):
     """Formatter that prints a message as one line, followed by the lines of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -170,7 +172,7 @@ class _PrintableLines(logging.Formatter):
         return "\n".join(map(printable, super().formatException(ei).splitlines()))
 
 
-def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
+def acquire_lock(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
     """Acquire the node's lock for a sidecar of the run. Raises RunStoreError if it is taken."""
     lock = SidecarLock(sidecar_lock_path(run.run_id), lock_descriptor)
     if not lock.acquire():
@@ -178,7 +180,7 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
     return lock
 
 
-def _read(
+def _run_until_read(
     run: RunDirectory,
     host: str,
     lock: SidecarLock,
@@ -188,7 +190,9 @@ def _read(
 ) -> None:
     # One low-priority thread does all the work, because the kernel ends the child that builds the
     # tap together with the thread that started it.
-    background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if is_live else None
+    background = (
+        ThreadPoolExecutor(1, initializer=priority.lower_thread_priority) if is_live else None
+    )
     if background is not None and not run.local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import (
@@ -211,7 +215,7 @@ def _read(
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter, live_results, port, background)
+            again = run_sidecar(sidecar, lock, exporter, render_live_results, port, background)
         except Exception:
             failures += 1
             # A user who started it by hand sees the error.
@@ -230,15 +234,15 @@ def _read(
             time.sleep(rest_s)
         finally:
             with guard("ending /metrics"):
-                port.finish(lingers=not again)
+                port.close(lingers=not again)
     with guard("building the native tap on collectives"):
         tap.finish()
 
 
-def _replay(
+def _replay_records(
     run: RunDirectory,
     lock: SidecarLock,
-    replaying: AbstractContextManager[Advanced],
+    replaying: AbstractContextManager[ProgressCallback],
     *,
     quiet: bool,
 ) -> int:
@@ -303,7 +307,7 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     os.replace(partial, run.report)
 
 
-def live_results(run: RunDirectory) -> str:
+def render_live_results(run: RunDirectory) -> str:
     """Return the results of a run in progress, see LiveResults. Raises RunStoreError."""
     from torchlens_perf.page.notebook import results_of
 
@@ -332,7 +336,7 @@ def create_run_directory(
                 last_error = str(error)
                 logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
-        kept = describe_kept_records(run) if _folder_exists(run.nodes) else ""
+        kept = describe_kept_records(run) if _may_folder_exist(run.nodes) else ""
         for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver_text(
@@ -345,7 +349,7 @@ def create_run_directory(
         time.sleep(_CREATE_RETRY_S)
 
 
-def _folder_exists(folder: Path) -> bool:
+def _may_folder_exist(folder: Path) -> bool:
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -362,14 +366,14 @@ def move_log(run: RunDirectory, host: str) -> Path:
     """
     log, local_log = run.node_log(host), sidecar_log_path(sidecar_lock_path(run.run_id))
     with contextlib.suppress(FileNotFoundError):
-        text = _end_of(local_log)
+        text = _read_log_end(local_log)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
             file.write(text)
         local_log.unlink()
     return log
 
 
-def _end_of(log: Path) -> bytes:
+def _read_log_end(log: Path) -> bytes:
     """Return the last _MAX_LOG_BYTES of a log. Raises OSError."""
     with open(ownership.open_to_read(log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_BYTES))

@@ -28,7 +28,7 @@ from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
 TYPE_CHECKING = False  # The same as in typing, whose import takes long.
 if TYPE_CHECKING:
-    from torchlens_perf.sidecar.start.preload import Preload
+    from torchlens_perf.sidecar.start.preload import ImportThread
 
 SHORT_RUN_S = 5.0
 # After this time a starving import thread gets a small share of a CPU. After twice this time the
@@ -46,7 +46,7 @@ _REGISTERED = ".registered"
 _REQUESTS = (".answer", ".view")
 
 
-class Wait:
+class RingWatch:
     """The rings of one node, watched until one of them should be read."""
 
     def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
@@ -64,15 +64,15 @@ class Wait:
         self._has_request = False
         self._rescanned_s = float("-inf")
 
-    def update(self, now_s: float) -> bool:
+    def poll_rings(self, now_s: float) -> bool:
         """Return True if reading should start. now_s: CLOCK_MONOTONIC."""
         rescans = now_s - self._rescanned_s >= _RESCAN_INTERVAL_S
         try:
             if rescans:
                 self._rescanned_s = now_s
-                self._open_new()
+                self._open_new_rings()
             due = [
-                ring.update(now_s) or (rescans and not ring.writer_lives())
+                ring.poll_header(now_s) or (rescans and not ring.is_writer_alive())
                 for ring in self.rings.values()
             ]
         except (OSError, ValueError):
@@ -80,19 +80,19 @@ class Wait:
         return any(due) or self._has_request
 
     @property
-    def fills(self) -> bool:
+    def has_filling_ring(self) -> bool:
         """True if a ring may be full soon."""
-        return any(ring.filled >= FILLING for ring in self.rings.values())
+        return any(ring.fill_level >= FILLING for ring in self.rings.values())
 
-    def _open_new(self) -> None:
-        for path in self._paths():
+    def _open_new_rings(self) -> None:
+        for path in self._list_rings():
             if path not in self.rings and path not in self._gone:
                 try:
                     self.rings[path] = WaitingRing(path)
                 except FileNotFoundError:
                     self._gone.add(path)  # An earlier sidecar has read this ring to its end.
 
-    def _paths(self) -> list[str]:
+    def _list_rings(self) -> list[str]:
         """Return the same paths as RunDirectory.local_rings(). Also notes requests for results."""
         names = os.listdir(self._folder)
         self._has_request = any(name.endswith(_REQUESTS) for name in names)
@@ -100,14 +100,14 @@ class Wait:
         return [os.readlink(f"{self._folder}/{name}") for name in links]
 
 
-def wait(
+def wait_until_due(
     folder: str,
-    prepare: Callable[[], Preload],
+    prepare: Callable[[], ImportThread],
     *,
     impatient: bool = False,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
-) -> tuple[dict[str, WaitingRing], Preload | None]:
+) -> tuple[dict[str, WaitingRing], ImportThread | None]:
     """Wait until reading should start. Return the open rings by path, and the import thread if any.
 
     The wait ends when a ring should be read, on SIGTERM, after SHORT_RUN_S if all modules are
@@ -119,12 +119,12 @@ def wait(
     now, sleep: the clock.
     """
     began_s, preload, hurries = now(), None, False
-    rings, longest_s = Wait(folder), SHORT_RUN_S if impatient else 2 * STARVED_S
-    while not rings.update(now_s := now()) and (waited_s := now_s - began_s) < longest_s:
-        if preload is None and (rings.fills or waited_s >= PRELOAD_AFTER_S):
+    rings, longest_s = RingWatch(folder), SHORT_RUN_S if impatient else 2 * STARVED_S
+    while not rings.poll_rings(now_s := now()) and (waited_s := now_s - began_s) < longest_s:
+        if preload is None and (rings.has_filling_ring or waited_s >= PRELOAD_AFTER_S):
             preload = prepare()
         if preload is not None:
-            if not hurries and (rings.fills or waited_s >= STARVED_S):
+            if not hurries and (rings.has_filling_ring or waited_s >= STARVED_S):
                 hurries = True
                 preload.hurry(
                     priority.USUAL_GROUP if waited_s < FAST_FILL_S else priority.SLOW_GROUP
@@ -156,16 +156,20 @@ def main(arguments: Sequence[str]) -> int:
     folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))
     if AT_ONCE in more:
         write_status(lock, LOADS)
-        waiting = Wait(folder, more[more.index(AT_ONCE) + 1 :])
+        waiting = RingWatch(folder, more[more.index(AT_ONCE) + 1 :])
         # Open the other rings now: anonymous memory is freed when its process ends.
-        waiting.update(time.monotonic())
+        waiting.poll_rings(time.monotonic())
         rings = waiting.rings
     else:
         write_status(lock, "has not begun to read")
-        priority.spare_memory()
-        rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
+        priority.yield_memory_to_job()
+        rings, preload = wait_until_due(folder, _start_imports, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
-        if preload is not None and not preload.finish() and not termination.is_requested():
+        if (
+            preload is not None
+            and not preload.wait_for_imports()
+            and not termination.is_requested()
+        ):
             # Other programs keep all CPUs busy, and the idle thread's imports may take minutes. A
             # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay
             # open, because a ring in anonymous memory would be lost without one.
@@ -178,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     return read_live_run(run, host, lock, rings, shared=SHARED in more)
 
 
-def _preload() -> Preload:
-    from torchlens_perf.sidecar.start.preload import Preload
+def _start_imports() -> ImportThread:
+    from torchlens_perf.sidecar.start.preload import ImportThread
 
-    return Preload()
+    return ImportThread()

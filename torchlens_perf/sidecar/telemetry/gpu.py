@@ -23,9 +23,9 @@ from torchlens_perf.sidecar.telemetry.nvml import (
     GetterCaller,
     GpmReader,
     XidReader,
+    find_nvlink_fields,
     handle_address,
     select_fast_fields,
-    find_nvlink_fields,
 )
 
 _SECOND_NS = 1_000_000_000
@@ -252,7 +252,10 @@ class _OpenGpu:
         self.handle = _find_handle(nvml, uuid)
         self._getters = GetterCaller(nvml, self.handle)
         self._fast = FieldReader(nvml, self.handle, select_fast_fields(driver))
-        self._slow = [FieldReader(nvml, self.handle, SLOW_FIELDS), find_nvlink_fields(nvml, self.handle)]
+        self._slow = [
+            FieldReader(nvml, self.handle, SLOW_FIELDS),
+            find_nvlink_fields(nvml, self.handle),
+        ]
         self._slow_values: dict[str, float] = {}
         self._slow_due_ns = self._gpm_due_ns = 0
         self._gpm: GpmReader | None = None

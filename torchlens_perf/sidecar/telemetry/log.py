@@ -78,7 +78,9 @@ class TelemetryLog:
         )  # by earlier sidecars
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
-    def sample_due_sources(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
+    def sample_due_sources(
+        self, uuids: Collection[str], pids: Mapping[int, int]
+    ) -> Hardware | None:
         """Sample GPUs, ports and processes if they are due. Return GPU and port samples, or None.
 
         uuids: GPUs to sample. pids: process ids by rank.

@@ -18,7 +18,7 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
 from torchlens_perf.exporters.sampling.rank_rows import RankRows
 from torchlens_perf.run.rank_ranges import parse_ranges
-from torchlens_perf.sidecar.hang_watch import HangWatch
+from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.trace_sampler import TraceSampler
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
@@ -73,7 +73,7 @@ class _RemoteRank:
     reported_s: float
 
 
-class Epoch:
+class JobGeneration:
     """Data and findings about one generation of processes. Not thread-safe."""
 
     def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
@@ -97,7 +97,7 @@ class Epoch:
         self.traces = TraceSampler(generation, self.rank_rows, self.detector.places)
         self._windows = MergedWindows()
         self._metrics = MetricHistory()
-        self._hangs = HangWatch(SILENT_S)
+        self._hangs = HangDetector(SILENT_S)
         self._groups: dict[str, tuple[int, ...]] = {}
         self._remote: dict[int, _RemoteRank] = {}
         self._judged: Findings | None = None
@@ -133,7 +133,7 @@ class Epoch:
         meeting_point: Endpoints | None = None,
     ) -> None:
         """Add finished steps of a rank. meeting_point: endpoints of the exchange between nodes."""
-        local = self._local(identity, place)
+        local = self._get_or_add_local_rank(identity, place)
         if meeting_point is None or identity.on_one_node:
             self.is_whole_job = True
         else:
@@ -144,7 +144,7 @@ class Epoch:
             self.rank_rows.add(BinBatch.of(identity.rank, rows))
             local.unsent += [rows] if self.meeting_points else []
 
-    def add_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
+    def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
         """Add the windows that devices have merged over all ranks. records: records of rank 0."""
         self._windows.add(records, world_size)
 
@@ -162,7 +162,7 @@ class Epoch:
         stack_file: the file to which the rank writes its stack on a signal. modules_ns: the mean
         own forward time per step of the rank's modules.
         """
-        local = self._local(identity, place)
+        local = self._get_or_add_local_rank(identity, place)
         local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns or {}
         self.module_times.set_local(identity.rank, local.modules_ns)
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
@@ -180,7 +180,7 @@ class Epoch:
             rows = np.stack([vector(metrics) for metrics in known.values()])
             self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
 
-    def end(self, identity: Identity) -> None:
+    def end_rank(self, identity: Identity) -> None:
         """End a rank whose process has ended, after all of its steps were added."""
         local = self.ranks.get(identity.rank)
         rows = self.detector.end(identity.rank)
@@ -188,7 +188,7 @@ class Epoch:
             local.ended = True
             local.unsent += [rows] if rows is not None and self.meeting_points else []
 
-    def _local(self, identity: Identity, place: Placement) -> LocalRank:
+    def _get_or_add_local_rank(self, identity: Identity, place: Placement) -> LocalRank:
         local = self.ranks.get(identity.rank)
         if local is None or local.identity.key != identity.key:
             local = self.ranks[identity.rank] = LocalRank(identity, place)
@@ -197,7 +197,7 @@ class Epoch:
 
     # -- from other nodes
 
-    def add_remote(
+    def add_remote_summaries(
         self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], now_s: float
     ) -> None:
         """Add valid summaries of other nodes' ranks of this generation.
@@ -207,16 +207,18 @@ class Epoch:
         hosts = [each.node.split("/")[0] for each in received]
         locations = ["".join(each.node.split("/")[2:]) for each in received]
         ages_s = [each.age_s for each in received]
-        for progress, age_s in zip(summary.progress(values, hosts, ages_s), ages_s, strict=True):
+        for progress, age_s in zip(
+            summary.unpack_progress(values, hosts, ages_s), ages_s, strict=True
+        ):
             self._remote[progress.rank] = _RemoteRank(progress, now_s - age_s)
         ranks = values["rank"].tolist()
         for index, rank in enumerate(ranks):
             if not self.detector.has_rows(rank):
                 self.detector.set_place(
-                    rank, summary.place(values[index], hosts[index], locations[index])
+                    rank, summary.unpack_placement(values[index], hosts[index], locations[index])
                 )
         for rank, key, times_ns in zip(
-            ranks, values["modules"].tolist(), summary.modules_ns(values), strict=True
+            ranks, values["modules"].tolist(), summary.unpack_module_times(values), strict=True
         ):
             self.module_times.set_remote(rank, key, times_ns)
         self._metrics.add(
@@ -227,13 +229,13 @@ class Epoch:
         )
         for index in np.flatnonzero(values["ended"]).tolist():
             self.detector.end(ranks[index])
-        for population, block in summary.blocks(values):
+        for population, block in summary.group_rows(values):
             self.detector.add_block(population, block)
             self.rank_rows.add(block)
 
     # -- findings
 
-    def judge(self, *, final: bool = False) -> Findings | None:
+    def judge_ranks(self, *, final: bool = False) -> Findings | None:
         """Return the slow ranks, compared with the devices' windows, or None before the first step.
 
         final: the run has ended.
@@ -250,7 +252,7 @@ class Epoch:
             self._judged = combined_with_windows(found, self._windows, self.places)
         return self._judged
 
-    def with_groups(
+    def add_groups_and_causes(
         self,
         findings: Findings,
         before: Findings = NOTHING,
@@ -264,13 +266,15 @@ class Epoch:
         why = (
             None
             if details is None
-            else lambda group: self.diagnose(group, details(group.lead.rank))
+            else lambda group: self.diagnose_straggler(group, details(group.lead.rank))
         )
         return with_groups(
             findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before
         )
 
-    def diagnose(self, straggler: StragglerGroup, details: Mapping[str, str]) -> Diagnosis:
+    def diagnose_straggler(
+        self, straggler: StragglerGroup, details: Mapping[str, str]
+    ) -> Diagnosis:
         """Return why a rank is slow.
 
         details: see rules.diagnose(), empty for ranks of other nodes.
@@ -307,4 +311,4 @@ class Epoch:
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self.ranks.items()}
         remote = {rank: each.progress for rank, each in self._remote.items()}
-        self._hangs.update(ranks, remote, ages_s, groups, processes, now_s)
+        self._hangs.update_hang(ranks, remote, ages_s, groups, processes, now_s)
