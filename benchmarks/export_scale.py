@@ -84,14 +84,14 @@ class _End:
         self._wire.bytes += sum(map(len, payloads.values()))
         self._wire.posted += [ReceivedPost(self._node, 0.0, payloads)]
 
-    def collect(self) -> CollectedPosts:
+    def collect_posts(self) -> CollectedPosts:
         posted, self._wire.posted = self._wire.posted, []
         return CollectedPosts(posted, {})
 
-    def set_reply(self, reply: bytes) -> None:
+    def set_instructions(self, reply: bytes) -> None:
         self._wire.reply = reply
 
-    def reply(self) -> bytes:
+    def instructions(self) -> bytes:
         return self._wire.reply
 
     def notes(self) -> list[str]:

@@ -51,11 +51,11 @@ class Handed:
     def __init__(self, *_: object) -> None:
         self.next: CollectedPosts = CollectedPosts((), {})
 
-    def collect(self) -> CollectedPosts:
+    def collect_posts(self) -> CollectedPosts:
         collected, self.next = self.next, CollectedPosts((), {})
         return collected
 
-    def set_reply(self, reply: bytes) -> None:
+    def set_instructions(self, reply: bytes) -> None:
         pass
 
     def notes(self) -> list[str]:

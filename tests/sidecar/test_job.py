@@ -57,20 +57,20 @@ class End:
             ReceivedPost(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()
         ]
 
-    def collect(self) -> CollectedPosts:
+    def collect_posts(self) -> CollectedPosts:
         received, self._wire.sent = self._wire.sent, []
         return CollectedPosts(received, {})
 
-    def set_reply(self, reply: bytes) -> None:
+    def set_instructions(self, reply: bytes) -> None:
         self._wire.word = reply
 
-    def reply(self) -> bytes:
+    def instructions(self) -> bytes:
         return self._wire.word
 
     def set_links(self, links: bytes) -> None:
         self._wire.links[self._node] = links
 
-    def links(self) -> list[bytes]:
+    def link_reports(self) -> list[bytes]:
         return list(self._wire.links.values())
 
     def notes(self) -> list[str]:

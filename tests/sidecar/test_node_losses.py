@@ -219,10 +219,10 @@ class TroubledExchange:
     def post(self, payloads: Any) -> None:
         pass
 
-    def collect(self) -> CollectedPosts:
+    def collect_posts(self) -> CollectedPosts:
         return CollectedPosts((), {})
 
-    def reply(self) -> bytes:
+    def instructions(self) -> bytes:
         return b""
 
     def set_links(self, links: bytes) -> None:

@@ -227,8 +227,8 @@ def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
     # The compiler prints its priority, which must not change before the print.
     environ = {**os.environ, "HOME": f"{node.home}/"}
     program = (
-        "import sys; from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun\n"
-        "tap = TapForNextRun(builds=True); tap.outlook(sys.argv[1], wanted=True); tap.finish()"
+        "import sys; from torchlens_perf.sidecar.tap_for_next_run import TapBuilder\n"
+        "tap = TapBuilder(builds=True); tap.update_outlook(sys.argv[1], wanted=True); tap.finish()"
     )
     subprocess.run([sys.executable, "-c", program, node.name], env=environ, check=True, timeout=390)
     stat, oom_score, cpu_s, *autogroup = seen.read_text().splitlines()
@@ -241,10 +241,10 @@ def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
 
 PARENT = """
 import sys, time
-from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
-tap = TapForNextRun(builds=True)
-tap.outlook(sys.argv[1], wanted=True)
-tap._begin()
+from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
+tap = TapBuilder(builds=True)
+tap.update_outlook(sys.argv[1], wanted=True)
+tap._start_child()
 print(tap._child.pid, flush=True)
 time.sleep(1000)
 """

@@ -60,10 +60,12 @@ class SlowLinkMonitor:
         *,
         final: bool,
     ) -> JudgedVerdict | None:
-        """Report this node's links to node 0. Return the verdict on all links that are known here.
+        """Send this node's link statistics to node 0.
 
-        now_s: a monotonic clock. final: no process of the node runs any more. The links are then
-        judged once more, even if that is not due yet.
+        Return the verdict on all links that this node knows.
+
+        now_s: a monotonic clock. final: all processes of the node have ended. The first final call
+        judges the links even if they are not due.
         """
         if now_s >= self._due_s or (final and not self._was_final):
             started_s = time.monotonic()
@@ -98,14 +100,14 @@ class SlowLinkMonitor:
 
 
 class AlertManager:
-    """Creator of alerts in a live run and in a replay. Not thread-safe."""
+    """Creator of alerts for a live run or a replay. Not thread-safe."""
 
     def __init__(self, log: FindingLog) -> None:
         self.log = log
         self.newest: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
         """Newest alerts, for listeners that start later."""
         self.raised = 0
-        # The newest assessment, with all alerts that no exporter has taken yet.
+        # The newest assessment, with all alerts that no exporter has received yet.
         self._untaken: Assessment | None = None
 
     def update_alerts(
@@ -126,12 +128,12 @@ class AlertManager:
     ) -> Assessment:
         """Return the findings at unix_ns, with alerts for all changes since the last call.
 
-        identity: see Assessment. nodes: states that contain details for the alerts' sentences.
-        links: the verdict on slow links. For the other parameters see FindingLog.changes().
+        identity: see Assessment. nodes: node states with details for the alerts' sentences. links:
+        the verdict on slow links. The other parameters are those of FindingLog.changes().
         """
 
         def context() -> SlowRankContext:
-            # Imported only when needed, because it imports the modules that format tables.
+            # Import report.build only when needed, because it loads the modules that format tables.
             from torchlens_perf.report.build import for_alerts
 
             return for_alerts(nodes)
@@ -145,7 +147,10 @@ class AlertManager:
         return Assessment(identity, findings, hang, alerts, judge == "")
 
     def queue_assessment(self, assessment: Assessment) -> None:
-        """Keep the newest assessment, with all alerts that were not taken yet."""
+        """Queue an assessment for the exporter.
+
+        It replaces the queued one, but keeps that one's alerts.
+        """
         not_taken = self._untaken.alerts if self._untaken is not None else ()
         self._untaken = dataclasses.replace(assessment, alerts=(*not_taken, *assessment.alerts))
 

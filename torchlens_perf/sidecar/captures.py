@@ -1,4 +1,4 @@
-"""Carry out captures on this node: forward requests to ranks, record stacks, and finish the files.
+"""Carry out captures on this node: forward requests to ranks, record stacks and write the files.
 
 Requests are files in the run directory. On a shared disk, each node's sidecar handles its own
 ranks.
@@ -39,17 +39,17 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 # The folder of requests is scanned rarely, because all nodes may share its disk.
 LOOK_S = 5.0
 MAX_DUMPS = 8
-# Some stacks are recorded before the captured steps, which may be over before py-spy answers.
+# Record some stacks before the captured steps, because the steps may end before py-spy answers.
 _DUMPS_BEFORE_CAPTURE = 3
 _DUMP_INTERVAL_S = 0.5
 _STEPS_AFTER_VERDICT = 3
 _DUMP_TIMEOUT_S = 1.0
-# Part of a trace that is compressed in one round, which takes about half a second.
+# Bytes of a trace to compress in one round. This takes about half a second.
 _CHUNK_BYTES = 1 << 24
 _FASTEST = 1
 _DONE = object()
 _MAX_NOTES = 4
-# Timeout from the request, with time to begin, to capture and to write.
+# Time from a request to the rank's answer, in which the rank starts, captures and writes.
 _ANSWER_TIMEOUT_S = 3 * LONGEST_S
 
 
@@ -83,16 +83,16 @@ class _PendingCapture:
 
 
 class CaptureRelay:
-    """Handling of captures of this node's ranks. Not thread-safe."""
+    """Handler of the captures of this node's ranks. Not thread-safe."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.notes: list[str] = []
         """Notes on requests that cannot be read and outcomes that cannot be written."""
         self._run = run
         self._scanned_s = float("-inf")
-        self._seen: set[tuple[str, int]] = set()  # requests and ranks that were handled
+        self._seen: set[tuple[str, int]] = set()  # ids of handled requests, with the rank
         self._pending: list[_PendingCapture] = []
-        self._after_verdict: set[int] = set()  # attempts with a capture after a verdict
+        self._after_verdict: set[int] = set()  # attempts in which a verdict has requested a capture
 
     def advance_captures(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
         """Start new captures and continue pending ones. Called in each round of the sidecar.
@@ -112,7 +112,7 @@ class CaptureRelay:
     def request_after_verdict(
         self, findings: Findings, places: Mapping[int, Placement], ranks: Mapping[int, LiveRank]
     ) -> None:
-        """Request a capture of the slow rank and a healthy one, once per attempt of the job.
+        """Request a capture of the slow rank and of a healthy rank, once per attempt of the job.
 
         ranks: this node's ranks. Raises OSError.
         """
@@ -125,7 +125,7 @@ class CaptureRelay:
         if not chosen:
             return
         self._after_verdict.add(attempt)
-        # An earlier sidecar may have requested it before a restart.
+        # A sidecar that ran before a restart may have requested this capture.
         earlier, _ = captures.read_requests(self._run.captures)
         if any(
             each.asked_by == captures.BY_VERDICT and each.attempt == attempt for each in earlier
@@ -152,7 +152,7 @@ class CaptureRelay:
                 self.notes.append(note)
 
     def close(self) -> None:
-        """Finish all files, after all ranks have ended."""
+        """Write the files of all pending captures, after all ranks have ended."""
         while self._pending:
             self.advance_captures({}, time.monotonic())
 
@@ -178,7 +178,7 @@ class CaptureRelay:
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
                 self._record_stack(capture, live.step, now_s)
-                # If the folder exists, an earlier sidecar has forwarded the request.
+                # If the folder exists, an earlier sidecar has already forwarded the request.
                 if not folder.exists():
                     captures.ring_outcome_path(live.ring).unlink(missing_ok=True)
                     of_rank = dataclasses.replace(request, folder=str(folder))
@@ -230,7 +230,7 @@ class CaptureRelay:
         return dataclasses.replace(answer, id=capture.request.id, rank=capture.rank)
 
     def _withdraw_request(self, capture: _PendingCapture) -> bool:
-        """Withdraw a request. Return False if the rank has already taken it."""
+        """Withdraw a request. Return False if the rank has already begun the capture."""
         try:
             captures.ring_request_path(capture.ring).unlink()
         except FileNotFoundError:
@@ -257,7 +257,7 @@ class CaptureRelay:
             pass
 
     def _write_files(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
-        """Write the sidecar's files, one chunk for each iteration, and the outcome last."""
+        """Compress the trace, one chunk per iteration. Then write the stacks and the outcome."""
         files, left_out = dict(outcome.files), dict(outcome.left_out)
         raw, compressed = capture.folder / RAW_TRACE, capture.folder / TRACE
         if TRACE in files:
@@ -283,7 +283,8 @@ class CaptureRelay:
                     )
             except OSError as error:
                 left_out[TRACE] = f"it could not be compressed: {error.strerror or error}"
-            # Free the space before writing other files, because the disk may be full.
+            # Delete the uncompressed trace before writing other files, because the disk may be
+            # full.
             partial.unlink(missing_ok=True)
         raw.unlink(missing_ok=True)
         if capture.dumps:

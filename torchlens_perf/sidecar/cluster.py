@@ -1,9 +1,9 @@
 """Connect this node with the other nodes of its job.
 
-On node 0, update() receives the summaries of all other nodes' ranks. It sends the run's id, its
-process generations and instructions to the other nodes. On the other nodes, update() does the
-opposite. The exchange stays open while processes are replaced, because other nodes may restart
-earlier or later.
+On node 0, exchange_data() receives summaries of the other nodes' ranks. It sends the run's id, its
+process generations and instructions to these nodes. On the other nodes, exchange_data() does the
+opposite. The exchange stays open while processes restart, because nodes may restart at different
+times.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-# Interval of a rank's posts while it makes no steps, and of checks for hangs.
+# Interval of hang checks. It is also the interval of a rank's posts while the rank makes no steps.
 ROUND_S = 1.0
-# Interval of update() while no windows are exchanged.
+# Interval of exchange_data() while this node exchanges no data with other nodes.
 _ALONE_ROUND_S = 2.0
 _MAX_TALLIES = 16384
-# Separates a control message, which does not contain it, from the instructions.
+# Separator between a control message and the instructions. No control message contains this byte.
 _SEPARATOR = b"\n"
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
@@ -59,16 +59,16 @@ class ClusterLink:
         cut_off_after_s: float = 30.0,
         node_0_timeout_s: float = 15.0,
     ) -> None:
-        """node: this node's name, see run/place/node.py. open_exchange: replaced in tests.
+        """node: this node's name, see run/place/node.py. open_exchange: replaces Exchange in tests.
 
         cut_off_after_s: time without contact to node 0 after which this node judges its own ranks.
-        A restarted sidecar of node 0 is found sooner.
-        node_0_timeout_s: time to wait for node 0's message on which processes run together.
+        A node finds a restarted sidecar of node 0 in less time.
+        node_0_timeout_s: longest wait for node 0's message about the job's process generations.
         """
         self.membership = Membership(run_id)
         """The generations of processes that run together on all nodes."""
         host = host_of_node(node)
-        # The name for other nodes: the host, and a suffix that distinguishes several nodes on one
+        # Other nodes see this name: the host's name and a suffix that distinguishes nodes on one
         # host.
         self._name = f"{host}/{node.removeprefix(host).lstrip('-')}"
         self._open_exchange = open_exchange
@@ -87,12 +87,12 @@ class ClusterLink:
 
     @property
     def judges_alone(self) -> bool:
-        """True if this node judges its ranks itself, False if another node, node 0, does."""
+        """True if this node judges its own ranks, False if node 0 judges them on another node."""
         return self._exchange is None or self._is_node_0
 
     @property
     def is_cut_off(self) -> bool:
-        """True if node 0 should judge this node's ranks but could not be reached for long."""
+        """True if node 0, which judges this node's ranks, has been unreachable for too long."""
         return (
             self._exchange is not None
             and not self._is_node_0
@@ -101,10 +101,7 @@ class ClusterLink:
 
     @property
     def update_interval_s(self) -> float:
-        """Interval at which to call update().
-
-        Nodes that exchange windows expect a post each second.
-        """
+        """Interval at which to call exchange_data(). Nodes of one job expect a post each second."""
         return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
@@ -114,16 +111,16 @@ class ClusterLink:
 
     @property
     def received_instructions(self) -> bytes:
-        """Node 0's newest instructions, see publish()."""
+        """Node 0's newest instructions, see publish_instructions()."""
         return b"" if self.judges_alone else self._instructions
 
     @property
     def max_instruction_bytes(self) -> int:
-        """Largest number of bytes that publish() accepts now."""
+        """Largest number of bytes that publish_instructions() accepts now."""
         return MAX_REPLY_BYTES - 1 - len(self._encode_control())
 
     def publish_instructions(self, instructions: bytes) -> None:
-        """Send instructions to all other nodes. Has an effect on node 0 only."""
+        """Send instructions to all other nodes. The call has an effect on node 0 only."""
         if self._is_node_0 and instructions != self._instructions:
             self._instructions = instructions
             self._publish_control()
@@ -134,18 +131,21 @@ class ClusterLink:
             self._exchange.set_links(links)
 
     def link_reports_of_others(self) -> list[bytes]:
-        """Return the link reports of the other nodes. Empty except on node 0."""
+        """Return the link reports of the other nodes. The list is empty except on node 0."""
         return (
             self._exchange.link_reports() if self._exchange is not None and self._is_node_0 else []
         )
 
     def send_tally(self, tally: bytes, job: JobGeneration) -> None:
-        """Send a tally of metrics, which node 0's exporter adds to its own."""
+        """Send this node's sums of metrics, called a tally.
+
+        Node 0's exporter adds up all tallies.
+        """
         if tally and self._exchange is not None and not self._is_node_0 and job.ranks:
             self._exchange.post({min(job.ranks): tally})
 
     def take_tallies(self) -> list[tuple[str, bytes]]:
-        """Remove and return the tallies for this node's exporter, with the names of their nodes."""
+        """Remove and return the tallies received from other nodes, each with its node's name."""
         tallies = list(self._tallies)
         self._tallies.clear()
         return tallies
@@ -162,7 +162,7 @@ class ClusterLink:
     def awaits_node_0(self, job: JobGeneration) -> bool:
         """Return True while this node waits for node 0's message with the run's id and attempt.
 
-        It does not wait longer than node_0_timeout_s.
+        The wait ends after node_0_timeout_s.
         """
         known = self.membership.is_number_known(job.generation)
         return (
@@ -176,8 +176,8 @@ class ClusterLink:
     ) -> None:
         """Register a generation of this node's processes.
 
-        identity: identity of one of the processes. number: the job's generation, if an earlier
-        sidecar knew it.
+        identity: identity of one of the processes. number: the generation's number in the job, if
+        the node's saved state contains it.
         """
         started_s = time.monotonic() - process_age_s(identity.process_started)
         self.membership.add_set(
@@ -185,7 +185,7 @@ class ClusterLink:
         )
 
     def finish_generation(self, job: JobGeneration) -> None:
-        """Send the rest of an epoch that is replaced, and discard what other nodes sent for it."""
+        """Send the last data of a replaced generation, and discard all data of other nodes."""
         self._report_ranks(job)
         self._missing.clear()
         self._unreadable.clear()
@@ -233,7 +233,8 @@ class ClusterLink:
         """Send the remaining data and end the exchange. Blocks for a few seconds at most."""
         self._report_ranks(job)
         if self._exchange is not None:
-            # Take the notes before closing. If the other end has already left, no note is needed.
+            # Collect the notes before closing, because no note is needed if node 0's sidecar has
+            # already left.
             self._closed_notes += [
                 note for note in self._exchange.notes() if note not in self._closed_notes
             ]
@@ -251,7 +252,7 @@ class ClusterLink:
     def _open_or_replace_exchange(self, job: JobGeneration) -> None:
         """Open the exchange once ranks have made steps, or replace it if this node's role changes.
 
-        By the first steps, all ranks of this node are known.
+        When ranks make their first steps, all ranks of this node are known.
         """
         if job.is_whole_job or job.has_all_ranks:
             self.close(job)
@@ -266,9 +267,9 @@ class ClusterLink:
     def _connect(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
         """Open the exchange.
 
-        merges: True if rank 0 is on this node. identity: any rank of this node.
+        merges: True if rank 0 is on this node. identity: the identity of any rank of this node.
         """
-        # Imported here, because a job with one node needs neither asyncio nor grpc.
+        # Import the exchange here, because a job with one node needs neither asyncio nor grpc.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
         from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 
@@ -276,7 +277,7 @@ class ClusterLink:
             self.membership.start_numbering()
         else:
             self.membership.stop_numbering()
-        # The name carries the node's location to the other nodes.
+        # Add the node's location to the name that other nodes receive.
         where = describe_location(identity.attributes).replace("/", "-")
         logger.info(
             "%s windows between nodes; %s",
@@ -290,10 +291,7 @@ class ClusterLink:
         self._role = endpoints, merges
 
     def _publish_control(self) -> None:
-        """Send the run's id, its process generations and instructions.
-
-        Has an effect on node 0 only.
-        """
+        """Send the run's id, its process generations and instructions. Only node 0 sends them."""
         if self._exchange is not None and self._is_node_0:
             control, instructions = self._encode_control(), self._instructions
             fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES
@@ -305,7 +303,7 @@ class ClusterLink:
         return self.membership.build_control_message(time.monotonic()).encode()
 
     def _receive_control(self) -> None:
-        """Apply node 0's newest control message. Has an effect on the other nodes only."""
+        """Apply node 0's newest control message. Node 0 itself receives none."""
         received = self._exchange.instructions() if self._exchange is not None else b""
         if received and received != self._received:
             self._received = received
@@ -318,7 +316,10 @@ class ClusterLink:
                 logger.warning("node 0's control message cannot be read: %s", error)
 
     def _report_ranks(self, job: JobGeneration) -> None:
-        """Report the progress and new rows of this node's ranks to node 0. No effect on node 0."""
+        """Report the progress and new rows of this node's ranks to node 0.
+
+        Node 0 itself sends nothing.
+        """
         while self._exchange is not None and not self._is_node_0:
             payloads, more = {}, False
             for rank, local in job.ranks.items():
@@ -346,7 +347,7 @@ class ClusterLink:
                 return
 
     def _collect_reports(self, job: JobGeneration, now_s: float) -> None:
-        """Add the reports of the other nodes. Called on node 0."""
+        """Add the reports of the other nodes to the job. Called on node 0."""
         if self._exchange is None:
             return
         for local in job.ranks.values():
@@ -400,11 +401,12 @@ class ClusterLink:
     def _mask_of_generation(
         self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], generation: int
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of the summaries from the same generation of processes as this node's.
+        """Return a mask of the summaries that belong to this node's process generation.
 
-        Other summaries come late from replaced processes, or early from new ones.
+        Replaced processes may send summaries too late, and new processes may send them too early.
 
-        received: the post of each summary. generation: this node's own count of its processes.
+        received: the post of each summary. generation: the number of this node's process
+        generation.
         """
         now_s, current = time.monotonic(), self.membership.generation_number(generation)
         known: dict[tuple[str, int], bool] = {}

@@ -1,4 +1,4 @@
-"""Contain errors of one part of a sidecar's round, so that the other parts go on."""
+"""Contain errors of one part of a sidecar's round. The other parts of the round still run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 class ContainedErrors:
-    """Errors that end one part of a round and become notes in the node's state. Not thread-safe."""
+    """Container of errors that end one part of a round.
+
+    Each becomes a note in the node's state. Not thread-safe.
+    """
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
 
     @contextlib.contextmanager
     def contain(self, place: str) -> Iterator[None]:
-        """Contain exceptions, and note them in the node's state.
+        """Suppress exceptions, log them, and add a note to the node's state.
 
         place: a description of the work.
         """
@@ -29,8 +32,8 @@ class ContainedErrors:
             with guard(place):
                 yield
         except (OSError, RunStoreError) as error:
-            # In tests, guard() raises every exception again, but a failing disk is not a
-            # programming error.
+            # In tests, guard() raises exceptions again, but errors of the disk are no programming
+            # errors.
             swallowed.add(place, error)
         note = (
             f"{place} failed in the sidecar, and its results are missing: see"

@@ -1,13 +1,13 @@
-"""Find out from Python stacks whether ranks that make no progress wait for their devices.
+"""Detect from Python stacks whether ranks without progress wait for their devices.
 
-The result is used to find hangs (analysis/collectives/hang.py). Stacks are only read in two cases:
+The hang search (analysis/collectives/hang.py) uses the result. Stacks are only read in two cases:
 
-- all ranks pause, and their devices' progress has not been read since,
+- all ranks have paused, and no newer progress of their devices is known,
 - ranks with devices did not enter a collective.
 
-A host waits in a line if its stack shows this line in SAMPLES samples, one per round. Sampling
-starts again each time the duration has doubled. Stacks are read by py-spy only: a pause is not a
-hang yet, so no signal is sent to a process.
+A rank counts as waiting in a source line if all SAMPLES samples show this line, one sample per
+round. Sampling starts again each time the hang's duration has doubled. py-spy reads the stacks. A
+pause may not be a hang, so no process receives a signal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DeviceWaitSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Discard all samples, because ranks make steps."""
+        """Discard all samples. Called when ranks make steps again."""
         self.known: Mapping[int, str] = {}
         """RankProgress.waits_in of each sampled rank."""
         self._period: tuple[int, int] | None = None
@@ -46,7 +46,7 @@ class DeviceWaitSampler:
                 return False
         elif hang.kind not in ("pause", "blocked") or hang.devices is None:
             return False
-        # A new period begins each time the duration has doubled.
+        # Start sampling again each time the hang's duration has doubled.
         period = hang.step, int(hang.since_s / MIN_S).bit_length()
         if period != self._period:
             self._period, self._samples, self._seen = period, 0, {}
@@ -55,7 +55,7 @@ class DeviceWaitSampler:
     def add_sample(self, stacks: Mapping[int, Stack]) -> None:
         """Add one sample of stacks, by rank.
 
-        `known` changes with the last sample, or a different one.
+        `known` changes with the last sample, or with a sample that differs from the one before.
         """
         seen = {}
         for rank, stack in stacks.items():

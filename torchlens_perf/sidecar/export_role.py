@@ -1,6 +1,7 @@
-"""Decide what this node's metrics describe.
+"""Choose the ranks that this node's exported metrics describe.
 
-They describe the whole job, a share of it that node 0 adds up, or this node alone.
+The metrics describe all ranks of the job or the ranks of this node. Node 0 can add up the metrics
+of all nodes.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 
-# A node whose part in the job is not known after this time exports for itself alone.
+# After this time, a node with an unknown part in the job exports metrics of its own ranks only.
 _UNKNOWN_TIMEOUT_S = 15.0
 
 
 class ExportRole:
-    """This node's part in the export. It is kept across restarts of the job. Not thread-safe."""
+    """This node's part in exporting the job's metrics.
+
+    It survives restarts of the job. Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self.part: Part | None = None
         """This node's part, or None until it is known."""
         self.slow_ranks: dict[int, None] = {}
-        """Ranks that were slow and have series of their own, newest last."""
+        """Ranks that have been slow, newest last. Each has metric series of its own."""
         self.slow_elsewhere: frozenset[int] = frozenset()
-        """Slow ranks that node 0 has reported."""
+        """Slow ranks of the job, as reported by node 0."""
         self.left_out = 0
-        """Number of steps that were not sent as traces because the budget was used up."""
+        """Number of steps that were not sent as traces because the span budget was exhausted."""
         self._unknown_since_s: float | None = None
 
     def add_slow_ranks(self, episodes: Iterable[Episode]) -> None:
-        """Give the ranks of these episodes series of their own.
+        """Give the ranks of these slow episodes metric series of their own.
 
-        If there are too many, the costliest and the newest ranks have priority.
+        If there are too many ranks, the costliest and the newest ones have priority.
         """
         for each in sorted(episodes, key=lambda each: each.cost_ns)[-MAX_SLOW_RANKS:]:
             self.slow_ranks.pop(each.rank, None)
@@ -54,14 +58,14 @@ class ExportRole:
         sources: RingSources,
         now_s: float,
     ) -> JobPart | None:
-        """Return what this node's metrics describe, or None while that is not known.
+        """Return the part of the job that this node exports, or None while it is not known.
 
-        part: this node's part, or None if it is not known yet. tallies: from other nodes, see
-        JobPart.
+        part: this node's part, or None if it is not known yet. tallies: metric sums from other
+        nodes, see JobPart.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
         here = len({each.state.identity.rank for each in sources.newest_generation()})
-        # The last known part stays while that of new processes is not known.
+        # Keep the last known part until the part of new processes is known.
         self.part = part or self.part
         if self.part is None:
             self._unknown_since_s = (

@@ -1,4 +1,4 @@
-"""Find a hang in progress, and read the Python stacks of this node's ranks in it."""
+"""Find a hang in progress, and read the Python stacks of this node's hung ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MAX_STACKS = 3
 
 
 class HangDetector:
-    """Search for hangs of one generation of processes. Not thread-safe."""
+    """Detector of hangs in one process generation. Not thread-safe."""
 
     def __init__(self, silent_s: float) -> None:
         """silent_s: time without reports after which a node counts as silent."""
         self.hang: OpenHang | None = None
         """The hang in progress, or None while the job makes steps."""
         self._key: object = None
-        # Key of the newest finding, and its first time.
+        # Key of the newest finding, and the time at which it was first made.
         self._seen: tuple[object, float] = (None, 0.0)
         self._waits = DeviceWaitSampler()
         self._silent_s = silent_s
@@ -54,7 +54,7 @@ class HangDetector:
         ranks = dict(local)
         if not ranks and not remote:
             return
-        # With many ranks, skip the full search while all ranks make steps.
+        # Skip the full search while all ranks make steps, because it is slow for many ranks.
         longest_s = max(
             (each.since_step_s + ages_s[rank] - each.report_age_s for rank, each in remote.items()),
             default=0.0,
@@ -86,7 +86,7 @@ class HangDetector:
         if hang is None or not hang.needs_action:
             self._reset()
         elif self.hang is not None and hang.key == self._key:
-            # The same hang lasts longer, so its description changes but its stacks do not.
+            # The known hang goes on: update its description, but keep its stacks.
             self.hang = described(hang, self.hang.stacks)
         elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
@@ -94,11 +94,11 @@ class HangDetector:
             logger.warning("%s", self.hang.text)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
-        """Return True if reports that were made after the first finding show the same hang.
+        """Return True if all other reports are newer than the first finding of this hang.
 
-        When a hang ends, other nodes' reports are older than this node's rings for a moment. The
-        other ranks then seem to have stopped while this node's ranks go on, which is not a new
-        hang.
+        When a hang ends, the reports of other nodes are older than this node's rings for a moment.
+        Ranks of other nodes then seem to have stopped while this node's ranks go on. This is not a
+        new hang.
         """
         if self._seen[0] != hang.key:
             self._seen = hang.key, now_s

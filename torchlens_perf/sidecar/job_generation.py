@@ -1,6 +1,6 @@
-"""Hold all data about one generation of the job's processes. A restart replaces the whole object.
+"""Combine all data about one generation of the job's processes. A restart creates a new object.
 
-The sidecar adds data from rings and from other nodes' summaries. A replay adds saved records.
+A live sidecar adds data from rings and from other nodes' summaries. A replay adds saved records.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.hang import OpenHang
 
-# Nodes post every second. A node without posts for this time counts as silent.
+# Each node posts every second. A node that has not posted for this time counts as silent.
 SILENT_S = 6.0
 # Between nodes, a rank sends at most ten rows per second.
 _MIN_SENT_ROW_NS = 100_000_000
@@ -74,12 +74,12 @@ class _RemoteRank:
 
 
 class JobGeneration:
-    """Data and findings about one generation of processes. Not thread-safe."""
+    """All data and findings about one generation of the job's processes. Not thread-safe."""
 
     def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
-        """generation: see restarts.py.
+        """generation: the generation's number, see restarts.py.
 
-        earlier: findings of an earlier sidecar on the same processes.
+        earlier: findings about the same processes from before a restart of the sidecar.
         """
         self.generation = generation
         self.began_s = time.monotonic()
@@ -87,13 +87,13 @@ class JobGeneration:
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""
         self.meeting_points: dict[int, Endpoints] = {}
-        """Endpoints of the exchange between nodes, by the rank that reported them."""
+        """Endpoints of the exchange between nodes, by the rank that has reported them."""
         self.is_whole_job = False
         """True if this node has all ranks of the job."""
         self.rank_rows = RankRows()
-        """Rows of the newest steps of the ranks of all nodes."""
+        """Rows of the newest steps, from the ranks of all nodes."""
         self.module_times = ModuleTimes()
-        """Module times of the ranks of all nodes."""
+        """Module times, from the ranks of all nodes."""
         self.traces = TraceSampler(generation, self.rank_rows, self.detector.places)
         self._windows = MergedWindows()
         self._metrics = MetricHistory()
@@ -120,7 +120,7 @@ class JobGeneration:
 
     @property
     def has_all_ranks(self) -> bool:
-        """True if all ranks of the job are on this node, even if no launcher has reported that."""
+        """True if this node has all ranks of the job, even if no launcher has reported so."""
         return bool(self.ranks) and len(self.ranks) >= self.world_size
 
     # -- from this node
@@ -145,7 +145,7 @@ class JobGeneration:
             local.unsent += [rows] if self.meeting_points else []
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
-        """Add the windows that devices have merged over all ranks. records: records of rank 0."""
+        """Add step times that devices have merged over all ranks. records: records of rank 0."""
         self._windows.add(records, world_size)
 
     def set_progress(
@@ -181,7 +181,7 @@ class JobGeneration:
             self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
 
     def end_rank(self, identity: Identity) -> None:
-        """End a rank whose process has ended, after all of its steps were added."""
+        """Mark a rank as ended, after all steps of its process were added."""
         local = self.ranks.get(identity.rank)
         rows = self.detector.end(identity.rank)
         if local is not None and local.identity.key == identity.key:
@@ -236,7 +236,7 @@ class JobGeneration:
     # -- findings
 
     def judge_ranks(self, *, final: bool = False) -> Findings | None:
-        """Return the slow ranks, compared with the devices' windows, or None before the first step.
+        """Return the slow ranks, or None before the first step.
 
         final: the run has ended.
         """
@@ -261,7 +261,7 @@ class JobGeneration:
         """Return the findings with groups of slow ranks, their places and their causes.
 
         before: the previous findings. details: returns a rank's details, see diagnose(). Without
-        it, no causes are added.
+        `details`, no causes are added.
         """
         why = (
             None
@@ -280,8 +280,8 @@ class JobGeneration:
         details: see rules.diagnose(), empty for ranks of other nodes.
         """
         episode, places = straggler.lead, self.places
-        # Compare with ranks that do the same work. In a large job the sample is random, because
-        # every eighth rank, for example, has the same place on its node.
+        # Compare with ranks that do the same work. In a large job, choose them at random: a regular
+        # pattern could select ranks with the same place on their nodes.
         same = places[episode.rank].population if episode.rank in places else ""
         alike = [
             rank
@@ -299,7 +299,7 @@ class JobGeneration:
         return diagnose(episode, during, before, straggler.ranks, details)
 
     def look_for_hang(self, now_s: float) -> None:
-        """Look for a hang of the job at this moment. now_s: a monotonic clock."""
+        """Search for a hang of the job at this moment. now_s: a monotonic clock."""
         ranks = {
             rank: local.progress for rank, local in self.ranks.items() if local.progress is not None
         }

@@ -1,8 +1,8 @@
 """Find slow ranks, their causes, and hangs, and raise alerts.
 
-In a job with several nodes, every sidecar sends its ranks' windows to node 0's sidecar, which
-judges all ranks together. After an error in this module, records are still read and saved, and the
-report notes that results are missing.
+In a job with several nodes, every sidecar sends its ranks' step times to node 0's sidecar, which
+judges all ranks together. After an error in this module, the sidecar still reads and saves records.
+The report then notes that results are missing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SIGNALS = "looking for causes"
 
 
 class JobMonitor:
-    """Monitor of the job, which writes its findings into the node's state. Not thread-safe."""
+    """Monitor of the job that writes its findings into the node's state. Not thread-safe."""
 
     def __init__(
         self,
@@ -58,13 +58,16 @@ class JobMonitor:
         telemetry: TelemetryLog,
         errors: ContainedErrors,
     ) -> None:
-        """state: the node's state from an earlier sidecar. generations: contains its processes."""
+        """state: the node's saved state, or a new one.
+
+        generations: contains the state's processes.
+        """
         self.cluster = ClusterLink(state.host, run.run_id)
         self.metrics = RankMetrics(telemetry)
         self.alerts = AlertManager(FindingLog(run.run_id, state.records, state.findings))
         self.role = ExportRole()
         self.job = JobGeneration(generations.newest, state.findings)
-        self._last_traces: list[ExportBatch] = []  # traces of replaced epochs
+        self._last_traces: list[ExportBatch] = []  # traces of replaced generations
         self._state = state
         self._folder = run.nodes
         self._links = SlowLinkMonitor()
@@ -75,7 +78,9 @@ class JobMonitor:
                 self.cluster.add_generation(process.identity, generation, process.identity.attempt)
 
     def begin_generation(self, identity: Identity, generation: int) -> None:
-        """Begin an epoch because new processes have started. Findings about the old processes end.
+        """Start a new generation because new processes have started.
+
+        Discard findings about old processes.
 
         identity: identity of one of the new processes.
         """
@@ -89,7 +94,7 @@ class JobMonitor:
         self._state.findings, self._state.hang = NOTHING, None
 
     def assign_attempts(self, sources: RingSources) -> None:
-        """Set the run's id and the attempt of each process."""
+        """Set the run's id and attempt in the identity of each process."""
         membership = self.cluster.membership
         for source in sources:
             if source.generation != UNRELATED:
@@ -104,7 +109,7 @@ class JobMonitor:
                     )
 
     def sample_waits(self, sources: RingSources, now_s: float) -> None:
-        """Sample the ranks' present waits. Called in every round."""
+        """Sample which ranks wait for a disk now. Called in every round."""
         with self._errors.contain(_SIGNALS):
             self.metrics.sample_waits(sources, now_s)
 
@@ -113,7 +118,7 @@ class JobMonitor:
     ) -> None:
         """Add finished steps of a process, assembled from these records.
 
-        newest: True if no other process has replaced it.
+        newest: True if no newer process has replaced this process.
         """
         with self._errors.contain(_JUDGING):
             judged = source.state.judge_by(source.judged, records, steps)
@@ -127,7 +132,7 @@ class JobMonitor:
                 self.metrics.add_steps(source, steps)
 
     def end_process(self, source: RingSource) -> None:
-        """End one of the newest processes, after all of its records were counted."""
+        """Mark one of the newest processes as ended, after all its records were counted."""
         with self._errors.contain(_JUDGING):
             self._add_judged_steps(source, source.state.judge_by(source.judged))
             self.job.end_rank(source.state.identity)
@@ -142,7 +147,7 @@ class JobMonitor:
             self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange windows with other nodes, and look for hangs.
+        """Judge the ranks, exchange data with other nodes, and search for hangs.
 
         now_s: CLOCK_MONOTONIC.
         """
@@ -165,26 +170,30 @@ class JobMonitor:
         with self._errors.contain(_JUDGING):
             self.cluster.exchange_data(self.job, now_s, final=final)
             findings = self.job.judge_ranks(final=final)
-            # After a restart of the sidecar, keep the saved findings until new rows are judged.
+            # After a restart of the sidecar, keep the saved findings until new steps have been
+            # judged.
             if findings is not None and (findings.rows or not self._state.findings.rows):
                 details = self._create_details_lookup(newest)
                 self._state.findings = self.job.add_groups_and_causes(
                     findings, self._state.findings, details
                 )
         self._state.hang = self.job.hang
-        # Alerts contain the job's attempt, which node 0 may still have to report.
+        # Alerts contain the job's attempt, which node 0 may not have reported yet.
         if not self.cluster.awaits_node_0(self.job) or not sources.unfinished():
             self._update_alerts(newest, sources.unfinished())
 
     def update_export_part(self, sources: RingSources, now_s: float) -> JobPart | None:
-        """Return what this node's metrics describe, or None while that is not known."""
+        """Return the part of the job that this node exports, or None while it is not known."""
         part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
         return self.role.update(part, self.job.rank_rows, tallies, sources, now_s)
 
     def take_traces(
         self, sources: RingSources, now_s: float, *, final: bool = False
     ) -> list[ExportBatch]:
-        """Return the traces to send now. final: no more steps or choices of node 0 will come."""
+        """Return the traces to send now.
+
+        final: no more steps and no more choices of node 0 will follow.
+        """
         found, self._last_traces = self._last_traces, []
         running = frozenset(
             each.state.identity.rank for each in sources.newest_generation() if not each.read_to_end
@@ -210,14 +219,15 @@ class JobMonitor:
             choice = job.traces.encode_choice(
                 attempt, tuple(role.slow_ranks), cluster.max_instruction_bytes, final=final
             )
-            # Without a new choice, keep sending the last one of the replaced processes.
+            # Until the new processes have a choice, node 0 sends the last choice of the old
+            # processes.
             if choice:
                 cluster.publish_instructions(choice)
         return found
 
     @property
     def awaits_trace_choice(self) -> bool:
-        """True while this node waits for node 0 to choose the steps that are sent as traces."""
+        """True while this node waits for node 0 to choose the steps to send as traces."""
         return self.role.part is Part.FORWARDER and self.job.traces.has_candidates
 
     def _update_metrics(self, newest: Iterable[RingSource], now_s: float) -> None:

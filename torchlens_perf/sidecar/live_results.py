@@ -1,7 +1,7 @@
 """Deliver results of a live run to its own processes: notebooks, w.summary() and verdict callbacks.
 
-A process makes a request through a mailbox in the folder of its ring (run/mailbox.py). It receives
-the answer within a round. Results are made only on request.
+A process requests results through a mailbox in the folder of its ring (run/mailbox.py). The sidecar
+answers within a round. It computes results only on request.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.node import Sidecar
 
 MAX_RANKS = 256
-"""Limit of ranks for results that the sidecar makes itself.
+"""Largest number of ranks for which the sidecar computes results itself.
 
-For larger jobs this would take seconds, in which no ring is read. The sidecar then only saves its
-state, and the requester reads it in a process of its own.
+For larger jobs, the computation would take seconds, and the sidecar would read no ring in this
+time. The sidecar then only saves its state. The requester computes the results from the state.
 """
 LOGGED_PARTS = ("data", "communication")
 """Parts whose sums are sent to `log_to()` loggers, see results/figures.py."""
 _VIEW_INTERVAL_S = 1.0
 _MIN_IDLE_RATIO = 20.0
-# Longer than the tick of any kernel, which is the resolution of a file's modification time.
+# This is longer than the tick of any kernel, which is the resolution of modification times.
 _CLOCK_TICK_NS = 50_000_000
 
 
 class LiveResults:
-    """Answers to requests of this node's processes. Not thread-safe."""
+    """Responder to requests of this node's processes for live results. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class LiveResults:
         results: Callable[[RunDirectory], str] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """results: returns a run's results as text from the saved states of its nodes.
+        """results: computes a run's results as text from the saved states of its nodes.
 
-        It may raise OSError and RunStoreError. Without it, requesters read the run directory
-        themselves. clock: a clock in seconds.
+        `results` may raise OSError and RunStoreError. Without `results`, requesters read the run
+        directory themselves. clock: a clock in seconds.
         """
         self._sidecar = sidecar
         self._results = results
         self._clock = clock
         self._rings = 0
-        self._folders: list[str] = []  # the folders of the rings
+        self._folders: list[str] = []  # folders of the rings
         self._changes_ns: list[int] = []
         self._answers: list[Path] = []
         self._views: list[Path] = []
@@ -65,7 +65,7 @@ class LiveResults:
         self._delivered: tuple[int, list[Path]] = 0, []
 
     def poll_requests(self) -> frozenset[str]:
-        """Return what processes wait for now: mailbox.RESULTS, mailbox.STEPS.
+        """Return the kinds of requests without an answer: mailbox.RESULTS and mailbox.STEPS.
 
         The call is cheap if nothing has changed.
         """
@@ -74,7 +74,7 @@ class LiveResults:
             mailboxes = self._sidecar.run.local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
             self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
-            # A mailbox that is created in the same clock tick would not change the modification
+            # A second mailbox in the same clock tick would not change the folder's modification
             # time.
             settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
@@ -85,7 +85,7 @@ class LiveResults:
     def _folder_changes_ns(self) -> list[int]:
         """Return the modification times of the local folders of the rings.
 
-        The run directory is left out, because its disk may be slow.
+        The run directory is not checked, because its disk may be slow.
         """
         rings = [source.path for source in self._sidecar.sources]
         if len(rings) != self._rings:
@@ -105,7 +105,7 @@ class LiveResults:
     def deliver_due(self, now_s: float) -> None:
         """Answer requests and update views, alerts and figures.
 
-        Called after the records were counted, and after they were written if steps were requested.
+        Call this method after counting records. If steps are requested, write the records first.
         now_s: CLOCK_MONOTONIC. Raises OSError and RunStoreError.
         """
         if self._alerts:
@@ -127,7 +127,7 @@ class LiveResults:
             if self._results is not None and self._world_size() <= MAX_RANKS:
                 text = self._results(self._sidecar.run)
         finally:
-            # Answer even after an error, so that no process waits for its answer.
+            # Deliver an answer even after an error. Otherwise the requesters would wait.
             _deliver_to_each(asked, text)
         if views:
             _deliver_to_each(views, text)
@@ -145,7 +145,10 @@ class LiveResults:
             self._delivered = now
 
     def _deliver_step_sums(self) -> None:
-        """Deliver sums over a rank's steps without its warm-up. The reader computes differences."""
+        """Deliver sums of step times, without warm-up steps.
+
+        The reader computes differences of sums.
+        """
         sources = {source.path: source for source in self._sidecar.sources}
         for path in self._figures:
             source = sources.get(path.with_suffix(".ring"))

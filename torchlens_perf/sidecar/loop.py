@@ -1,6 +1,6 @@
-"""Run a sidecar in rounds until the node's processes have ended, then write the last report.
+"""Run the sidecar in rounds until the node's processes have ended, then write the last report.
 
-node.py contains the parts of a round.
+The Sidecar class in node.py implements the parts of a round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SHUTDOWN_TIMEOUT_S = 30.0
-# A rank that has ended may wait for its report, so the sidecar checks for ended ranks often.
+# The sidecar checks often for ended ranks, because an ended rank may wait for its report.
 _POLL_INTERVAL_S = 0.05
 
 
@@ -47,22 +47,23 @@ def run_sidecar(
 ) -> bool:
     """Run rounds until the node's processes have ended.
 
-    Return True if the caller should start again.
+    Return True if a new ring has appeared, and the caller should run another sidecar.
 
-    The caller has the lock. If the result is True, a ring has come at the last moment, and the
-    caller still has the lock. Otherwise the lock is released.
+    The caller must own the lock. If the result is True, the caller still owns it. Otherwise the
+    lock is released.
 
     results: see LiveResults.
-    port: the port for /metrics. The caller ends it.
-    background: a thread of low priority for all work that no rank waits for. Without it, the
-    calling thread does all work.
+    port: the port for /metrics. The caller closes it.
+    background: a thread of low priority for all work that no rank waits for. Without `background`,
+    the calling thread does all work.
     """
     rounds = _RoundRunner(sidecar, lock, results, port)
     run_in_background = (
         _run_in_this_thread if background is None else lambda work: background.submit(work).result()
     )
-    # A rank that has ended may wait for its report. The calling thread runs that round, because it
-    # has the job's priority. In a short run, a rank may have ended before the first round.
+    # When a rank has ended, it may wait for its report. The calling thread runs the next round,
+    # because this thread has the job's priority. In a short run, a rank may end before the first
+    # round.
     ended = bool(sidecar.run.local_mailboxes(REPORT))
     while (ended or run_in_background(rounds.run_until_a_rank_ends)) and rounds.run_round():
         ended = False
@@ -81,7 +82,7 @@ def _run_in_this_thread(work: Callable[[], bool | None]) -> bool | None:
 def _finish_run(
     sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort
 ) -> None:
-    """Export, save and write the remaining data after the last round."""
+    """Export and save the remaining data, then write the report and the page."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
         sidecar.end_exchange()
@@ -118,7 +119,7 @@ class _RoundRunner:
         results: Callable[[RunDirectory], str] | None,
         port: MetricsPort | None,
     ) -> None:
-        """The parameters are those of run_sidecar()."""
+        """The parameters are the same as in run_sidecar()."""
         self.port = MetricsPort() if port is None else port
         self.replaced = False
         """True if another sidecar has started for this node."""
@@ -131,7 +132,7 @@ class _RoundRunner:
         lock.write_status("is reading what the ranks record")
 
     def run_until_a_rank_ends(self) -> bool:
-        """Run rounds. Return True once a rank has ended, and False after the last round."""
+        """Run rounds until a rank ends. Return False if that was the last round."""
         while self.run_round():
             if _sleep_until_event(self._sidecar.sources, self._schedule.poll_s, self._live):
                 return True
@@ -172,8 +173,8 @@ class _RoundRunner:
         sidecar.sample_telemetry()
         sidecar.build_tap(now_s - self._started_s)
         sidecar.relay_captures(now_s, final=not more)
-        # The report comes before the export, because rank 0 waits for it and the export may take
-        # longer.
+        # Write the report before the export, because rank 0 waits for the report and an export may
+        # be slow.
         with (
             contain_errors("writing the report"),
             _log_disk_errors("the report could not be written"),
@@ -205,7 +206,7 @@ class _RoundRunner:
 
 
 def _sleep_until_event(sources: RingSources, duration_s: float, results: LiveResults) -> bool:
-    """Sleep until the time is over, a rank ends or makes a request, or SIGTERM comes.
+    """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
 
     Return True if a rank has ended.
     """
@@ -222,7 +223,7 @@ def _sleep_until_event(sources: RingSources, duration_s: float, results: LiveRes
 
 @contextlib.contextmanager
 def _log_disk_errors(what: str) -> Iterator[None]:
-    """Log errors of the disk, so that the sidecar goes on observing the ranks.
+    """Log and suppress disk errors. The sidecar then continues to read the rings.
 
     The disk may be full, or another node's file may be unreadable for a moment.
     """
@@ -233,11 +234,10 @@ def _log_disk_errors(what: str) -> Iterator[None]:
 
 
 def _release_lock(sidecar: Sidecar, lock: SidecarLock) -> bool:
-    """Release the lock. Return True if a new ring has come and the lock could be acquired again.
+    """Release the lock. Return True if a new ring has appeared and the lock was acquired again.
 
-    A process registers its ring before it checks the lock. If it finds the lock free, it starts a
-    new sidecar. Otherwise its ring was registered before the lock was released, so this check finds
-    it.
+    A process registers its ring before it checks the lock. If the lock is free, the process starts
+    a new sidecar. Otherwise the ring was registered before the release, and this function finds it.
     """
     sidecar.run.clear_local()
     lock.remove()

@@ -1,7 +1,7 @@
-"""Serve /metrics of this node, if a rank's settings ask for it.
+"""Serve /metrics of this node if a rank's settings request it.
 
-The port stays open until the last values were scraped. If another job on this node has the port, a
-note reports that, and opening is tried again from time to time.
+The port stays open until the last values have been scraped. If another job on this node uses the
+port, a note reports it, and the sidecar tries again every few seconds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _RETRY_INTERVAL_S = 5.0
 _POLL_INTERVAL_S = 0.1
 
 Spans = Mapping[int, tuple[int, int]]
-"""Ids of the trace and of the rank's span in it, for each step that is sent as spans."""
+"""Trace id and id of the rank's span, for each step that is sent as spans."""
 
 
 class MetricsPort:
-    """The port for /metrics over a sidecar's life. Not thread-safe."""
+    """The HTTP port for /metrics of a sidecar. Not thread-safe."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class MetricsPort:
         clock: Callable[[], float] = time.monotonic,
         last_scrape_timeout_s: float = 70.0,
     ) -> None:
-        """sent: returns the spans of the last exported batch that went to a tracing backend.
+        """sent: returns the ids of the last batch of spans that was sent to a tracing backend.
 
         clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape
         after the run's end. Few scrapers have an interval of more than a minute.
@@ -60,7 +60,7 @@ class MetricsPort:
         return None if self._exporter is None else self._exporter.address
 
     def open_or_update(self, sidecar: Sidecar) -> None:
-        """Open the port if a rank's settings ask for it, and update its values.
+        """Open the port if a rank's settings request it. Update its values if it is open.
 
         Called in each round of the sidecar.
         """
@@ -75,14 +75,14 @@ class MetricsPort:
                     self._open_port(str(wanted), sidecar)
 
     def show_final_values(self, sidecar: Sidecar) -> None:
-        """Update the values for the last time, when the run has ended."""
+        """Update the values for the last time. Called when the run has ended."""
         if self._exporter is not None:
             self._exporter.look(sidecar.state, final=True)
 
     def close(self, *, lingers: bool) -> None:
-        """Close the port. lingers: first wait for one more scrape, if there were any.
+        """Close the port. lingers: if the port has been scraped, wait for one more scrape first.
 
-        The wait lasts at most twice the last interval between scrapes. No rank waits for it.
+        The wait lasts at most about twice the last interval between scrapes. No rank waits for it.
         """
         if self._exporter is None:
             return
@@ -92,7 +92,7 @@ class MetricsPort:
             self._last_scrape_timeout_s,
         )
         if scrapes and lingers:
-            # After a single scrape the interval is not known, so wait for the whole timeout.
+            # After a single scrape, the interval is not known, so the whole timeout is used.
             interval_s = scrapes[-1] - scrapes[0]
             until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
             while (
@@ -140,7 +140,7 @@ class MetricsPort:
 
 
 class CombinedExporter:
-    """An Exporter that passes all data to another exporter and to the port.
+    """Exporter that passes all data to another exporter and to the /metrics port.
 
     The port's metrics link to the spans that the other exporter has sent.
     """
@@ -166,7 +166,7 @@ class CombinedExporter:
         self._port.measured(identity, hardware)
 
     def update_role(self, part: JobPart) -> bytes:
-        """Set the part in the job for the first exporter only.
+        """Set the node's part in the job for the first exporter only.
 
         A scraper reads the port of each node, so the port always serves this node's own ranks.
         """
@@ -176,5 +176,8 @@ class CombinedExporter:
         return self._first is None or self._first.wait_for_room(timeout_s)
 
     def shutdown(self, timeout_s: float) -> list[str]:
-        """Shut the first exporter down. The port stays open until the last values were scraped."""
+        """Shut down the first exporter.
+
+        The port stays open until the last values have been scraped.
+        """
         return [] if self._first is None else self._first.shutdown(timeout_s)

@@ -1,10 +1,9 @@
-"""Read the rings of one node, write its run directory, judge its ranks and export.
+"""Read the rings of one node, write its run directory, judge its ranks and export results.
 
-No rank waits for it.
-
-watch.py of the node's first rank starts the sidecar, or a user does: `torchlens-perf sidecar
-RUN_DIR`. It may be killed and started again at any time. Statistics continue from the last saved
-state and segments from the last written one. The records in between are still in the rings.
+No rank waits for it. watch.py of the node's first rank starts the sidecar, or a user does:
+`torchlens-perf sidecar RUN_DIR`. It may be killed and started again at any time. Statistics
+continue from the last saved state and segments from the last written one. The records in between
+are still in the rings.
 """
 
 from __future__ import annotations

@@ -231,14 +231,14 @@ class TestAlone:
             from torchlens_perf.verdicts.stragglers.placement import Placement
             from torchlens_perf.run.identity import Identity
             from torchlens_perf.run.ring import record_dtype
-            from torchlens_perf.sidecar.cluster import Cluster
-            from torchlens_perf.sidecar.job_generation import Epoch
+            from torchlens_perf.sidecar.cluster import ClusterLink
+            from torchlens_perf.sidecar.job_generation import JobGeneration
             from torchlens_perf.sidecar.nodes.endpoints import Endpoints
             who = Identity("run", 0, 0, 1, 1, 0, "n0", 1, 1, 1, False, "", "", {})
-            cluster, epoch = Cluster("n0"), Epoch(0)
-            epoch.add_steps(who, Placement(), assemble_steps(np.zeros(0, record_dtype())), Endpoints(("127.0.0.1", 1)))
-            cluster.update(epoch, 1.0)
-            cluster.close(epoch)
+            cluster, job = ClusterLink("n0"), JobGeneration(0)
+            job.add_steps(who, Placement(), assemble_steps(np.zeros(0, record_dtype())), Endpoints(("127.0.0.1", 1)))
+            cluster.exchange_data(job, 1.0)
+            cluster.close(job)
             assert cluster.judges_alone and cluster.notes() == []
             assert not {"grpc", "torch"} & set(sys.modules) and threading.active_count() == 1
         """
@@ -254,7 +254,7 @@ class TestAlone:
             places = Endpoints(("127.0.0.1", 1), Path({str(tmp_path)!r}))
             merger, other = (Exchange(places, "key", f"n{{n}}", n == 0) for n in range(2))
             other.post({{1: b"x"}})
-            while not merger.collect().posts:
+            while not merger.collect_posts().posts:
                 time.sleep(0.01)
             for number in range(20):
                 other.post({{1: b"x"}})

@@ -91,7 +91,7 @@ def test_next_start_saves_the_rings_of_a_killed_job(tmp_path: Path) -> None:
 
 def test_rings_are_removed_if_the_run_directory_is_gone(tmp_path: Path) -> None:
     """The directory is not created again. The log reports the removal."""
-    gone = "import shutil; shutil.rmtree('runs'); os.utime(folder, (0, 0)); drain.main();"
+    gone = "import shutil; shutil.rmtree('runs'); os.utime(folder, (0, 0)); drain.drain_old_runs();"
     done = in_own_memory(DEAD + DRAIN + gone + LEFT, tmp_path)
 
     assert done.stdout == "[]\n"
@@ -165,7 +165,7 @@ def test_rings_are_kept_if_the_run_directory_is_not_writable(tmp_path: Path) -> 
         DEAD
         + DRAIN
         + refuses
-        + "os.utime(folder, (0, 0)); drain.main(); assert os.path.exists(ring)",
+        + "os.utime(folder, (0, 0)); drain.drain_old_runs(); assert os.path.exists(ring)",
         tmp_path,
     )
 
@@ -183,11 +183,11 @@ rank = subprocess.Popen(
 ring = rank.stdout.readline().strip()
 folder = os.path.dirname(ring)
 os.utime(folder, (0, 0))
-drain.main()
+drain.drain_old_runs()
 print(os.path.exists(ring))
 rank.communicate("\\n")
 os.utime(folder, (0, 0))
-drain.main()
+drain.drain_old_runs()
 print(os.path.exists(ring))
 """
     done = in_own_memory(DRAIN + other_namespace, tmp_path)

@@ -79,8 +79,8 @@ def test_last_round_runs_at_the_jobs_priority(
 def test_allocation_over_the_limit_raises_memory_error() -> None:
     """The process continues after the error."""
     program = (
-        "from torchlens_perf.sidecar.priority import bound_memory\n"
-        "bound_memory(200_000_000)\n"
+        "from torchlens_perf.sidecar.priority import set_memory_limit\n"
+        "set_memory_limit(200_000_000)\n"
         "try: bytearray(300_000_000)\n"
         "except MemoryError: print('refused')\n"
         "print(len(bytearray(50_000_000)))\n"

@@ -509,7 +509,7 @@ def test_missing_nvml_library_is_noted_with_a_remedy(tmp_path: Path) -> None:
         pytest.skip("this machine has NVML")
     code = (
         "from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry\nmade = GpuTelemetry();"
-        f" print(made.sample(['{UUIDS[0]}'], 1, 1), made.sample(['{UUIDS[0]}'], 2,"
+        f" print(made.sample_gpus(['{UUIDS[0]}'], 1, 1), made.sample_gpus(['{UUIDS[0]}'], 2,"
         " 2))\nprint(*made.notes, sep='\\n')"
     )
     done = subprocess.run(

@@ -1,1 +1,1 @@
-"""Readers of Linux's data about the ranks and their node: processes, control groups, neighbours."""
+"""Readers of Linux's data about the ranks: their processes, control groups and CPU neighbours."""

@@ -1,7 +1,7 @@
 """Find other programs that use a rank's CPUs. Sampled only while a rank waits for a CPU.
 
-/proc/stat shows how busy a CPU is with all programs. The programs themselves are only known if the
-sidecar can see them. In a container it often sees only the job's own.
+/proc/stat shows the total load of a CPU. The sidecar identifies only programs that it can see. In a
+container, it often sees only the job's own processes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ class CpuNeighbours:
         self._processes: dict[int, _ProcessTicks] = {}
         self._busy_ticks: dict[int, int] = {}  # by CPU
         self._before_s = 0.0
-        self._busy: dict[int, float] = {}  # by CPU, the busy share since the previous sample
-        # By pid, CPUs used since the previous sample.
+        self._busy: dict[int, float] = {}  # busy share of each CPU since the previous sample
+        # Process and number of used CPUs since the previous sample, by pid.
         self._used: dict[int, tuple[_ProcessTicks, float]] = {}
-        # By pid, the decaying sum of all samples.
+        # Process and decaying sum of its samples, by pid.
         self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}
 
     def take_sample(self, now_s: float) -> bool:
-        """Take a sample. Return True if the previous one is recent enough to compute CPU use."""
+        """Take a sample.
+
+        Return True if CPU use could be computed, which needs a recent previous sample.
+        """
         processes, busy_ticks = self._read_process_ticks(), self._read_busy_ticks()
         elapsed_s = now_s - self._before_s
         usable = bool(self._processes) and 0.2 < elapsed_s < 10.0
@@ -66,15 +69,15 @@ class CpuNeighbours:
         busy = sum(self._busy.get(cpu, 0.0) for cpu in cpus)
         for pid, theirs in job.items():
             _, used = self._used.get(pid, (None, 0.0))
-            # A process may also run on CPUs outside `cpus`. Assume that it uses all of its CPUs
-            # evenly.
+            # A process may also run on CPUs outside `cpus`. Assume that it uses all its allowed
+            # CPUs evenly.
             busy -= used * len(set(theirs) & set(cpus)) / max(1, len(theirs))
         return max(0.0, busy) / max(1, len(cpus))
 
     def busiest_program(self, cpus: Collection[int], job: Collection[int]) -> str:
         """Return the program outside the job that recently used these CPUs most.
 
-        The result is as in "name (pid 7)", or "" if no such program is visible.
+        The result looks like "name (pid 7)". It is "" if no such program is visible.
         """
         others = [
             (used, pid)
@@ -100,12 +103,13 @@ class CpuNeighbours:
         for entry in os.scandir(self._proc):
             if entry.name.isdigit():
                 try:
-                    # There may be thousands of processes, so no Path is made for each.
+                    # There may be thousands of processes, so avoid creating a Path for each.
                     with open(f"{entry.path}/stat", "rb") as file:
                         text = file.read()
                 except OSError:
                     continue  # The process has just ended.
-                # A name may contain spaces and parentheses, so the fields begin after the last ")".
+                # A process name may contain spaces and parentheses, so the fields begin after the
+                # last ")".
                 head, _, rest = text.rpartition(b")")
                 fields = rest.split()
                 name = head.partition(b"(")[2].decode("utf-8", "replace")
@@ -115,12 +119,13 @@ class CpuNeighbours:
         return seen
 
     def _read_busy_ticks(self) -> dict[int, int]:
-        """Return the ticks in which each CPU was not idle."""
+        """Return the number of ticks in which each CPU was busy."""
         busy = {}
         for line in (self._proc / "stat").read_text().splitlines():
             name, *fields = line.split()
             if name.startswith("cpu") and name[3:].isdigit():
-                # Time of guests, in the fields after the first eight, is part of the first two.
+                # The fields after the first eight are times of guests, which the first two fields
+                # include.
                 ticks = [int(field) for field in fields[:8]]
                 busy[int(name[3:])] = sum(ticks) - sum(ticks[field] for field in _IDLE_FIELDS)
         return busy

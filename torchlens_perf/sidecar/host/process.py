@@ -1,8 +1,8 @@
-"""Measure waits for CPUs and disks, memory pressure and neighbours of each rank's process.
+"""Measure each rank's waits for CPUs and disks, its memory pressure and its CPU neighbours.
 
-All data comes from /proc (proc(5)), /sys and control groups. Nothing touches the training process.
-Waits for a disk are found by sampling the thread's state several times a second: the kernel's own
-accounting of them (delayacct) is off by default since Linux 5.14.
+All data comes from /proc (proc(5)), /sys and control groups. The training process is not involved.
+Disk waits are estimated by sampling the thread's state several times a second, because the kernel's
+own accounting (delayacct) is off by default since Linux 5.14.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_te
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 
-# Neighbours are sampled only while a rank lacks a CPU for this share of the time.
+# Neighbours are sampled only while a rank waits for a CPU for at least this share of the time.
 _MIN_CPU_WAIT_SHARE = 0.02
 _GROUP_PERIOD_S = 10.0
 _MIN_INTERVAL_S = 0.5
-# Part of the command line of multiprocessing's helper process.
+# The command line of multiprocessing's helper process contains this word.
 _TRACKER = "resource_tracker"
 _DISK_WAIT_PERIOD_S = 0.15
 _CPUS = Path("/sys/devices/system/cpu")
@@ -29,7 +29,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 @dataclasses.dataclass
 class _Counters:
-    """Monotonically increasing counters of a process at one time."""
+    """Values of a process's increasing counters at one time."""
 
     now_s: float
     wait_ns: int | None
@@ -66,7 +66,7 @@ class HostMetrics:
         self._disk_wait_s = float("-inf")
 
     def sample_disk_waits(self, pids: Iterable[int], now_s: float) -> None:
-        """Sample which of these processes wait for a disk, if the last sample is old enough."""
+        """Sample which processes wait for a disk, unless the last sample is too recent."""
         if now_s - self._disk_wait_s < _DISK_WAIT_PERIOD_S:
             return
         self._disk_wait_s = now_s
@@ -81,7 +81,7 @@ class HostMetrics:
 
         gc_ns: total time of garbage collection by pid.
 
-        Processes that have ended, or that are sampled for the first time, are left out.
+        Processes that have ended or that are sampled for the first time are left out.
         """
         for pid in self._processes.keys() - gc_ns.keys():
             del self._processes[pid]
@@ -118,7 +118,7 @@ class HostMetrics:
         )
 
     def cpu_count(self, pid: int) -> int:
-        """Return how many CPUs a process may use, or 0 if that is not known."""
+        """Return the number of CPUs that a process may use, or 0 if it is not known."""
         process = self._processes.get(pid)
         return len(process.cpus) if process is not None else 0
 
@@ -209,7 +209,7 @@ class HostMetrics:
         )
 
     def _waits_for_disk(self, process: _SampledProcess) -> bool:
-        """Return True if the main thread waits, or if it sleeps and one of its workers waits."""
+        """Return True if the main thread waits for a disk, or sleeps while a child process does."""
         state = self._read_stat(process.pid)[0]
         return state == b"D" or (
             state == b"S"
@@ -217,7 +217,9 @@ class HostMetrics:
         )
 
     def _read_stat(self, pid: int | str) -> list[bytes]:
-        """Return the fields of a stat file from the third one, the state, or [] if it has ended.
+        """Return a stat file's fields from the third one, the state.
+
+        Return [] if the process has ended.
 
         pid: a process id, or "PID/task/TID" for a thread.
         """
@@ -233,7 +235,7 @@ class HostMetrics:
             return None  # The kernel was built without CONFIG_SCHED_INFO.
 
     def _read_clock_share(self, pid: int) -> float | None:
-        """Return the clock rate of the main thread's last CPU as a share of its maximum.
+        """Return the clock rate of the main thread's last CPU as a share of the CPU's maximum rate.
 
         Returns None if the kernel does not show clock rates, as in most virtual machines.
         """

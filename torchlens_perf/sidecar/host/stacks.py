@@ -1,8 +1,8 @@
 """Read the Python stack of a process from outside with py-spy, and its state in the kernel.
 
 py-spy runs with `--nonblocking`: it reads the process's memory and neither attaches to the process
-nor pauses it. Its default (ptrace) pauses a running process for 0.4 ms and fails on a stopped one.
-py-spy needs no signal handler and no `faulthandler` in the training process.
+nor pauses it. By default py-spy uses ptrace, which pauses a running process for 0.4 ms and fails on
+a stopped process. The training process needs no signal handler and no `faulthandler`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchlens_perf.run.ring import STACK_SIGNAL
 
 MAX_LINES = 15
 _MAX_BYTES = 1 << 20
-# A running process may change its frames while py-spy reads them, so a failed read is repeated.
+# A running process may change its frames while py-spy reads them, so failed reads are repeated.
 _TRIES = 3
 _KILL_TIMEOUT_S = 0.5
 _MAX_TEXT_CHARACTERS = 200
@@ -36,7 +36,7 @@ _STATES = {
     "X": "dead",
     "x": "dead",
 }
-# Errors from the kernel, and from a container's seccomp profile.
+# Error texts of the kernel and of a container's seccomp profile.
 _REFUSALS = ("permission denied", "operation not permitted")
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
 _SECCOMP_FILTER_MODE = "2"  # value of "Seccomp:" in /proc/PID/status
@@ -54,7 +54,7 @@ class Stack:
     reason: str
     """The reason why `lines` is empty, otherwise ""."""
     gil_holder: str = ""
-    """Name of another thread that holds the GIL. The main thread may be waiting for it."""
+    """Name of another thread that holds the GIL. The main thread may be waiting for that thread."""
     innermost: tuple[str, int] | None = None
     """File and line of the innermost frame, if py-spy reports them."""
 
@@ -64,7 +64,7 @@ def read_process_state(pid: int, started: int | None = None) -> str:
 
     It is "running", "stopped" (SIGSTOP), "traced" (by a debugger), "uninterruptible" (state D) or
     "dead". started: when the process began, in clock ticks after boot (identity.process_started).
-    If another process has that pid now, the state is "dead".
+    If another process has the same pid now, the state is "dead".
     """
     state, began = process_state_and_start(pid)
     if not state or (started is not None and began != started):
@@ -90,7 +90,7 @@ def read_main_stack(pid: int, timeout_s: float = 5.0, program: str | None = None
 def read_all_stacks(pid: int, timeout_s: float = 5.0) -> str:
     """Return the stacks of all threads as text, or the reason why they could not be read.
 
-    Otherwise the same as read_main_stack().
+    Otherwise, this function is the same as read_main_stack().
     """
     answer, reason = _run_py_spy(pid, timeout_s, None)
     if reason:
@@ -110,7 +110,7 @@ def read_all_stacks(pid: int, timeout_s: float = 5.0) -> str:
 
 
 def read_source_line(stack: Stack, timeout_s: float = 1.0) -> str:
-    """Return the innermost frame's line of source, as it is on disk now.
+    """Return the source line of the innermost frame, as it is on disk now.
 
     Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk
     does not block the sidecar.
@@ -158,13 +158,14 @@ def _run_py_spy(pid: int, timeout_s: float, program: str | None) -> tuple[bytes,
 def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
     """Send SIGUSR2 and return the stack that the process writes to `path` (hooks/stack.py).
 
-    Frames come innermost first. Raises no exception. started: as in read_process_state(). The signal
-    would end a process that does not catch it. It is sent only if the process catches it, and only
-    if the process with that pid is still the same.
+    Frames are sorted innermost first. Raises no exception. started: as in read_process_state(). The
+    signal would end a process that does not catch it. It is therefore sent only to a process that
+    catches it and whose start time is `started`.
     """
     try:
         before = path.stat().st_size
-        # Check right before sending: the caller may have waited for py-spy in the meantime.
+        # Check right before sending the signal, because the caller may have waited for py-spy
+        # before.
         if not is_signal_in_set("SigCgt", STACK_SIGNAL, pid):
             return Stack((), "it could not be asked: it does not listen to SIGUSR2")
         if read_process_state(pid, started) == "dead":
@@ -184,7 +185,7 @@ def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float
 
 
 def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
-    """Run a command. Return True if it succeeded, its output and its errors.
+    """Run a command. Return whether it succeeded, its output and its errors.
 
     Raises OSError, or TimeoutExpired after killing the process.
     """
@@ -199,8 +200,8 @@ def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str
         answer, errors = process.communicate(timeout=max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
-        # subprocess.run() would wait without a limit here. py-spy, reading a process that is stuck
-        # in the kernel, may get stuck there too, where SIGKILL does not take effect.
+        # subprocess.run() would wait here without a limit. If py-spy reads a process that is stuck
+        # in the kernel, py-spy may get stuck there too. SIGKILL then has no effect.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILL_TIMEOUT_S)
         raise
@@ -210,7 +211,8 @@ def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str
 def _parse_main_stack(pid: int, answer: bytes) -> Stack:
     try:
         threads = json.loads(answer)
-        # The main thread has no name if threading was not imported, and no id before Python 3.11.
+        # py-spy reports no name of the main thread without `threading`, and no id before Python
+        # 3.11.
         mains = [each for each in threads if each["os_thread_id"] == pid]
         mains += [each for each in threads if each["thread_name"] == "MainThread"]
         frames = [frame for main in mains[:1] for frame in main["frames"]]
@@ -235,7 +237,7 @@ def _format_frame(frame: dict[str, Any]) -> str:
 
 
 def _explain_refusal(pid: int) -> str:
-    """Return which kernel rule forbids reading the process's memory, and how to permit it."""
+    """Describe which kernel rule forbids reading the process's memory, and how to permit it."""
     scope, us = read_kernel_text(tracer.YAMA), os.geteuid()
     them = read_kernel_text(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
     if us and them and them != str(us):
@@ -271,6 +273,6 @@ def _explain_refusal(pid: int) -> str:
 
 
 def _parse_last_cause(errors: str) -> str:
-    """Return the innermost cause. py-spy prints an error, "Caused by:", and one cause per line."""
+    """Return the last line of py-spy's errors, which is the innermost cause of its failure."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MAX_TEXT_CHARACTERS]
