@@ -109,7 +109,7 @@ class Source:
     generation: int = 0
     read_to_end: bool = False
 
-    def later_records(self) -> Any:
+    def incomplete_records(self) -> Any:
         return np.zeros(0, record_dtype())
 
 
@@ -122,16 +122,16 @@ class Sources:
     def __iter__(self) -> Iterator[Source]:
         return iter(self._sources)
 
-    def newest(self) -> Iterator[Source]:
+    def newest_generation(self) -> Iterator[Source]:
         return iter(self._sources)
 
     def is_newest(self, source: Source) -> bool:
         return True
 
-    def live(self) -> list[Source]:
+    def unfinished(self) -> list[Source]:
         return self._sources
 
-    def setting(self, setting: str) -> int:
+    def read_setting(self, setting: str) -> int:
         return self._settings.get(setting, int(getattr(Config(), setting)))
 
 

@@ -1,9 +1,9 @@
 """Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64
 modules.
 
-Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, go through the sidecar's own Cluster
-and Epoch. They arrive in the form that the exchange delivers. exchange_scale.py measures the
-exchange itself. The work is places, progress, module times, signals, rows, judgement, the check for
+Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, go through the sidecar's own
+ClusterLink and JobGeneration. They arrive in the form that the exchange delivers. exchange_scale.py
+measures the exchange itself. The work is places, progress, module times, signals, rows, judgement, the check for
 a hang, and causes of slow ranks. One rank is 8 % slower from the sixth window on. The result is the
 processor time of the one thread that does all of this.
 """

@@ -214,7 +214,7 @@ class Collecting(End):
 
     inbox = messages.Inbox("node-0", 0.0)
 
-    def collect(self) -> messages.CollectedPosts:
+    def collect_posts(self) -> messages.CollectedPosts:
         return self.inbox.collect_posts(2.0)
 
 

@@ -1,9 +1,9 @@
 """Read the rings of one node, write its run directory, judge its ranks and export results.
 
-No rank waits for it. watch.py of the node's first rank starts the sidecar, or a user does:
-`torchlens-perf sidecar RUN_DIR`. It may be killed and started again at any time. Statistics
-continue from the last saved state and segments from the last written one. The records in between
-are still in the rings.
+The first rank of a node starts the sidecar in watch.py, or a user starts it with `torchlens-perf
+sidecar RUN_DIR`. No rank waits for the sidecar. It may be killed and started again at any time. A
+new sidecar continues from the saved state and the last written segment. Later records are still in
+the rings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
 _LAST_CHOICE_S = 3.0
-# Other ranks end a few milliseconds after rank 0. The report should contain their last steps.
+# The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
 _TAP = "building the native tap on collectives"
 
@@ -47,7 +47,7 @@ _TAP = "building the native tap on collectives"
 class Sidecar:
     """The parts of a sidecar's round, for one node of one run.
 
-    Not thread-safe. Calls do not block long.
+    Not thread-safe. Methods do not block for long.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Sidecar:
     ) -> None:
         """report: writes the run's report.txt.
 
-        Called with the run and rank 0's settings for its terminal.
+        `report` is called with the run and with rank 0's settings for its terminal.
 
         waiting: rings that were watched before this sidecar began to read, by path.
         tap: builds the native tap. By default it is not built.
@@ -95,9 +95,9 @@ class Sidecar:
         return self._exporter is not None
 
     def combine_exporter(self, both: Callable[[Exporter | None], Exporter]) -> None:
-        """Add an exporter.
+        """Replace the exporter by a combined one.
 
-        both: makes one exporter of the present one, or None, and the new one.
+        both: combines the present exporter (or None) with another.
         """
         self._exporter = both(self._exporter)
 
@@ -111,18 +111,18 @@ class Sidecar:
         return fullest
 
     def count_records(self) -> None:
-        """Add the records from poll() to statistics, the export queue and the next segment."""
+        """Add records from read_rings() to statistics, the export queue and the next segment."""
         self.records.count_records()
 
     def judge_ranks(self, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange windows with other nodes, and look for hangs.
+        """Judge the ranks, exchange data with other nodes, and search for hangs.
 
         now_s: CLOCK_MONOTONIC.
         """
         self.monitor.judge_job(self.sources, now_s, final=final)
 
     def join_run(self) -> None:
-        """Move this run into node 0's run directory, once node 0 has reported another one.
+        """Move this run into node 0's run directory, if node 0 has reported a different run id.
 
         Raises OSError.
         """
@@ -135,7 +135,7 @@ class Sidecar:
             self._joined = run_id
 
     def sample_telemetry(self) -> None:
-        """Sample live processes, their GPUs, and the node's network ports, if that is due."""
+        """Sample live processes, their GPUs and the node's network ports when a sample is due."""
         sources = self.sources.unfinished()
         live = [source.state for source in sources]
         if not live or not self.sources.read_setting("telemetry"):
@@ -153,7 +153,7 @@ class Sidecar:
         self._add_notes(self.telemetry.notes)
 
     def build_tap(self, running_s: float) -> None:
-        """Build the native tap for the next run, if ranks have missed it.
+        """Build the native tap for the next run, if ranks did not find it.
 
         running_s: time since the sidecar began.
         """
@@ -184,20 +184,20 @@ class Sidecar:
                 self._captures.close()
 
     def export_results(self, *, final: bool = False) -> None:
-        """Pass the results of account() and judge() to the exporter, if there is one.
+        """Pass counted records and findings to the exporter, if there is one.
 
         final: no more data will come from any node.
         """
         monitor, live = self.monitor, bool(self.sources.unfinished())
         if monitor.cluster.awaits_node_0(monitor.job) and live:
-            return  # A step's trace id depends on the attempt, which node 0 reports.
+            return  # Trace ids depend on the attempt, which node 0 has not reported yet.
         if self._exporter is None:
             monitor.alerts.take_assessment()
             return
         now_s = time.monotonic()
         part = monitor.update_export_part(self.sources, now_s)
         if part is None:
-            return  # The metrics to send depend on the part.
+            return  # The metrics to send depend on this part.
         monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
@@ -206,20 +206,20 @@ class Sidecar:
         for traced in monitor.take_traces(self.sources, now_s, final=final):
             self._exporter.export(traced)
         assessment = monitor.alerts.take_assessment()
-        # Alerts come after the steps, because they link to the steps' traces.
+        # Export alerts after the steps, because alerts link to the steps' traces.
         if assessment is not None:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
     def save_records(self) -> None:
         """Write a segment and the state.
 
-        Remove the rings of processes that are saved completely.
+        Remove the rings of processes whose records are all saved.
         """
         self.records.write_segment()
         self.save_state(durably=True)
         for source in self.sources:
             if source.settled and os.path.lexists(source.path):
-                # A process that was killed could not remove its stack file itself.
+                # A killed process leaves its stack file.
                 source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
         self.telemetry.write_if_due(
@@ -257,9 +257,9 @@ class Sidecar:
     # -- the end
 
     def end_exchange(self) -> None:
-        """Wait for the other nodes' last windows, or for node 0's last choice of traces.
+        """Wait for the other nodes' last data, or for node 0's last choice of traces.
 
-        End the exchange.
+        Then end the exchange.
 
         Blocks for a few seconds at most.
         """
@@ -276,13 +276,13 @@ class Sidecar:
         self._add_notes(monitor.cluster.notes())
 
     def leave_cluster(self) -> None:
-        """Send the remaining data and the end of this sidecar to the other nodes."""
+        """Send the remaining data to the other nodes, and tell them that this sidecar ends."""
         self.monitor.cluster.close(self.monitor.job)
 
     def write_report_if_due(self, write_status: Callable[[str], None]) -> None:
         """Write report.txt once rank 0 has ended.
 
-        write_status: shows processes that wait what this sidecar does.
+        write_status: shows waiting processes what this sidecar does.
         """
         for source in self.sources:
             key = source.state.identity.key
@@ -297,8 +297,8 @@ class Sidecar:
                 if not source.settled:
                     write_status("is counting the last records")
                     self.count_records()
-                # Save the records first: a container that ends with rank 0 may kill this process
-                # soon.
+                # Save the records before writing the report: a container that ends with rank 0 may
+                # kill this process soon.
                 write_status(
                     f"is writing {self.records.unsaved_records} records into the run directory"
                 )

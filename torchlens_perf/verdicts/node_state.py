@@ -218,7 +218,7 @@ class NodeState:
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were sent as traces, and the parts of them that were sent."""
     tap_outlook: str = ""
-    """State of the build of the native tap that its ranks lacked, see TapForNextRun.outlook()."""
+    """State of the build of the native tap that its ranks lacked, see TapBuilder.update_outlook()."""
     schema: int = SCHEMA
 
     def save(self, run: RunDirectory, *, durably: bool = False) -> None:

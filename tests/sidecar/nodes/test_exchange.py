@@ -186,7 +186,7 @@ class TestExchange:
                 Exchange(places, KEY, f"n{1 - n}", bool(n), timing=FAST) for n in range(2)
             )
             other.post({1: b"x"})
-            wait_until(lambda merger=merger: 1 in ranks(merger.collect()))
+            wait_until(lambda merger=merger: 1 in ranks(merger.collect_posts()))
             assert other.close(LONG_S)
             assert merger.close(LONG_S)
             assert merger.close()

@@ -1,6 +1,6 @@
-"""Connect to node 0's sidecar, send reports to it, and reconnect when the connection is lost.
+"""Send reports to node 0's sidecar, and reconnect when the connection is lost.
 
-Sidecars of all nodes except node 0 use this module.
+The sidecars of all nodes except node 0 use this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 class ReportSender:
-    """The reporting end of the exchange. Belongs to one event loop."""
+    """The side of the exchange that sends reports to node 0. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ReportSender:
     ) -> None:
         """lock: guards the data shared with the sidecar's thread.
 
-        name: id of this process, and its node.
+        name: id of this process, and name of its node.
 
         tls: the folder of certificates, and the host name in node 0's certificate.
         """
@@ -48,16 +48,16 @@ class ReportSender:
         self._tls = tls
         self._channel: aio.Channel | None = None
         self._call: Any = None
-        self._instance = b""  # id of the node 0 process that has received the Outbox's posts
+        self._instance = b""  # id of the process on node 0 that has received posts
         self._last: tuple[str, ExchangeAddress] | None = None
         self._not_before_s = 0.0
         self.reply = b""
         """Node 0's newest instructions."""
 
     async def work_once(self) -> float:
-        """Report what node 0 lacks.
+        """Send all unsent posts.
 
-        Return the seconds until the next report, unless a post comes first.
+        Return the seconds until the next report, unless a new post needs an earlier one.
 
         Raises OSError.
         """
@@ -76,13 +76,13 @@ class ReportSender:
             raise
 
     async def finish(self) -> None:
-        """Send the waiting posts and the end of this sidecar, and close everything.
+        """Send the remaining posts and a note that this sidecar ends. Then close the connection.
 
         Raises OSError.
         """
         try:
             if self._call is None and self._outbox.has_unsent:
-                # Use the last address without a new search, because the job's store has often
+                # Use the last address. A new search may fail, because the job's store has often
                 # ended.
                 await (
                     self._connect_to_address(*self._last)
@@ -97,7 +97,7 @@ class ReportSender:
             self._rendezvous.close()
 
     async def _send_report(self, leaving: bool = False) -> bool:
-        """Send one report. Return True if node 0 has received that this sidecar is leaving."""
+        """Send one report. Return True if it was the last one of a sidecar that ends."""
         now_s = time.monotonic()
         with self._lock:
             report = self._outbox.build_report(now_s, leaving=leaving)
@@ -140,11 +140,11 @@ class ReportSender:
 
     # -- finding node 0
 
-    # Errors are stored as text: an exception in a variable would keep its frame alive, and with it
-    # a call and its connection.
+    # Errors are stored as text. An exception in a variable would keep its frame, a call and a
+    # connection alive.
 
     async def _connect_to_node_0(self) -> None:
-        """Connect to node 0's last address, or to any published one if that fails."""
+        """Connect to node 0's last known address. If that fails, try all published addresses."""
         candidates = [self._last] if self._last else []
         why = ""
         try:
@@ -181,7 +181,7 @@ class ReportSender:
     async def _open_call(self, host: str, address: ExchangeAddress) -> None:
         """Open a channel and a call.
 
-        Each end proves that it has the token before the other sends data.
+        Both sides prove that they have the job's token before the other side sends data.
         """
         where, nonce = (
             transport.format_target(host, address.port),

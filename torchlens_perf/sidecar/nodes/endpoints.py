@@ -1,4 +1,4 @@
-"""Choose the addresses of the exchange between nodes. This module sends no packets."""
+"""Choose the network addresses of the exchange between nodes. This module sends no packets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from torchlens_perf.config import ExchangeUrl
 
 _LOOPBACK = ("127.", "::1", "fe80:")  # "fe80:" is link-local, which needs the name of an interface.
-# This address is reserved for documentation, so it is reached by the default route.
+# This address is reserved for documentation, so the default route leads to it.
 _FAR_AWAY = "192.0.2.1"
 
 
@@ -19,7 +19,7 @@ class Endpoints:
     """The places where nodes can find node 0's sidecar, and the exchange's credentials."""
 
     job_store: tuple[str, int] | None = None
-    """Host and port of the job's TCPStore, from MASTER_ADDR and MASTER_PORT of the ranks."""
+    """Host and port of the job's TCPStore, from the ranks' MASTER_ADDR and MASTER_PORT."""
     folder: Path | None = None
     """Folder in the run directory, which nodes may share."""
     coordinator: str = ""
@@ -36,7 +36,7 @@ class Endpoints:
         """Return the endpoints for the setting Config.exchange.
 
         Returns None if the exchange is off, or if there is neither a store nor an address. token:
-        the token, which is not part of the URL. Raises ValueError for an invalid URL.
+        the job's token, which is not part of the URL. Raises ValueError for an invalid URL.
         """
         url = ExchangeUrl("") if exchange in ("auto", "off") else ExchangeUrl.parse(exchange)
         if exchange == "off" or (job_store is None and not url.address):
@@ -67,15 +67,16 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def find_listen_addresses(places: Endpoints) -> tuple[list[str], int]:
-    """Return the addresses to try to listen on, in this order, and the port, 0 for any.
+    """Return addresses for node 0 to listen on, in order of preference, and the port (0 for any).
 
-    "::" stands for all addresses of this node. With a coordinator, its own addresses are tried
+    "::" means all addresses of this node. With a coordinator, the coordinator's addresses come
     first. Otherwise the result is the address of the interface that leads to the job's store. It is
-    loopback only if the store's address is loopback, which means that all nodes are on one machine.
+    a loopback address only if the store's address is one. All nodes are then on one machine.
     """
     if places.coordinator:
         host, port = split_address(places.coordinator)
-        # The name may belong to a proxy that forwards to this node, so "::" is tried last.
+        # The host name may belong to a proxy that forwards to this node, so "::" is the last
+        # choice.
         return [*_resolve_host(host), "::"], port
     assert places.job_store is not None
     host = places.job_store[0]
@@ -84,12 +85,12 @@ def find_listen_addresses(places: Endpoints) -> tuple[list[str], int]:
     if host.startswith(("127.", "::1")):
         return [host], 0
     towards = next(filter(None, map(_find_own_address_towards, _resolve_host(host))), "")
-    # A machine's own name often resolves to loopback, but to another address on other nodes.
+    # On the machine itself, its name often resolves to loopback. Other nodes see another address.
     return ["::" if towards.startswith(_LOOPBACK) or not towards else towards], 0
 
 
 def find_published_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
-    """Return the names and addresses under which others may reach this node, likeliest first."""
+    """Return names and addresses of this node to publish for other nodes, likeliest first."""
     host = (
         split_address(places.coordinator)[0]
         if places.coordinator
@@ -100,8 +101,7 @@ def find_published_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     own = [listens_on]
     if listens_on == "::":
         own = [_find_own_address_towards(_FAR_AWAY) or "", *_resolve_host(socket.gethostname())]
-    # Other nodes resolve this node's name to an address that they can reach, so the name comes
-    # first.
+    # Other nodes resolve this node's name to an address that they can reach, so put the name first.
     ours = bool(places.coordinator) or any(
         _find_own_address_towards(each) == each for each in _resolve_host(host)
     )

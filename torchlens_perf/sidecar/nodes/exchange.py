@@ -1,4 +1,4 @@
-"""Exchange reports between the sidecars of several nodes. Node 0's sidecar merges them.
+"""Exchange reports between the sidecars of several nodes. Node 0's sidecar collects the reports.
 
 ::
 
@@ -6,9 +6,9 @@
     one gRPC call per node                each report and its reply (client.py, server.py,
     messages.py)
 
-The exchange runs on one daemon thread with an event loop. post(), collect() and notes() only pass
-values to and from that thread. Only that thread imports grpc, so sidecars of jobs with one node do
-not load it.
+The exchange runs on one daemon thread with an event loop. The methods of Exchange only pass values
+to and from this thread. Only this thread imports grpc, so sidecars of jobs with one node do not
+load it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 
 
 class _ExchangeSide(Protocol):
-    """The end of the exchange that runs on this node: client.Sender or server.Collector."""
+    """The side of the exchange on this node: client.ReportSender or server.ReportCollector."""
 
     reply: bytes
 
@@ -46,10 +46,7 @@ class _ExchangeSide(Protocol):
 
 
 class Exchange:
-    """One node's end of the exchange in one attempt of a run.
-
-    Methods do not block. Not thread-safe.
-    """
+    """One node's access to the exchange. Methods do not block. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,10 +57,9 @@ class Exchange:
         *,
         timing: Timing | None = None,
     ) -> None:
-        """Start the thread.
-
-        endpoints: the places where nodes can find node 0.
-        key: id of this exchange, which must be the same on its nodes and on no others.
+        """Start the exchange on its thread. endpoints: the places where nodes can find node 0.
+        key: id of this exchange. It must be the same on all nodes of the job, and differ from that
+        of other jobs.
         node: name of this node, unique in the job.
         merges: True on node 0, which collects the reports.
 
@@ -88,7 +84,9 @@ class Exchange:
         self._life = asyncio.run_coroutine_threadsafe(self._run_until_stopped(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        """Report payloads, by rank. While node 0 cannot be reached, the last 8 posts are kept.
+        """Send payloads, by rank, to node 0.
+
+        While node 0 is unreachable, the last 8 posts are kept.
 
         Raises ValueError for a payload over 1024 bytes, an invalid rank, or more than 512 ranks.
         """
@@ -101,9 +99,9 @@ class Exchange:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def collect_posts(self) -> CollectedPosts:
-        """Return what has arrived at node 0 since the last call, including its own posts.
+        """Return the posts that node 0 has received since the last call, including its own posts.
 
-        Nothing arrives on other nodes.
+        On other nodes the result is empty.
 
         After a restart of node 0's sidecar, each node reports its last 8 posts again.
         """
@@ -113,22 +111,22 @@ class Exchange:
             return self._inbox.collect_posts(time.monotonic())
 
     def set_links(self, links: bytes) -> None:
-        """Set the links to report with the next post, and after a restart of node 0's sidecar.
+        """Set the link statistics for the next report.
 
-        Has no effect on node 0.
+        They are sent again if node 0's sidecar restarts. Has no effect on node 0.
         """
         with self._lock:
             self._outbox.set_links(links)
 
     def link_reports(self) -> list[bytes]:
-        """Return the newest link report of each other node. Empty except on node 0."""
+        """Return the newest link report of each other node. The list is empty except on node 0."""
         with self._lock:
             return self._inbox.link_reports()
 
     def set_instructions(self, reply: bytes) -> None:
         """Set node 0's instructions to all other nodes, at most 1024 bytes.
 
-        They are part of each reply, and a node gets a reply at least every few seconds. Raises
+        Each reply contains the instructions. A node gets a reply at least every few seconds. Raises
         ValueError for more bytes.
         """
         if len(reply) > MAX_REPLY_BYTES:
@@ -145,9 +143,9 @@ class Exchange:
 
     @property
     def unreached_s(self) -> float:
-        """Time for which this node has not reached node 0.
+        """Time since this node lost contact with node 0.
 
-        On node 0, since its address cannot be published.
+        On node 0: time since publishing its address failed.
         """
         with self._lock:
             return (
@@ -155,7 +153,7 @@ class Exchange:
             )
 
     def notes(self) -> list[str]:
-        """Return notes for the report about the present state of the exchange."""
+        """Return notes for the report about the current state of the exchange."""
         notes = []
         with self._lock:
             failing_s = (
@@ -190,9 +188,9 @@ class Exchange:
         return notes
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Send waiting posts if node 0 can be reached, and close everything.
+        """Send unsent posts if node 0 is reachable, and close all connections.
 
-        Returns False if that took longer than `timeout_s`. Connections are then cut off.
+        Returns False if this takes longer than `timeout_s`. Open connections are then dropped.
         """
         self._closing = True
         for event in (self._stop, self._wake):
@@ -211,7 +209,7 @@ class Exchange:
             self._end = end
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
-            # Clear the event before the turn, so that a post during the turn is not missed.
+            # Clear the event before the work, so that a post during the work wakes this loop again.
             self._wake.clear()
             try:
                 wait_s = await end.work_once()
@@ -221,7 +219,7 @@ class Exchange:
                 await _wait_for_event(self._wake, wait_s)
             except OSError as error:
                 self._record_error(error)
-                # The random factor keeps nodes from retrying all at the same time. New posts do not
+                # The random factor spreads the retries of all nodes over time. New posts do not
                 # shorten the delay.
                 await _wait_for_event(self._stop, retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, self._timing.last_retry_s)
@@ -260,6 +258,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 def _get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process, which runs on a daemon thread.
+
+    The first call starts it.
 
     All exchanges share it, because grpc needs a single event loop in a process.
     """

@@ -1,9 +1,9 @@
-"""Publish node 0's address in the job's store, or look for it there.
+"""Publish node 0's address in the job's store, or wait for it there.
 
-rendezvous.py runs this module as a child process of the sidecar. torch's TCPStore has a timeout for
-`wait` and `connect` only. A `check`, or the handshake of a new connection, blocks without a limit
-if the other side is stopped. The parent therefore kills this process after a timeout, and an alarm
-ends it if the parent is gone.
+rendezvous.py runs this module as a child process of the sidecar. torch's TCPStore has timeouts for
+`wait` and `connect` only. If the other side is stopped, `check` and the handshake of a new
+connection block without a limit. The parent therefore kills this process after a timeout. If the
+parent is gone, an alarm ends this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import timedelta
 
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.25, 5.0
 _GRACE_S = 5
-# torch resolves the host's name first, which takes 5 s if the resolver's query is lost.
+# torch first resolves the host's name. This takes 5 s if the resolver's query is lost.
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -26,8 +26,8 @@ def publish_or_wait_for_value(
 ) -> str:
     """Publish a value under the key, or wait for a value other than `known`.
 
-    Return the value that the store then has, or "". This client is not one of the store's workers,
-    so it takes part in no count and no barrier. Raises RuntimeError for torch's errors.
+    Return the value in the store, or "". This client does not register as a worker of the store, so
+    it does not affect counts or barriers. Raises RuntimeError for torch's errors.
     """
     from torch.distributed import TCPStore
 
@@ -41,7 +41,7 @@ def publish_or_wait_for_value(
     )
     if publish:
         store.set(key, publish)
-        # `set` does not wait for a reply, but `check` only returns once the value has arrived.
+        # `set` does not wait for a reply. `check` returns only after the value has arrived.
         return publish if store.check([key]) else ""
     until_s, interval_s = time.monotonic() + lives_s - _MAX_POLL_INTERVAL_S, _MIN_POLL_INTERVAL_S
     while True:
@@ -51,20 +51,23 @@ def publish_or_wait_for_value(
                 return found
         if time.monotonic() > until_s:
             return ""
-        # The random factor keeps nodes from polling all at the same time.
+        # The random factor spreads the polls of all nodes over time.
         time.sleep(interval_s * random.uniform(0.5, 1.0))
         interval_s = min(2 * interval_s, _MAX_POLL_INTERVAL_S)
 
 
 def main() -> int:
-    """Carry out the order from stdin and write the answer to stdout. Return the exit code."""
+    """Read a request from stdin, carry it out, and write the answer to stdout.
+
+    Return the exit code.
+    """
     order = json.load(sys.stdin)
     signal.alarm(int(order["lives_s"]) + _GRACE_S)
     try:
         found = publish_or_wait_for_value(**order)
         answer = f"found {found}" if found else "nothing"
     except RuntimeError as error:
-        # DistNetworkError or DistStoreError. Lines after the first are C++ frames.
+        # The error is a DistNetworkError or DistStoreError. All lines but the first are C++ frames.
         answer = "error " + str(error).partition("\n")[0]
     sys.stdout.write(answer)
     sys.stdout.flush()

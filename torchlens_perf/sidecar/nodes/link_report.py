@@ -1,4 +1,4 @@
-"""Encode a node's statistics of collectives, from which node 0 finds slow links.
+"""Encode a node's statistics of collective operations. Node 0 uses them to find slow links.
 
 Each report replaces the node's previous one. This module does no I/O.
 """
@@ -21,7 +21,7 @@ _MAX_UNPACKED_BYTES = 1 << 18
 
 class _LinkReport(msgspec.Struct, array_like=True, frozen=True):
     attempt: int
-    """The job's attempt that the node's processes belong to."""
+    """The job's attempt to which the node's processes belong."""
     rows: list[LinkStatistics]
 
 
@@ -29,9 +29,9 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_L
 
 
 def encode_link_report(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
-    """Return an encoded report, and the number of rows that do not fit into it.
+    """Return an encoded report, and the number of rows that did not fit into it.
 
-    Rows with too few operations are left out. Those with most time are included first.
+    Rows with too few operations are left out. Rows with the most time are included first.
     """
     ready = [each for each in rows if each.transfers >= MIN_OPERATIONS]
     ready.sort(key=lambda each: -each.joined * each.transfer_ns[1])
@@ -46,12 +46,12 @@ def encode_link_report(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[by
 
 
 def decode_link_report(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
-    """Return a node's rows, or [] if they are from another attempt.
+    """Return a node's rows, or [] for another attempt of the job.
 
-    Raises ValueError if invalid.
+    Raises ValueError for invalid data.
     """
     try:
-        # The limit keeps a small message from unpacking to a large amount of memory.
+        # Limit the size, because a small message could decompress to a large amount of memory.
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))
     except (zlib.error, msgspec.MsgspecError, UnicodeError) as error:
         raise ValueError(f"invalid link report: {error}") from error

@@ -1,13 +1,14 @@
-"""Agree between nodes on the run's id and on which processes belong to one generation.
+"""Agree between nodes on the run's id and on the processes that belong to one generation.
 
-Node 0 decides and the other nodes follow. Restart counts in the environment cannot be used, because
-each launcher counts for itself: after a worker fails, torchrun's agent on its node reports 1
-restart, other agents report 0, and an agent that joins later reports 0. The start times agree,
-because all agents start their workers when they leave the same rendezvous.
+Node 0 decides, and the other nodes accept its decision. Restart counts in the environment are not
+usable, because each launcher counts its own restarts. When a worker fails, torchrun's agent on the
+worker's node reports one restart, and the other agents report none. Start times are usable, because
+all agents start their workers after the same rendezvous.
 
-Node 0 numbers its own sets of processes and sends the age of each. A set of another node belongs to
-the set of node 0 with the same number of ranks whose start is nearest. Nodes exchange ages and not
-times, because their clocks may differ. This module does no I/O.
+All processes that a launcher starts on a node at one time form a set. Node 0 numbers its own sets
+and sends their ages. A set of another node matches the set of node 0 that has the same number of
+ranks and the nearest start. Nodes exchange ages and not times, because their clocks may differ.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Number of newest generations in a control message.
+# A control message contains at most this number of generations, the newest ones.
 MAX_GENERATIONS = 8
 MAX_CONTROL_BYTES = 1024
 _MAX_RUN_ID_BYTES = 240
@@ -26,25 +27,25 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGeneration:
-    """A set of processes that run at the same time, on one node or on all nodes."""
+    """Processes that run at the same time, on one node (a set) or on all nodes."""
 
     number: int
-    """Number of the job's generation. For the processes of one node, that node's own count."""
+    """Number of the job's generation. A set of one node has the node's own number instead."""
     started_s: float
-    """Start time, on the clock of the node that compares."""
+    """Start time on the clock of this node."""
     world_size: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ControlMessage:
-    """A message of node 0 to the other nodes."""
+    """Message of node 0 to the other nodes with the run's id and the newest generations."""
 
     run_id: str
     generations: tuple[ProcessGeneration, ...]
-    """Newest generations. `started_s` is the negative age when the message was made."""
+    """Newest generations. `started_s` is the negative age at the time of encoding."""
 
     def encode(self) -> bytes:
-        """Return at most MAX_CONTROL_BYTES."""
+        """Return the message as at most MAX_CONTROL_BYTES bytes."""
         newest = self.generations[-MAX_GENERATIONS:]
         generations = [(each.number, round(-each.started_s, 3), each.world_size) for each in newest]
         run_id = self.run_id.encode()[:_MAX_RUN_ID_BYTES].decode(errors="ignore")
@@ -73,10 +74,11 @@ class ControlMessage:
 def match_generations(
     sets: Sequence[ProcessGeneration], generations: Sequence[ProcessGeneration]
 ) -> dict[int, int]:
-    """Return the number of the matching generation for each of a node's sets, by the set's number.
+    """Return the number of the generation that matches each set of a node, by the set's number.
 
-    The match is the generation with the same number of ranks whose start is nearest. If two sets of
-    the node match one generation, the nearer one gets it. Sets without a match are left out.
+    A set matches the generation that has the same number of ranks and the nearest start. If two
+    sets of the node match the same generation, only the nearer set gets it. Sets without a match
+    are left out.
     """
     found: dict[int, tuple[float, int]] = {}
     for each in sets:
@@ -94,14 +96,17 @@ def match_generations(
 
 
 class Membership:
-    """One node's view of the generations. Not thread-safe. Times are on one monotonic clock."""
+    """One node's knowledge of the job's generations.
+
+    Not thread-safe. All times are of one monotonic clock.
+    """
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        """Node 0's id of the run. Before the first message of node 0, this node's own id."""
+        """Run id of node 0. Before node 0's first message, the id that this node has chosen."""
         self._own: dict[int, ProcessGeneration] = {}
-        self._restarts: dict[int, int] = {}  # the launcher's count, a lower bound of the generation
-        self._numbers: dict[int, int] = {}  # known generations of this node's sets
+        self._restarts: dict[int, int] = {}  # lower bounds of the generation
+        self._numbers: dict[int, int] = {}  # generation of each set of this node, if known
         self._others: dict[str, dict[int, ProcessGeneration]] = {}
         self._received: tuple[ProcessGeneration, ...] = ()
         self._leads = False
@@ -117,7 +122,8 @@ class Membership:
     ) -> None:
         """Add a set of this node.
 
-        restarts: its launcher's count. number: its generation, if that is known already.
+        restarts: number of restarts that the launcher reports. number: the set's generation, if
+        known.
         """
         if local in self._own:
             return
@@ -130,7 +136,7 @@ class Membership:
     def start_numbering(self) -> None:
         """Make this node number new sets, because it has rank 0.
 
-        Numbers continue from those of an earlier node 0.
+        The numbers continue after those of an earlier node 0.
         """
         if not self._leads:
             self._leads = True
@@ -142,19 +148,22 @@ class Membership:
         self._leads = False
 
     def generation_number(self, local: int) -> int:
-        """Return the generation of a set of this node, or a guess until node 0 has reported it."""
+        """Return the generation of a set of this node.
+
+        Until node 0 has reported it, return a guess.
+        """
         return self._numbers.get(local, self._guess_number(local))
 
     def age_of_set_s(self, local: int, now_s: float) -> float:
-        """Return how long ago a set of this node began, or 0 if it is not known."""
+        """Return the time since the start of a set of this node, or 0 for an unknown set."""
         return now_s - self._own[local].started_s if local in self._own else 0.0
 
     def is_number_known(self, local: int) -> bool:
-        """Return True if number() is not a guess."""
+        """Return True if the result of generation_number() is not a guess."""
         return self._leads or local in self._numbers
 
     def build_control_message(self, now_s: float) -> ControlMessage:
-        """Return the message for the other nodes."""
+        """Return node 0's message to the other nodes."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_GENERATIONS:]
         generations = [
             ProcessGeneration(
@@ -165,7 +174,7 @@ class Membership:
         return ControlMessage(self.run_id, tuple(generations))
 
     def apply_control_message(self, control: ControlMessage, now_s: float) -> None:
-        """Apply a message that node 0 made at `now_s`. Ignored on node 0 itself."""
+        """Apply a message that node 0 encoded at `now_s`. Node 0 itself ignores it."""
         if self._leads:
             return
         self.run_id = control.run_id or self.run_id
@@ -182,7 +191,7 @@ class Membership:
 
         Called on node 0.
 
-        local: that node's own number of the set, modulo 256.
+        local: the other node's own number of the set, modulo 256.
         """
         sets = self._others.setdefault(node, {})
         sets.setdefault(local, ProcessGeneration(local, started_s, world_size))
@@ -203,10 +212,10 @@ class Membership:
                 self._numbers.setdefault(local, self._guess_number(local))
 
     def _guess_number(self, local: int) -> int:
-        """Return a number that continues from the last known one before it."""
+        """Return a number that continues from the last earlier set with a known number."""
         earlier = [each for each in self._numbers if each < local]
         last = max(earlier, default=-1)
         guess = self._numbers[last] + local - last if earlier else local
-        if self._leads and self._received:  # Continue from the numbers of an earlier node 0.
+        if self._leads and self._received:  # Continue after the numbers of an earlier node 0.
             guess = max(guess, self._received[-1].number + 1)
         return max(guess, self._restarts.get(local, 0))

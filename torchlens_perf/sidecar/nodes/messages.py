@@ -1,9 +1,9 @@
-"""Reports between sidecars: the wire format, the sender's Outbox, and node 0's Inbox.
+"""Exchange reports between sidecars: the wire format, the sender's Outbox, and node 0's Inbox.
 
-This module uses no network, thread or clock. A report contains everything that no successful call
-has delivered, so the next report repeats the content of a failed call. Windows are identified by
-the time at which they were posted, so duplicates are ignored. Each sidecar process has a random id,
-and a restarted sidecar is a new sender.
+This module uses no network, thread or clock. A report contains all posts that node 0 has not
+confirmed, so the next report repeats the content of a failed call. Node 0 recognises duplicate
+posts by their time. Each sidecar process has a random id, so a restarted sidecar counts as a new
+sender.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_RANKS = 512  # Per node, so that a report of one post fits into MAX_MESSAGE_
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1024
 MAX_LINKS_BYTES = 1 << 14
-# Reports per estimate of the clock offset. The fastest of them counts as not delayed.
+# Number of reports for each estimate of the clock offset. The fastest report counts as not delayed.
 _REPORTS_PER_OFFSET = 64
 
 _Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_BYTES)]
@@ -30,10 +30,13 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Post(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The payloads of a node's ranks for one window."""
+    """The payloads that a node's ranks send at one time."""
 
     posted_s: float
-    """Time on the sender's monotonic clock. It grows with each post and identifies it."""
+    """Time on the sender's monotonic clock.
+
+    Each post has a later time, which identifies the post.
+    """
     payloads: Annotated[dict[_Rank, _Payload], msgspec.Meta(max_length=MAX_RANKS)]
 
 
@@ -43,13 +46,13 @@ class Report(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sent_s: float
     """Time on the sender's monotonic clock."""
     dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
-    """Posts that the sender has dropped since its start."""
+    """Number of posts that the sender has dropped since its start."""
     leaving: bool
     """True in the last report of a sender that ends normally."""
     posts: Annotated[list[Post], msgspec.Meta(max_length=KEPT_POSTS)]
-    """Oldest first."""
+    """Posts, oldest first."""
     links: Annotated[bytes, msgspec.Meta(max_length=MAX_LINKS_BYTES)] = b""
-    """Statistics of the node's links, see link_report.py, or b"" if they are unchanged."""
+    """Statistics of the node's links, see link_report.py, or b"" if node 0 has them already."""
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -58,7 +61,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     pace_s: float
     """Minimum time between two reports."""
     instructions: bytes
-    """Instructions for all nodes, see Exchange.reply()."""
+    """Instructions for all nodes, see Exchange.instructions()."""
 
 
 _report, _reply = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Decoder(Reply)
@@ -101,9 +104,9 @@ class Outbox:
     def __init__(self) -> None:
         self._posts: deque[Post] = deque(maxlen=KEPT_POSTS)
         self._newest_s = -math.inf
-        self._delivered_s = -math.inf  # newest post that any process of node 0 has received
-        self._received_s = -math.inf  # newest post that the present process of node 0 has received
-        self._in_flight: list[Post] = []  # sent, without a reply so far
+        self._delivered_s = -math.inf  # newest post received by any process of node 0
+        self._received_s = -math.inf  # newest post received by its current process
+        self._in_flight: list[Post] = []  # sent, but not confirmed
         self._links = self._received_links = b""
         self.dropped = 0
         """Number of posts that newer ones replaced before node 0 had received them."""
@@ -119,16 +122,16 @@ class Outbox:
 
     @property
     def has_unsent(self) -> bool:
-        """True while the present process of node 0 lacks posts or links."""
+        """True while the current process of node 0 has not received all posts and links."""
         return self._newest_s > self._received_s or self._links != self._received_links
 
     def resend_all(self) -> None:
-        """Start over with a new process of node 0, which has no posts."""
+        """Mark all posts as not received, because node 0 has a new process."""
         self._received_s, self._received_links = -math.inf, b""
 
     def build_report(self, now_s: float, *, leaving: bool = False) -> Report:
-        """Return a report of what node 0 lacks: links, and as many of the oldest posts as fit."""
-        # Posts that are still in flight belong to a failed call.
+        """Return a report with changed links and the oldest unconfirmed posts that fit."""
+        # The call with the posts in flight has failed.
         lost = [post for post in self._in_flight if post not in self._posts]
         self.dropped += sum(post.posted_s > self._delivered_s for post in lost)
         posts: list[Post] = []
@@ -145,7 +148,7 @@ class Outbox:
         return Report(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
     def mark_received(self, report: Report) -> None:
-        """Note that node 0 has replied to this report."""
+        """Mark the posts and links of a report as received, because node 0 has replied to it."""
         self._received_links = report.links or self._received_links
         if report.posts:
             self._received_s = report.posts[-1].posted_s
@@ -153,37 +156,37 @@ class Outbox:
             self._in_flight = []
 
 
-# A large job creates thousands of these per second. Structs are created and freed faster than
-# dataclasses.
+# A large job creates thousands of ReceivedPost objects per second. Structs are created and freed
+# faster than dataclasses.
 class ReceivedPost(msgspec.Struct, gc=False):
-    """One post of a node."""
+    """One post that node 0 has received."""
 
     node: str
     age_s: float
-    """Time since it was posted: at its sender, on the network, and in the Inbox."""
+    """Age of the post: its time at the sender, on the network and in the Inbox."""
     payloads: Mapping[int, bytes]
-    """By rank."""
+    """Payloads by rank."""
 
 
 class NodeContact(msgspec.Struct, frozen=True, gc=False):
     """Node 0's record of a node that has reported."""
 
     silent_s: float
-    """Time since its last report. 0 for node 0 itself."""
+    """Time since the node's last report. 0 for node 0 itself."""
     missed: int
-    """Number of posts that were lost, at the node or in the Inbox."""
+    """Number of posts that were lost at the node or in the Inbox."""
     left: bool
-    """True if its sidecar has ended normally."""
+    """True if the node's sidecar has ended normally."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectedPosts:
-    """Posts since the last collect(), and contacts with all nodes."""
+    """Posts since the last call of collect_posts(), and contacts with all nodes."""
 
     posts: Sequence[ReceivedPost]
-    """Posts, for each sidecar in the order of posting.
+    """Posts. Those of one sidecar are in the order of posting.
 
-    There is one object per post. One per rank and window would double the cost of a window of a
+    There is one object per post, with all ranks. One object per rank would double the cost in a
     large job.
     """
     nodes: Mapping[str, NodeContact]
@@ -198,24 +201,24 @@ class _SenderRecord:
     joined_s: float
     last_report_s: float
     left: bool = False
-    newest_s: float = -math.inf  # time of its newest post, on its own clock
-    dropped: int = 0  # posts that the sender has dropped
-    overwritten: int = 0  # posts that were lost here, before they were collected
+    newest_s: float = -math.inf  # time of its newest post on its own clock
+    dropped: int = 0  # number of posts that the sender has dropped
+    overwritten: int = 0  # number of posts that node 0 has dropped before they were collected
     unreadable: int = 0
     links: bytes = b""
-    # Until a post is collected, its age is relative to time 0 of node 0's clock.
+    # Until a post is collected, its age is the negative time of posting on node 0's clock.
     unread: deque[ReceivedPost] = dataclasses.field(
         default_factory=lambda: deque(maxlen=KEPT_POSTS)
     )
-    # Clocks of nodes are unrelated. A report's delay is measured against the fastest recent report.
+    # The nodes' clocks are unrelated, so delays are measured relative to the fastest recent report.
     fastest_s: tuple[float, float] = (math.inf, math.inf)
     reports: int = 0
 
     def add_post(self, post: Post, posted_s: float) -> None:
-        """Add a post unless it has arrived before. posted_s: its time on node 0's clock."""
+        """Add a post, unless it is a duplicate. posted_s: the post's time on node 0's clock."""
         if post.posted_s > self.newest_s:
             self.newest_s = post.posted_s
-            # The deque is full if collect() is not called often enough. It then drops its oldest
+            # If collect_posts() is not called often enough, the deque is full and drops its oldest
             # post.
             self.overwritten += len(self.unread) == KEPT_POSTS
             self.unread.append(ReceivedPost(self.node, -posted_s, post.payloads))
@@ -223,7 +226,7 @@ class _SenderRecord:
     def measure_delay_s(self, sent_s: float, now_s: float) -> float:
         took_s = now_s - sent_s
         before_s, recent_s = self.fastest_s
-        # Clocks drift, so reports of long ago cannot be compared with this one.
+        # Clocks drift, so only recent reports are compared.
         if self.reports % _REPORTS_PER_OFFSET == 0:
             before_s, recent_s = recent_s, math.inf
         self.reports += 1
@@ -245,14 +248,15 @@ class Inbox:
         self._own.add_post(Post(posted_s, dict(payloads)), now_s)
 
     def add_sender(self, sender: str, node: str, now_s: float) -> None:
-        """Add a sender that connects, for the first time or again."""
+        """Add a sender that has connected, unless it is already known."""
         if sender not in self._senders:
             self._senders[sender] = _SenderRecord(node, now_s, now_s)
 
     def receive_report(self, name: str, data: bytes, now_s: float) -> None:
-        """Take a report of a sender that has entered. Posts that have arrived before are ignored.
+        """Add the posts of a known sender's report. Duplicate posts are ignored.
 
-        Raises ValueError for an invalid report, after counting it for its node.
+        Raises ValueError for an invalid report. The sender's count of unreadable reports then
+        grows.
         """
         sender = self._senders[name]
         sender.last_report_s, sender.left = now_s, False
@@ -297,19 +301,20 @@ class Inbox:
 
     @property
     def sender_count(self) -> int:
-        """Number of sidecar processes of other nodes that have entered."""
+        """Number of sidecar processes of other nodes that have connected so far."""
         return len(self._senders)
 
     def count_unreadable_reports(self) -> dict[str, int]:
-        """Return the number of reports that could not be read, by node."""
+        """Return the number of unreadable reports, by node."""
         return {
             sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable
         }
 
     def find_duplicate_names(self) -> list[str]:
-        """Return the node names that several live sidecars use.
+        """Return the node names that several live sidecars use at the same time.
 
-        A name counts if a sidecar reported after another one had entered with that name.
+        A name is a duplicate if a sidecar reports after another sidecar has connected with this
+        name.
         """
         newest, found = {self._own.node: self._own}, set()
         for sender in self._senders.values():

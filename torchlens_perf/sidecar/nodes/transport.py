@@ -1,4 +1,4 @@
-"""Settings of both ends of the exchange: gRPC options, method name, proofs and TLS.
+"""Settings that both sides of the exchange share: gRPC options, method name, proofs and TLS.
 
 This module imports grpc, so only sidecars of jobs with several nodes import it.
 """
@@ -17,8 +17,7 @@ from typing import Any
 # grpc reads these variables when it is imported. Values that the user has set are kept.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Errors are reported as notes instead.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # The sidecar only uses vfork with exec.
-# Polling threads cost more than polling in the waiting thread: 30 to 40 % of node 0's time per
-# message.
+# Separate polling threads would cost 30 to 40 % of node 0's time per message.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
 
 import grpc
@@ -28,7 +27,7 @@ from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES, MAX_MESSAGE_B
 
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
-# The number is the version of the protocol. Node 0 answers UNIMPLEMENTED to other versions.
+# The number in the name is the protocol version. Node 0 answers UNIMPLEMENTED to other versions.
 REPORT = "/torchlens_perf.Exchange3/Report"
 NONCE_BYTES, INSTANCE_BYTES = 16, 8
 NONCE, PROOF, SENDER, NODE, INSTANCE = (
@@ -39,27 +38,26 @@ NONCE, PROOF, SENDER, NODE, INSTANCE = (
     "instance-bin",
 )
 MAX_CONNECTIONS = 8192
-IDLE_S = 10  # Node 0 drops connections without a call after this time. Sidecars always have a call.
+IDLE_S = 10  # Node 0 closes connections without a call after this time.
 _KEEPALIVE_S = 60
 
 _MS = 1000
 _BOTH = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + MAX_LINKS_BYTES + 4096),
-    # The probe would send a ping for every message, to size a window that small messages never
-    # fill.
+    # The bandwidth probe would send a ping per message, but small messages need no flow control.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_metadata_size", 8192),
 ]
 CLIENT_OPTIONS: Sequence[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.keepalive_time_ms", _KEEPALIVE_S * _MS),
-    # Each channel gets its own connection, without the back-off of the last one.
+    # Each channel opens its own connection, without the back-off of an earlier connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # The back-off also limits the time for one connection attempt.
+    # The back-off time also limits the duration of one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 5 * _MS),
     ("grpc.initial_reconnect_backoff_ms", 5 * _MS),
     ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),  # Nodes of a job reach each other directly.
+    ("grpc.enable_http_proxy", 0),  # Nodes of a job connect directly.
     ("grpc.service_config_disable_resolution", 1),
 ]
 SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
@@ -73,15 +71,14 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests", MAX_CONNECTIONS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CONNECTIONS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10 * _MS),
-    # A connection with longer messages would keep a buffer of 64 KB: more than 100 MB for 2048
-    # nodes.
+    # A larger limit could keep a buffer of 64 KB per connection: more than 100 MB for 2048 nodes.
     ("grpc.experimental.tcp_max_read_buffer_size", 8192),
 ]
 CALL_ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
 
 
 def make_proof(token: str, role: str, nonce: bytes) -> bytes:
-    """Return a proof that the sender has the token, which itself is never sent.
+    """Return a proof that its sender has the token. The token itself is never sent.
 
     role: SENDER, or INSTANCE for node 0.
     """
@@ -96,7 +93,7 @@ def are_proofs_equal(shown: bytes, wanted: bytes) -> bool:
 
 
 def describe_status(code: grpc.StatusCode, details: str | None) -> str:
-    """Return one line that describes how a call has ended."""
+    """Return one line that describes how a gRPC call has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "it is something else, or another version of torchlens_perf"
     return f"{code.name}: {' '.join((details or '').split())}"[:300]
@@ -126,5 +123,5 @@ def load_server_credentials(folder: str) -> grpc.ServerCredentials:
 
 
 def format_target(host: str, port: int) -> str:
-    """Return an address in gRPC's form."""
+    """Return an address in the form that gRPC expects."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
