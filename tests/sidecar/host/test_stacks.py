@@ -405,7 +405,9 @@ def test_process_state_is_read_while_running_stopped_zombie_and_gone(start: Star
     wait_for(process.pid, "running")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert read_process_state(process.pid) == "dead"  # The process has ended but was not waited for.
+    assert (
+        read_process_state(process.pid) == "dead"
+    )  # The process has ended but was not waited for.
     process.wait()
     assert read_process_state(process.pid) == "dead"
 

@@ -177,9 +177,7 @@ class TestAccount:
         outbox.add_post({1: b"x"}, 5001.0)
         outbox.add_post({1: b"z"}, 5003.0)
         # The transmission of this report took 4 s.
-        inbox.receive_report(
-            "a1", encode(outbox.build_report(5003.0)), 107.0
-        )
+        inbox.receive_report("a1", encode(outbox.build_report(5003.0)), 107.0)
         inbox.add_own_post({0: b"y"}, 108.0)
         collected = inbox.collect_posts(108.5)
 
