@@ -1,8 +1,8 @@
-"""Write report.html into the run directory after the last report. No rank waits for it.
+"""Write report.html into the run directory after the last report. No rank waits for this page.
 
-A child process writes the page, so that its time, memory and CPU use can be limited. If another
-ring comes, the sidecar gives the page up to read that ring. The page is then written at the end of
-that process's run.
+A child process writes the page, with limits on time, memory and CPU use. If a new ring appears, the
+sidecar stops writing the page to read this ring. It writes the page when the ring's process has
+ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-# A page for 1024 ranks takes a third of this time on idle CPUs.
+# On idle CPUs, a page for 1024 ranks takes a third of this time.
 TIMEOUT_S = 120.0
 # Timeout after SIGTERM.
 TERMINATED_S = 10.0
@@ -58,14 +58,14 @@ def write_page_if_wanted(sidecar: Sidecar) -> None:
 def write_in_child_process(
     run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S
 ) -> str:
-    """Write the page. Return the reason of a failure, otherwise "".
+    """Write the page. Return the reason for a failure, otherwise "".
 
-    gives_up: called repeatedly. If it returns True, writing ends without a reason.
+    gives_up: called repeatedly. If it returns True, writing ends and the result is "".
     """
     page = run.report.with_suffix(".html")
     command = children.build_command("report", str(run.path), "--html", str(page))
-    # Other memory pools of Arrow reserve more memory than they use, which would count for the
-    # limit.
+    # Arrow's other memory pools reserve more memory than they use. The limit includes reserved
+    # memory.
     environment = {**children.build_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     began_s, before = time.monotonic(), _file_version(page)
     with tempfile.TemporaryFile() as errors:
@@ -92,7 +92,7 @@ def write_in_child_process(
             time.sleep(_POLL_INTERVAL_S)
         errors.seek(0)
         last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    # The child replaces the page only when the new one is complete, so a later failure does not
+    # The child replaces the page only when the new one is complete. A later failure does not
     # matter.
     if child.returncode and _file_version(page) == before:
         reason = (

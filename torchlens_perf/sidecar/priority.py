@@ -1,13 +1,13 @@
 """Lower the sidecar's priority for CPUs and its memory limits. Refusals of the kernel are ignored.
 
-A process without privileges cannot raise its priority or leave SCHED_IDLE again. Both are
-properties of a thread, so work during training runs in a thread of low priority. The main thread
-keeps the job's priority for the work that a rank waits for after its training.
+A process without privileges can lower its priority, but never raise it or leave SCHED_IDLE.
+Priority belongs to a thread, so work during training runs in a thread of low priority. The main
+thread keeps the job's priority for work that ranks wait for after their training.
 
 If the kernel groups processes by session (sched(7), autogroup), a thread's nice value and policy
-only count within its session. The sidecar has a session of its own, so the nice value of its group
-counts against the job. A process without privileges may raise the group's priority again, but not
-that of a thread.
+only apply within its session. The sidecar has its own session, so only the nice value of this
+session's group affects the job. A process without privileges can raise the priority of a group
+again, but not the priority of a thread.
 """
 
 from __future__ import annotations
@@ -22,30 +22,27 @@ NICE = 5
 USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
 """Nice values of the session's group, see decision 28 in docs/internals.
 
-USUAL_GROUP is for work. SLOW_GROUP is for imports with a small share of a CPU. IDLE_GROUP is for
-imports in an idle thread.
+USUAL_GROUP is the normal value. SLOW_GROUP is for imports with a small share of a CPU. IDLE_GROUP
+is for imports on idle CPUs.
 """
-_GROUP = "/proc/self/autogroup"  # Missing if the kernel does not group processes by session.
-# The kernel accepts one change in a tenth of a second, for all users together.
+_GROUP = "/proc/self/autogroup"  # This file is missing if the kernel does not group by session.
+# The kernel accepts only one change per tenth of a second, counted over all users.
 _TRIES, _RETRY_DELAY_S = 3, 0.05
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _OOM_SCORE_ADDED, _HIGHEST_OOM_SCORE = 500, 1000
 _thread = threading.local()
-# Limit of the sidecar's data. For 16384 ranks, node 0's sidecar needs a tenth of it.
+# Limit of the sidecar's memory. For 16384 ranks, node 0's sidecar needs a tenth of this limit.
 MEMORY_BYTES = 4 << 30
 
 
 def lower_priority() -> None:
-    """Give this thread low priority, and call spare_memory().
-
-    Threads and children that it starts inherit the priority.
-    """
+    """Lower the priority of this thread, its later threads and children, and limit memory."""
     lower_thread_priority()
     yield_memory_to_job()
 
 
 def lower_thread_priority() -> None:
-    """Lower the calling thread's priority permanently. Further calls do nothing."""
+    """Lower the calling thread's priority permanently. Later calls have no effect."""
     if not getattr(_thread, "is_low", False):
         _thread.is_low = True
         with contextlib.suppress(OSError):
@@ -53,7 +50,10 @@ def lower_thread_priority() -> None:
 
 
 def yield_memory_to_job() -> None:
-    """Make the kernel end this process before the job if memory runs out, and limit its memory."""
+    """Limit this process's memory.
+
+    If memory runs out, the kernel kills this process before the job.
+    """
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())
@@ -63,9 +63,9 @@ def yield_memory_to_job() -> None:
 
 
 def set_memory_limit(size_bytes: int) -> None:
-    """Limit the data of this process. Beyond the limit, allocations raise MemoryError.
+    """Limit the data size of this process. Allocations beyond the limit raise MemoryError.
 
-    A round survives a MemoryError, while the job might not survive a lack of memory.
+    The sidecar survives a MemoryError, but the job might not survive a lack of memory.
     """
     with contextlib.suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -89,6 +89,6 @@ def set_group_nice_value(nice: int) -> None:
 
 
 def make_thread_idle() -> None:
-    """Let the calling thread run only on idle CPUs, permanently."""
+    """Restrict the calling thread to idle CPUs, permanently."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

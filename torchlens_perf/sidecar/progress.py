@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> RankProgress:
     """Return the progress of a rank.
 
-    uncomparable: process groups whose sequence numbers differ between ranks. now_s:
+    uncomparable: process groups with different sequence numbers on different ranks. now_s:
     CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
@@ -53,5 +53,5 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
 
 
 def median_step_s(durations_ns: Sequence[float]) -> float:
-    """Return the median duration of the last steps, or 0 until there are ten steps."""
+    """Return the median duration of the last steps, or 0 with fewer than ten steps."""
     return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

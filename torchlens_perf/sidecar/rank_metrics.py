@@ -1,4 +1,4 @@
-"""Collect the signals of this node's ranks from the kernel, GPUs and network ports."""
+"""Collect signals of this node's ranks from the kernel, GPUs and network ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 
-# Values of gpu_signals(), with the name of the signal and its factor.
+# For values of gpu_signals(): the name of the signal and a factor.
 _CLOCKS = {"sm_clock_hz": ("sm_clock_mhz", 1e-6), "sm_clock_share": ("sm_clock_share", 1.0)}
 _GPU_IDLE = 1  # NVML's bit nvmlClocksEventReasonGpuIdle
 _SAME = ("thermal_share", "power_share", "hw_slowdown_share", "temperature_c")
@@ -30,19 +30,19 @@ _COUNTS = {
     "ecc_uncorrected": "ecc_errors_per_s", "remapped_rows": "remapped_rows_per_s", "xid_count": "xids_per_s",
     "pcie_replays": "pcie_replays_per_s", "nvlink_errors": "nvlink_errors_per_s",
 }  # fmt: skip
-# Steps over which retries of the device's allocator are counted. It is read in few steps only.
+# Allocator retries are counted over this many steps, because few steps read the allocator.
 _MEMORY_STEPS = 64
 
 
 class HardwareSignals:
-    """Signals from hardware samples. Each sample is used once. Not thread-safe."""
+    """Signals from hardware samples. Each sample is used only once. Not thread-safe."""
 
     def __init__(self, log: TelemetryLog) -> None:
         self._log = log
-        self._seen_ns: dict[str, int] = {}  # time of the newest used sample of each GPU and port
+        self._seen_ns: dict[str, int] = {}  # time of the newest used sample, by GPU or port
 
     def take_node_signals(self, now_ns: int) -> dict[str, float]:
-        """Return the signals shared by all ranks of the node, from samples since the last call."""
+        """Return signals that all ranks of the node share, from samples since the last call."""
         errors = 0.0
         elapsed_s = None
         for name in self._log.port_names:
@@ -55,18 +55,14 @@ class HardwareSignals:
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
 
     def take_gpu_signals(self, uuid: str, now_ns: int) -> dict[str, float]:
-        """Return the signals of a GPU from the samples since the last call.
-
-        Empty without samples.
-        """
+        """Return a GPU's signals from the samples since the last call, or {} without samples."""
         samples, elapsed_s = self._mark_used(
             uuid, self._log.gpu_samples(uuid, self._first_unused_ns(uuid), now_ns)
         )
         if not samples:
             return {}
         measured = gpu_signals(samples)
-        # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank and not a
-        # cause.
+        # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank, not a cause.
         clocks = gpu_signals(
             [sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE]
         )
@@ -101,7 +97,10 @@ class HardwareSignals:
     def _mark_used(
         self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
     ) -> tuple[Any, float | None]:
-        """Mark samples as used. Return them, and the time since the previous one or None."""
+        """Mark samples as used.
+
+        Return the samples, and the time since the last used sample or None.
+        """
         if not samples:
             return samples, None
         before, self._seen_ns[name] = self._seen_ns.get(name), samples[-1].monotonic_ns
@@ -114,13 +113,13 @@ class RankMetrics:
     def __init__(self, telemetry: TelemetryLog) -> None:
         self._host = HostMetrics()
         self._hardware = HardwareSignals(telemetry)
-        # Time asleep and duration of the steps since the last sample, by pid.
+        # Time asleep and total duration of the steps since the last sample, by pid.
         self._asleep: dict[int, list[int]] = {}
-        # Details by pid. They stay after the process has ended.
+        # Details for diagnoses, by pid. They are kept after the process has ended.
         self._details: dict[int, dict[str, str]] = {}
 
     def sample_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
-        """Sample the ranks' present waits. Called in every round."""
+        """Sample which ranks wait for a disk now. Called in every round."""
         self._host.sample_disk_waits(
             (source.state.identity.pid for source in _select_measurable(sources)), now_s
         )
@@ -159,7 +158,7 @@ class RankMetrics:
                 **node,
                 **_memory_signals(state.statistics.memory),
             }
-            # A rank computes on one GPU. Two ranks may share it, but its samples can be used only
+            # A rank computes on one GPU. Ranks may share a GPU, but its samples can be used only
             # once.
             for gpu in state.gpus[:1]:
                 if gpu["uuid"] not in gpus:
@@ -170,7 +169,10 @@ class RankMetrics:
         return found
 
     def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
-        """Add the users of a process's CPUs to its state. signals: the newest sample."""
+        """Add other users of a process's CPUs to the process's state.
+
+        signals: the newest sample.
+        """
         pid, users = source.state.identity.pid, source.state.cpu_users
         users.cpus = self._host.cpu_count(pid) or users.cpus
         users.workers = max(users.workers, self._host.worker_count(pid))
@@ -180,7 +182,7 @@ class RankMetrics:
             users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
 
     def diagnosis_details(self, source: RingSource) -> dict[str, str]:
-        """Return names of the rank's neighbour, control group and GPU for a diagnosis."""
+        """Return the names of the rank's CPU neighbour, control group and GPU for a diagnosis."""
         pid = source.state.identity.pid
         found = {
             "neighbour": self._host.busiest_neighbour(pid),
@@ -193,7 +195,7 @@ class RankMetrics:
 
 
 def _select_measurable(sources: Iterable[RingSource]) -> Iterator[RingSource]:
-    """Return the rings of running processes that are not simulated."""
+    """Select the rings of running processes that are not simulated."""
     return (source for source in sources if not (source.read_to_end or source.simulated))
 
 

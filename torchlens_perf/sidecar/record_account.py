@@ -1,6 +1,6 @@
-"""Process the records that were read: count them, pass them on, and write them to segments.
+"""Process records from the rings: add them to statistics, pass them on, and write segments.
 
-They are passed to the monitor, which judges the ranks, and to the exporter.
+The monitor, which judges the ranks, and the exporter receive the records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RecordProcessor:
-    """Counting, export and storage of a node's records. Not thread-safe."""
+    """Processor of a node's records: statistics, export and storage. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RecordProcessor:
     ) -> None:
         """exports: returns True if there is an exporter now."""
         self.unexported: list[ExportBatch] = []
-        """Batches to export. The caller removes them."""
+        """Batches to export. The caller removes exported batches."""
         self.disk_failed = False
         """True if the last segment could not be written."""
         self._run = run
@@ -61,11 +61,11 @@ class RecordProcessor:
 
     @property
     def unsaved_records(self) -> int:
-        """Number of records that are counted but in no segment yet."""
+        """Number of records that are counted but not in a segment yet."""
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def count_records(self) -> None:
-        """Count whole steps that were read, and all remaining records of ended processes."""
+        """Add complete steps to the statistics, and all remaining records of ended processes."""
         ended = False
         for source in self._sources:
             if source.settled:
@@ -82,15 +82,15 @@ class RecordProcessor:
         self._state.join.join()
         with self._errors.contain("reading what held a device's memory"):
             self._ooms.add_new_tables(self._state.processes, at_once=ended)
-        # While the disk fails, keep only the newest records. The dropped ones are counted.
+        # While the disk fails, keep only the newest records, and count the dropped ones.
         if self.disk_failed:
             while len(self._unkept) > 1 and self.unsaved_records > MAX_UNKEPT_RECORDS:
                 self._state.unwritten_records += len(self._unkept.pop(0).records)
 
     def write_segment(self) -> None:
-        """Write all counted records that are in no segment yet.
+        """Write all counted records that are not in a segment yet.
 
-        Raises OSError. The records then stay for the next call.
+        Raises OSError. After an error, the next call writes the records.
         """
         if not self._unkept:
             return
@@ -119,8 +119,8 @@ class RecordProcessor:
                 statistics.lost += source.advance_counted(source.reader.cursor - 1, 0)
             return
         names = list(source.reader.names())
-        # After a restart of the sidecar the masks may differ, because the state and the segments
-        # are not saved at the same time.
+        # After a restart of the sidecar, the two masks may differ, because state and segments are
+        # saved at different times.
         uncounted, unkept = sequences > state.counted, sequences > source.kept
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)
@@ -151,7 +151,7 @@ class RecordProcessor:
         if not source.joins:
             source.joins = True
             self._state.join.set_ranks(self._ranks_of_node(source), source.generation)
-        # Warm-up steps are not typical, so their collectives are left out.
+        # Leave out collectives of warm-up steps, which are not typical.
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
         delayed_by_capture = source.mask_delayed_by_capture(records)
         self._state.join.add_records(
@@ -160,9 +160,9 @@ class RecordProcessor:
         )  # fmt: skip
 
     def _ranks_of_node(self, source: RingSource) -> set[int]:
-        """Return the ranks of this node, including those whose rings have not come yet.
+        """Return the ranks of this node, including ranks without a ring so far.
 
-        Ranks without a ring are only known if the launcher numbers a node's ranks consecutively.
+        Ranks without a ring are only known if the launcher numbers the node's ranks consecutively.
         """
         here = [
             other.state.identity for other in self._sources if other.generation == source.generation
@@ -179,7 +179,7 @@ class RecordProcessor:
 
 
 def _copy_counters(source: RingSource) -> None:
-    """Copy the ring's counters and its process's metadata into the state."""
+    """Copy the ring's counters and the process's metadata into the state."""
     reader, state = source.reader, source.state
     state.unbalanced = reader.counter(ring.UNBALANCED)
     state.too_deep = reader.counter(ring.TOO_DEEP)

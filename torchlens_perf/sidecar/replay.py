@@ -1,4 +1,4 @@
-"""Replay a finished run: compute statistics from its saved records and export them again."""
+"""Replay a finished run: compute statistics from its saved records, and export them again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
-# The exporter gives up sooner if the endpoint accepts nothing.
+# If the endpoint accepts no data, the exporter gives up before this time.
 _OUTBOX_TIMEOUT_S = 3600.0
 _SPANS_PER_FLUSH = 512
 
@@ -54,16 +54,16 @@ def replay(
     advanced: Callable[[int, int], object] = lambda done, total: None,
     patience_s: float = 30.0,
 ) -> ReplayResult:
-    """Export a run's saved records, and write the state of nodes that have no state.
+    """Export a run's saved records. Create the states of nodes without a saved state.
 
     trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live
-    run, send the steps and ranks that the live run has sent. If it has sent none, steps are chosen
-    by number.
-    advanced: called with the number of finished segments and of all segments.
-    patience_s: total time to wait for an endpoint that accepts nothing.
+    run, send the steps and ranks that the live run has sent. If the live run has sent none, send
+    every n-th step.
+    advanced: called with the number of processed segments and the total number of segments.
+    patience_s: total time to wait for an endpoint that accepts no data.
 
-    Saved statistics of a node are not changed, because they include records that were removed later
-    to save space. Its notes on undelivered data are removed once the data is delivered.
+    Saved statistics of a node stay unchanged, because they may include records that were deleted to
+    save space. A node's notes on undelivered data are removed when the data has been delivered.
     """
     steps = records = 0
     sending = _BatchSender(exporter, patience_s) if exporter is not None else None
@@ -94,7 +94,7 @@ def replay(
             process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
-            # As in a live run, only the newest attempt is judged.
+            # As in a live run, judge only the newest attempt.
             if origin.key not in replaced and origin.attempt >= job.generation:
                 if origin.attempt > job.generation:
                     job = JobGeneration(origin.attempt)
@@ -138,14 +138,14 @@ def replay(
 
 
 def deliver_outbox(run: RunDirectory, exporter: Exporter) -> list[str]:
-    """Send only the data in the run's outbox. Return notes on undelivered data."""
+    """Send only the data that is waiting in the run's outbox. Return notes on undelivered data."""
     notes = exporter.shutdown(_OUTBOX_TIMEOUT_S)
     _clear_undelivered_notes(run, notes)
     return notes
 
 
 def _clear_undelivered_notes(run: RunDirectory, notes: list[str]) -> None:
-    """Remove notes on undelivered data from the nodes' states, if all data was delivered."""
+    """If all data was delivered, remove notes on undelivered data from the nodes' states."""
     if not notes:
         for path in run.nodes.glob("*.json"):
             state = node_state.load(path)
@@ -156,10 +156,7 @@ def _clear_undelivered_notes(run: RunDirectory, notes: list[str]) -> None:
 def _new_process_state(
     run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None
 ) -> ProcessState:
-    """Return a process without statistics.
-
-    Data that is not in the records comes from the saved state.
-    """
+    """Return a process without statistics. The saved state provides data that records lack."""
     known = saved.processes.get(origin.key)
     if known is None:
         process = ProcessState(
@@ -177,21 +174,21 @@ def _new_process_state(
 
 
 def _is_rank_traced(chosen: TracedStep, rank: int) -> bool:
-    """Return True if spans of a rank are sent for a step. Rank 0 has the root span."""
+    """Return True if a rank's spans are sent for a step. Rank 0 always sends the root span."""
     return rank == 0 or chosen.role(rank) is not None
 
 
 def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
     """Return the diagnosis from the live run.
 
-    A replay cannot make it, because signals are not saved.
+    A replay cannot diagnose stragglers, because signals are not saved.
     """
     found = (state.findings.diagnosis(group.lead.key) for state in saved)
     return next((each for each in found if each is not None), None)
 
 
 class _BatchSender:
-    """Sender of batches that waits for the exporter, and stops if the endpoint accepts nothing."""
+    """Sender of batches that waits for the exporter, and stops if the endpoint accepts no data."""
 
     def __init__(self, exporter: Exporter, patience_s: float) -> None:
         self._exporter = exporter
@@ -208,14 +205,14 @@ class _BatchSender:
                 continue
             self._exporter.export(part)
             started_s = time.monotonic()
-            # Only flushes that fail count against the patience.
+            # Only the time of failed flushes counts.
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
     def send_alerts(
         self, run: RunDirectory, job: JobGeneration, findings: Findings, saved: list[NodeState]
     ) -> None:
-        """Send the alerts of the whole run, with the same ids as in the live run.
+        """Send the alerts of the whole run. They have the same ids as in the live run.
 
         saved: the nodes' states.
         """
@@ -242,7 +239,7 @@ class _BatchSender:
 
 
 def _split_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
-    """Split a batch into pieces of about _SPANS_PER_FLUSH spans, which fit into export queues."""
+    """Split a batch into pieces of about _SPANS_PER_FLUSH spans, to fit into export queues."""
     steps = batch.steps.step.tolist()
     traces: list[StepTrace] = []
     first = spans = 0
@@ -261,9 +258,9 @@ def _split_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
 
 
 def _find_replaced_processes(saved: NodeState) -> set[str]:
-    """Return the keys of processes that were replaced or did not belong to the newest generation.
+    """Return the keys of the processes that do not belong to the newest generation.
 
-    As in a live run, they are not judged together with the newest ones.
+    As in a live run, these processes are not judged together with the newest processes.
     """
     generations = Generations()
     by_key = {key: generations.of(process.identity) for key, process in saved.processes.items()}
@@ -271,7 +268,7 @@ def _find_replaced_processes(saved: NodeState) -> set[str]:
 
 
 def _derive_identity(run: RunDirectory, origin: Origin) -> Identity:
-    """Return the identity of a rank as far as it is known from the records alone."""
+    """Derive a rank's identity from the records alone."""
     keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
     # A key looks like "rank00003-attempt0-...".
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}

@@ -1,21 +1,23 @@
-"""Decide when the sidecar does which work.
+"""Decide when the sidecar does each kind of work.
 
-The job's threads may need all CPUs. Each kind of work is therefore done as rarely as readers of the
-results accept, and more rarely if it takes long. This module does no I/O and reads no clock.
+The job's threads may need all CPUs. The sidecar therefore does each kind of work as rarely as
+readers of the results accept, and more rarely if the work takes long. This module does no I/O and
+reads no clock.
 """
 
 from __future__ import annotations
 
-# Limit of records that wait for the next segment, and of those that wait for their step's end.
+# Limit of records that wait for the next segment. It is also the limit of records of incomplete
+# steps.
 MAX_UNKEPT_RECORDS = 1 << 18
 _MAX_POLL_S = 0.5
 _ACCOUNT_S, _LATEST_ACCOUNT_S = 1.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
-# A segment is written before its records fill half of the ring. They are then still in the ring if
-# all processes are killed at once.
+# Write a segment before its records fill half of the ring. If all processes are killed at once,
+# these records are then still in the ring.
 _MAX_UNKEPT_SHARE = 1 / 2
-# Interval of segments after SIGTERM, because the sidecar may be killed at any time.
+# Interval of segments after SIGTERM. The sidecar may then be killed at any time.
 _HURRIED_S = 1.0
 # Largest share of the time for counting, and for writing the state.
 _MAX_TIME_SHARE = 1 / 400
@@ -23,17 +25,17 @@ _MAX_WATCHED_TIME_SHARE = 1 / 20
 
 
 class Schedule:
-    """Times of the sidecar's work.
+    """Schedule of the sidecar's work.
 
-    It reads more often if rings fill fast, and writes rarely in long runs.
+    Rings that fill fast are read more often. In long runs, files are written rarely.
     """
 
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
         self._hurries = False
-        # Time of the last run of each kind of work. The first save comes soon, so that a user can
-        # see the live run.
+        # Time at which each kind of work was last done. The first save is soon, to show the live
+        # run early.
         self._done_s = {
             "account": now_s,
             "judge": now_s,
@@ -42,7 +44,7 @@ class Schedule:
         }
 
     def hurry(self) -> None:
-        """Count and write everything now, and once a second from now on.
+        """Make counting and writing due now, and then once a second.
 
         Called after SIGTERM, when the sidecar may be killed at any time.
         """
@@ -51,7 +53,7 @@ class Schedule:
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def adapt_poll_interval(self, fullest: float) -> None:
-        """Adapt the poll interval so that about an eighth of the fullest ring is new in a poll."""
+        """Adapt the poll interval: aim at polls that find an eighth of the fullest ring."""
         if fullest > 1 / 8:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
@@ -60,8 +62,8 @@ class Schedule:
     def is_count_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
 
-        If counting takes long, it is done more rarely. Most of its time is a fixed cost per module,
-        so doing it rarely saves time. took_s: duration of the last count. watched: a process shows
+        If counting takes long, it is due more rarely. Most of its time is a fixed cost per module,
+        so longer intervals save time. took_s: duration of the last count. watched: a process shows
         a continuous view of the run.
         """
         if self._hurries:
@@ -85,8 +87,8 @@ class Schedule:
         The interval is half of the run's age, from 5 s to 60 s. It is shorter if there are many
         records.
 
-        ring_share: the highest share of a ring that is in no segment yet.
-        failing: the last segment could not be written. The number of records then does not matter.
+        ring_share: the highest share of a ring that is not in a segment yet.
+        failing: the last segment could not be written. The number of records is then ignored.
         """
         since_s = now_s - self._done_s["keep"]
         many = unkept_records >= MAX_UNKEPT_RECORDS or (
@@ -102,7 +104,7 @@ class Schedule:
     def is_save_due(self, now_s: float, took_s: float, *, news: bool = False) -> bool:
         """Return True if the state should be saved: every 5 s, or more rarely if saving takes long.
 
-        took_s: duration of the last save. news: a new finding, which is saved at once.
+        took_s: duration of the last save. news: there is a new finding to save at once.
         """
         return self._is_due("save", now_s, 0.0 if news else max(_SAVE_S, took_s / _MAX_TIME_SHARE))
 
@@ -113,5 +115,5 @@ class Schedule:
         return due
 
     def _young_run_interval_s(self, now_s: float, usual_s: float) -> float:
-        """Return a shorter interval while the run is young."""
+        """Return the usual interval, or a shorter one while the run is young."""
         return min(usual_s, 0.1 + (now_s - self._started_s) / 10)

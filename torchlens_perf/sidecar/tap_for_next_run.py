@@ -1,8 +1,8 @@
 """Build the native tap on collectives for the next run, and describe its state in the report.
 
-A child process builds the tap (commands/tap_build.py), after the run has lasted for a while or when
-it has ended. The end alone would not be enough, because a cluster's scheduler ends the sidecar
-together with the job. The child only uses idle CPUs and spare memory, and ends with the sidecar.
+A child process builds the tap (commands/tap_build.py), when the run has lasted for a while or has
+ended. A build at the end alone would often fail, because schedulers of clusters end the sidecar
+together with the job. The child uses only idle CPUs and spare memory, and ends with the sidecar.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchlens_perf.sidecar import priority
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-# By this time a run has usually compiled its own code. Shorter runs are not disturbed.
+# After this time, a run has usually compiled its own code. Shorter runs are not disturbed.
 _START_AFTER_S = 120.0
 _RETRY_INTERVAL_S = 30.0
 # Free memory that a build during the run needs. The compiler uses 0.9 GB at its peak.
@@ -33,13 +33,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TapBuilder:
-    """Build of the native tap. Not thread-safe.
+    """Builder of the native tap. Not thread-safe.
 
-    The same thread must make all calls until finish(), because the child ends with its thread.
+    One thread must make all calls until finish(), because the child ends with the thread that
+    started it.
     """
 
     def __init__(self, *, builds: bool) -> None:
-        """builds: False for a sidecar that was started by hand, whose end the user waits for."""
+        """builds: False if a user has started the sidecar and waits for its end."""
         self._builds = builds
         self._name = ""
         self._outlook = ""
@@ -48,9 +49,10 @@ class TapBuilder:
         self._due_s = _START_AFTER_S
 
     def update_outlook(self, name: str, *, wanted: bool) -> str:
-        """Return the state of the native tap for the report, or "" if no rank has missed it.
+        """Return the state of the native tap for the report, or "" if no rank lacks it.
 
-        name: the file that ranks have not found. wanted: the setting TORCHLENS_PERF_BUILD_TAP.
+        name: file name of the tap that ranks did not find. wanted: the setting
+        TORCHLENS_PERF_BUILD_TAP.
         """
         if name and name != self._name and self._child is None:
             self._name = name
@@ -58,9 +60,9 @@ class TapBuilder:
         return self._outlook
 
     def start_if_due(self, running_s: float) -> None:
-        """Start the build in a run that has lasted long enough, or take a finished build's result.
+        """Start the build if the run is long enough, or read the result of a finished build.
 
-        Does not wait for the build. running_s: how long the sidecar has run.
+        Does not wait for the build. running_s: time since the sidecar started.
         """
         if self._to_be_built and running_s > self._due_s:
             if _has_spare_memory():
@@ -70,9 +72,10 @@ class TapBuilder:
             self._read_result(self._child)
 
     def finish(self, timeout_s: float = 600.0) -> None:
-        """Start a build that was not due before, and wait for the child, for `timeout_s` at most.
+        """Start the build if it was not due before. Wait for the child for at most `timeout_s`.
 
-        Called after the last report is written and the lock is released, so that no process waits.
+        Called after the last report and the release of the lock, when no process waits for the
+        sidecar.
         """
         if self._to_be_built:
             self._start_child()
@@ -86,7 +89,7 @@ class TapBuilder:
             child.terminate()
 
     def _decide_build(self, name: str, wanted: bool) -> tuple[str, bool]:
-        """Return the state for the report, and True if the tap should be built."""
+        """Return the tap's state for the report, and whether the tap should be built."""
         if not wanted:
             return "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off", False
         reason = tap_requirements.why_not_buildable(name)
@@ -127,9 +130,9 @@ class TapBuilder:
 
 
 def become_background_child() -> None:
-    """Give this process, the child, the lowest priority, and end it together with its parent.
+    """Give the calling child process the lowest priority, and make it end with its parent.
 
-    SCHED_IDLE lowers the priority for the disk too. If memory runs out, the kernel ends this
+    SCHED_IDLE also lowers the priority for disk access. If memory runs out, the kernel ends this
     process first.
     """
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -139,18 +142,18 @@ def become_background_child() -> None:
     priority.set_group_nice_value(priority.IDLE_GROUP)
     with contextlib.suppress(OSError):
         os.nice(19)
-    priority.make_thread_idle()  # The compiler is started later and inherits the policy.
+    priority.make_thread_idle()  # The compiler inherits the policy.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_TIMEOUT_S, _CPU_TIMEOUT_S))
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception, so that the build's `finally` ends the compiler and removes files."""
+    """Exit with SystemExit, so `finally` blocks of the build end the compiler and remove files."""
     sys.exit(128 + number)
 
 
 def _has_spare_memory() -> bool:
-    """Return True if the compiler's memory is free, so that no process of the job has less."""
+    """Return True if enough memory for the compiler is free."""
     from torchlens_perf.sidecar.host.cgroup import ControlGroup
 
     try:

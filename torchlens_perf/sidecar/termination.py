@@ -1,9 +1,8 @@
-"""Handle SIGTERM: the sidecar writes all records at once, and goes on for as long as its ranks do.
+"""Handle SIGTERM: the sidecar writes all records at once, and continues until its ranks end.
 
-When a pod or a job ends, all of its processes receive SIGTERM and later, after an unknown time,
-SIGKILL. Ranks may save a checkpoint in this time. After SIGTERM the sidecar therefore writes new
-records once a second. This module imports very little, because start/wait.py needs it in the
-sidecar's first seconds.
+When a pod or a job ends, all its processes receive SIGTERM and, after an unknown time, SIGKILL.
+Ranks may save a checkpoint in between. After SIGTERM, the sidecar therefore writes new records once
+a second. This module has few imports, because start/wait.py uses it in the sidecar's first seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def is_requested() -> bool:
 
 
 def _on_sigterm(number: int, frame: object) -> None:
-    """Note the first SIGTERM. A later one ends the process, as without this handler."""
+    """Record the first SIGTERM. A later SIGTERM ends the process, as without this handler."""
     global _requested_s
     if _requested_s is None:
         _requested_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""Choose the steps that a node's sidecar sends as traces, for one generation of processes.
+"""Choose the steps that a node's sidecar sends as traces, for one process generation.
 
-The steps of a job are chosen in one place where all ranks are known. This is the job's only node,
-or node 0's sidecar, which sends its choice to the other nodes. A node without contact to others
-chooses for itself, within its share of the budget.
+A sidecar that has data of all ranks chooses the steps of the job. This is the sidecar of the job's
+only node or of node 0, which sends its choice to the other nodes. A node without contact to node 0
+chooses its own steps, within its share of the budget.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Longest time for which a node waits for node 0's choice about a step.
 _NODE_0_TIMEOUT_S = 30.0
-# Choices in the node's state, which a replay uses.
+# Number of choices in the node's state. A replay uses these choices.
 _MAX_SAVED_CHOICES = 512
 _MAX_SENT_CHOICES = 32
-# `export_limit` is a number of metric series. The same number of spans may be sent in 10 s.
+# `export_limit` is a number of metric series. In 10 s, the same number of spans may be sent.
 _SERIES_PER_SPAN = 10
 
 
 class TraceSampler:
-    """Choice of traced steps of one generation of processes. Not thread-safe."""
+    """Sampler of the steps to send as traces, for one process generation. Not thread-safe."""
 
     def __init__(self, generation: int, rows: RankRows, places: Mapping[int, Placement]) -> None:
-        """rows, places: data of all judged ranks, which the caller adds while the processes run."""
+        """rows, places: data of all judged ranks.
+
+        The caller updates them while the processes run.
+        """
         self._generation = generation
         self._rows, self._places = rows, places
         self._buffer = TraceBuffer()
@@ -64,10 +67,10 @@ class TraceSampler:
         self, source: RingSource, sources: RingSources, records: npt.NDArray[np.void], names: list[str],
         steps: StepTable, now_s: float,
     ) -> set[int]:  # fmt: skip
-        """Add whole steps of a process. Return the steps to send at once.
+        """Add complete steps of a process. Return the numbers of the steps to send at once.
 
-        Steps are sent at once only if the process is not of this generation. They are then chosen
-        by their numbers alone. now_s: CLOCK_MONOTONIC.
+        Only steps of processes of other generations are sent at once. They are chosen by number.
+        now_s: CLOCK_MONOTONIC.
         """
         every = source.state.trace_every
         if not every or not len(steps):
@@ -94,7 +97,7 @@ class TraceSampler:
 
     @property
     def has_candidates(self) -> bool:
-        """True if there are steps that are neither chosen nor rejected."""
+        """True if there are steps that are neither chosen nor rejected yet."""
         return self._sampler is not None and self._sampler.has_candidates
 
     def choose_traces(
@@ -105,7 +108,7 @@ class TraceSampler:
 
         here: number of ranks of these processes on this node.
         running: the ranks that still make steps.
-        received: the newest choice of node 0, see choice().
+        received: the newest choice of node 0, see encode_choice().
         final: no more steps or choices will come.
         """
         sampler = self._sampler
@@ -144,7 +147,7 @@ class TraceSampler:
     # -- parts
 
     def _update_budget(self, sampler: StepSampler, part: Part | None, share: float) -> None:
-        """Set the budget of spans. share: this node's share of the job's budget."""
+        """Set the span budget if it has changed. share: this node's share of the job's budget."""
         budget = part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
             self._budget_of = budget
@@ -154,9 +157,7 @@ class TraceSampler:
     def _react_to_verdicts(
         self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float
     ) -> None:
-        """Choose steps to trace when a verdict begins, and give slow ranks their
-        own metric series.
-        """
+        """Trace steps when a verdict begins, and give slow ranks their own metric series."""
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:

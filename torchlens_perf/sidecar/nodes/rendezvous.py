@@ -1,9 +1,10 @@
-"""Find node 0's sidecar through a setting, the run directory, or the job's store.
+"""Publish and find the address of node 0's sidecar.
 
-Node 0 publishes its address in each of these places that exist. The other nodes use the first
-address that answers and proves to have its token. The job's store is a torch.distributed.TCPStore,
-whose client may block without a limit. A child process therefore accesses it (job_store.py). It is
-killed after a timeout, and no sidecar has to import torch.
+The address is in a setting, in the run directory, or in the job's store. The other nodes use the
+first address that answers with a proof of the job's token. The job's store is a
+torch.distributed.TCPStore, whose client may block without a limit. A child process (job_store.py)
+therefore accesses the store and is killed after a timeout. The sidecar itself does not import
+torch.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ _ANY_TIME_S = float("-inf")
 def store_key_of_watch(watch: int) -> str:
     """Return the key of node 0's address in the job's store.
 
-    watch: how many watches the processes ran before this one. The key needs no run id or restart
-    count, which may differ between nodes: the store belongs to one job only.
+    watch: number of earlier watches of the processes. The key has no run id and no restart count,
+    because they may differ between nodes. The store belongs to one job only.
     """
     return f"torchlens_perf/{watch}/exchange"
 
 
 class NotPublishedYet(ConnectionError):
-    """Node 0 has not published its address yet, which is normal at the start of a job."""
+    """Node 0 has not published its address yet. This is normal at the start of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeAddress:
-    """The address of node 0's sidecar, and the token that allows a node to send to it."""
+    """The address of node 0's sidecar, and the token that allows other nodes to send reports."""
 
     port: int
     token: str
     hosts: tuple[str, ...]
-    """Names and addresses under which other nodes may reach it, likeliest first."""
+    """Names and addresses under which other nodes may reach node 0, likeliest first."""
 
     def encode(self) -> bytes:
         return " ".join(["2", str(self.port), self.token, *self.hosts]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> ExchangeAddress:
-        """Decode an address. Raises ConnectionError if the data is not one."""
+        """Decode an address. Raises ConnectionError for invalid data."""
         found = _RECORD.fullmatch(data[:_MAX_RECORD_BYTES].decode("utf-8", "replace"))
         if found is None or not 0 < int(found[1]) < 1 << 16:
             raise ConnectionError("the published address of node 0 is invalid")
@@ -71,9 +72,8 @@ def create_token(places: Endpoints, key: str) -> str:
     """Return the token of a job.
 
     If node 0 publishes its address, the token is random. If the address is configured, all nodes
-    derive the token from the configured token or token file, the key and the store's address.
-    Without a configured token, the result is not a secret. Raises OSError if the file cannot be
-    read.
+    derive the token from the configured token, the key and the store's address. Without a
+    configured token, the result is not a secret. Raises OSError if the token file cannot be read.
     """
     if not places.coordinator:
         return secrets.token_hex(16)
@@ -85,7 +85,10 @@ def create_token(places: Endpoints, key: str) -> str:
 
 
 class Rendezvous:
-    """Publication of node 0's address and search for it. No call blocks. Not thread-safe."""
+    """Access to the places where node 0's address is published.
+
+    Methods do not block. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -109,12 +112,12 @@ class Rendezvous:
 
     @property
     def address_file(self) -> Path | None:
-        """File of this key in the run directory, or None without a run directory."""
+        """File for the address in the run directory, or None without a run directory."""
         name = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         return self._places.folder / f"exchange-{name}" if self._places.folder is not None else None
 
     def publish_address(self, address: ExchangeAddress) -> str:
-        """Publish node 0's address where that is not done yet. Return an error, or ""."""
+        """Publish node 0's address in all places that lack it. Return an error, or ""."""
         error = ""
         if self._published_file != address and self.address_file is not None:
             try:
@@ -124,7 +127,7 @@ class Rendezvous:
                 error = f"the address cannot be written to the run directory: {failed}"
         if self._places.job_store is None or self._published_store == address:
             return error
-        # No call waits for the child. A later call takes its result.
+        # Do not wait for the child process. A later call reads its result.
         if self._child is None and self._clock() >= self._not_before_s:
             self._start_store_process(publish=address)
         answer = self._poll_store_process()
@@ -136,7 +139,8 @@ class Rendezvous:
     def find_addresses(self) -> list[tuple[str, ExchangeAddress]]:
         """Return the published addresses of node 0, each with its source.
 
-        Raises NotYet if there is no address yet, and OSError if that is because of an error.
+        Raises NotPublishedYet if there is no address yet, and OSError if an error prevented the
+        search.
         """
         found, error = [], ""
         if self._places.coordinator:
@@ -156,7 +160,7 @@ class Rendezvous:
                     )
                 )
             except FileNotFoundError:
-                pass  # Node 0 has not written it yet, or its run directory is on another disk.
+                pass  # Node 0 has not written the file, or its run directory is on another disk.
             except OSError as failed:
                 error = f"{self.address_file}: {failed}"
         if self._places.job_store is not None:
@@ -169,13 +173,19 @@ class Rendezvous:
         return found
 
     def stop_search(self) -> None:
-        """Stop the search because node 0 has been found. The next known() starts a new one."""
+        """Stop the search, because node 0 has been found.
+
+        The next call of find_addresses() restarts it.
+        """
         self._kill_store_process()
         self._not_before_s = _ANY_TIME_S
         self._store_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
 
     def close(self, *, unpublish: ExchangeAddress | None = None) -> None:
-        """End a running child. unpublish: remove the file if it contains this address."""
+        """Kill a running child process.
+
+        unpublish: remove the address file if it contains this address.
+        """
         self._kill_store_process()
         if unpublish is not None and self.address_file is not None:
             with contextlib.suppress(OSError):
@@ -203,7 +213,8 @@ class Rendezvous:
             "host": host, "port": port, "key": self._key, "lives_s": self._timing.store_child_s, "known": known,
             "publish": publish.encode().decode() if publish else "",
         }  # fmt: skip
-        # The child records nothing, loads no device plugin, and prints no warnings of torch.
+        # Make the child process record nothing, load no device plugin, and print no warnings of
+        # torch.
         environment = {
             **children.build_environment(),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -217,15 +228,18 @@ class Rendezvous:
             env=environment,
         )
         assert self._child.stdin is not None
-        # The order contains the token, so it is not passed as an argument, which all users of the
-        # machine can read. It is smaller than the pipe's buffer, so writing does not block.
+        # The request contains the token. All users of the machine can read arguments, so pass the
+        # request through a pipe. It is smaller than the pipe's buffer, so writing does not block.
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(order).encode())
             self._child.stdin.close()
         self._child_until_s = self._clock() + self._timing.store_child_s
 
     def _poll_store_process(self) -> bytes:
-        """Return what the child has found or published, or b"" while it runs and after an error."""
+        """Return the value that the child process has found or published.
+
+        Return b"" while it runs and after an error.
+        """
         if self._child is None:
             return b""
         if self._child.poll() is None:
@@ -262,7 +276,7 @@ class Rendezvous:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read, atomically."""
+    """Write a file atomically. Only this user can read it."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:

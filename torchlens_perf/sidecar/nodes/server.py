@@ -1,7 +1,7 @@
-"""Serve one call per node on node 0, and publish node 0's address.
+"""Serve one gRPC call per node on node 0, and publish node 0's address.
 
-A call is accepted or refused by its metadata, which are limited to 8 KB. Without a proof that its
-sender has the job's token, the call ends at once and its payload is not read.
+The server accepts or refuses a call by its metadata, which are limited to 8 KB. A call must prove
+that its sender has the job's token. Otherwise the server ends the call without reading its payload.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-# Limit for all nodes together. With more nodes, each report contains several posts.
+# Limit of reports from all nodes together. With more nodes, each report contains several posts.
 _MAX_REPORTS_PER_S = 550
-# Together with a report's timeout, this is shorter than the time after which a node counts as
+# The sum of this interval and a report's timeout is less than the time after which a node counts as
 # silent.
 _MAX_PACE_S = 3.75
 _MAX_NAME_BYTES = 512
-# A garbage collection visits the objects of thousands of open calls, so it must be rare.
+# Garbage collections must be rare, because they visit the objects of thousands of open calls.
 _GC_THRESHOLD = 10_000
 _STOP_TIMEOUT_S = 0.5
 
 
 class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Node 0's end of the exchange. Belongs to one event loop."""
+    """Node 0's side of the exchange, which receives all reports. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Instructions for all nodes. Guarded by the lock."""
 
     async def work_once(self) -> float:
-        """Listen and publish the address where that is not done yet.
+        """Start the server and publish its address, if needed.
 
         Return the seconds until the next call.
 
@@ -82,13 +82,13 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         assert self.address is not None
         now_s = time.monotonic()
         for task, last_report_s in list(self._last_report_s.items()):
-            # The link was cut, or the node has stopped.
+            # The connection was cut, or the node has stopped.
             if now_s - last_report_s > self._timing.silent_s:
                 task.cancel()
         error = self._rendezvous.publish_address(self.address)
         with self._lock:
             has_senders = self._inbox.sender_count
-        # The error does not matter if nodes have found this one in another way.
+        # The error does not matter if other nodes have found this node in another way.
         if error and not has_senders:
             raise ConnectionError(error)
         return self._timing.look_s
@@ -131,7 +131,10 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
     # -- calls
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """Choose a call's handler before its payload is read. gRPC calls this method."""
+        """Choose a call's handler before its payload is read.
+
+        gRPC calls this method for each call.
+        """
         if call.method != transport.REPORT:
             return None
         metadata = dict(call.invocation_metadata)
@@ -171,8 +174,8 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 try:
                     with lock:
                         inbox.receive_report(sender, data, now_s)
-                    # Free the report now: one per node would add up while waiting for the next
-                    # ones.
+                    # Free the report before waiting for the next one, because there is one per
+                    # node.
                     data = b""
                 except ValueError:
                     # Only this sender has to reconnect.

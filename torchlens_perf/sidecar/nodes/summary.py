@@ -1,13 +1,13 @@
-"""Pack one rank's window into a summary of fixed size, at most 1024 bytes, for node 0's sidecar.
+"""Pack the newest data of a rank into a summary of fixed size for node 0's sidecar.
 
-A summary contains:
+A summary has at most 1024 bytes and contains:
 
-- up to ROWS rows (analysis/statistics/step_bins.py),
+- up to ROWS rows of step times (analysis/statistics/step_bins.py),
 - the rank's placement, and its progress in its groups and on its device,
-- the mean times so far of up to 64 modules, with a digest of their names (statistics/modules.py).
+- the mean times of up to 64 modules, with a digest of their names (statistics/modules.py).
 
-Times are 32-bit floats of ns. Times of modules have 8 bits of mantissa. The parts of a row's own
-time, and of its issue and lag times, are 16-bit shares of its duration. This module does no I/O.
+Times are in nanoseconds as 32-bit floats. Times of modules have 8 bits of mantissa. The parts of a
+row's compute, issue and lag times are 16-bit shares of the row's duration. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PROGRESS = (
     "device",
 )  # fmt: skip
 _MAX_U2 = (1 << 16) - 1
-# Shares of a row's duration are cut at this value. A lag of four durations hides as much as a
-# longer one.
+# Larger shares of a row's duration are reduced to this value. A lag of more than four durations has
+# the same effect as a lag of four.
 _MAX_SHARE, _NOT_MEASURED = 4, _MAX_U2
 _SHARES = ("work_ns", "issue_ns", "lag_ns")
 _MAX_FLOAT16 = 65504.0
@@ -55,7 +55,7 @@ LAYOUT = np.dtype(
         ("rank", "<u4"),
         ("width", "<u4"),
         ("world_size", "<u4"),
-        ("set", "u1"),  # the node's own number of its set of processes, modulo 256
+        ("set", "u1"),  # number of the node's set of processes, modulo 256
         ("age_s", "<f4"),  # age of that set
         ("step", "<u4"),
         ("since_step_s", "<f2"),
@@ -78,7 +78,7 @@ LAYOUT = np.dtype(
         ("state", "u1"),
         ("ended", "u1"),
         ("all_groups", "u1"),
-        # 1 + the distance of the last kernel that began from `issued`, or 0 if not known.
+        # 1 + the distance from `issued` to the last kernel that began, or 0 if not known.
         ("begun", "u1", GROUPS),
         # behind: 1 + the number of steps behind the one in progress, or 0 if not known.
         # mark: the kind of the mark's span, plus 128 if the mark is the span's end.
@@ -90,27 +90,27 @@ assert LAYOUT.itemsize <= MAX_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class RankSummary:
-    """One rank's window."""
+    """One rank's newest data."""
 
     set: int
     """Number of the rank's set of processes on its node, see membership.py."""
     age_s: float
-    """Age of that set."""
+    """Age of this set of processes."""
     world_size: int
     place: Placement
     progress: RankProgress
     rows: StepBins | None = None
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Mean own forward time per step of each module, over the rank's run."""
+    """Mean forward time per step of each module, without its children, since the rank's start."""
     ended: bool = False
     signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Measured signals of the last second, by name."""
+    """Signals measured in the last second, by name."""
 
 
 def pack_summary(summary: RankSummary) -> bytes:
     """Return the summary as bytes.
 
-    Long texts are cut. Groups and rows that do not fit are left out.
+    Long texts are truncated. Surplus groups and rows are left out.
     """
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
@@ -170,7 +170,7 @@ def pack_summary(summary: RankSummary) -> bytes:
 def times_to_shares(
     times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return times as scaled shares of the rows' durations, as in a packed summary."""
+    """Convert times to scaled shares of the rows' durations, as in a packed summary."""
     shares = times_ns / np.maximum(of_ns, 1.0) * ((_MAX_U2 - 1) / _MAX_SHARE)
     return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MAX_U2 - 1))
 
@@ -178,7 +178,7 @@ def times_to_shares(
 def shares_to_times_ns(
     shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Return the times of packed shares, or NaN for times that were not measured."""
+    """Convert packed shares to times. Times that were not measured are NaN."""
     times = shares * (of_ns * np.float32(_MAX_SHARE / (_MAX_U2 - 1)))
     return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
 
@@ -201,10 +201,7 @@ def _pack_device_place(progress: RankProgress) -> tuple[int, int, float, int]:
 def _unpack_device_place(
     step: int, behind: int, place: int, stood_s: float, mark: int
 ) -> LastDeviceMark:
-    """Return the device's place.
-
-    The span's name is missing, because it is not part of a summary.
-    """
+    """Return the device's place, without the span's name, which a summary does not contain."""
     stood_ns = round(stood_s * 1e9)
     return device_place(
         DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns),
@@ -223,7 +220,7 @@ def _unpack_begun(
 
 
 def _cut_text(text: str, max_bytes: int) -> bytes:
-    """Return the text's first bytes, without an incomplete character at the end."""
+    """Return the text's first bytes. An incomplete character at the end is removed."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
 
 
@@ -247,7 +244,7 @@ def take_rows(unsent: list[StepBins]) -> StepBins | None:
 
 
 def has_current_format(payload: bytes) -> bool:
-    """Return True if a payload has this version and size."""
+    """Return True if a payload has the version and size of this module's format."""
     return len(payload) == LAYOUT.itemsize and payload[0] == VERSION
 
 
@@ -263,17 +260,21 @@ def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
 
 
 def find_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the summaries that pack() can have written. The others are corrupt."""
+    """Return a mask of the summaries that pack_summary() can produce.
+
+    All other summaries are corrupt.
+    """
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW
     good &= (values["width"] > 0) | ~has_row.any(axis=1)
-    # A row far ahead of its rank's step would make the detector wait for all other ranks there.
+    # If a row were far ahead of its rank's step, the detector would wait for this step of all
+    # ranks.
     width, step = values["width"].astype(float)[:, None], values["step"].astype(float)[:, None]
     good &= (~has_row | (values["row"] * width <= step + LATE_ROWS * width)).all(axis=1)
     for name in ("age_s", "since_step_s", "usual_step_s", "since_mark_s"):
         good &= np.isfinite(values[name])
     good &= np.isfinite(values["device"]["stood_s"])
-    # NaN is valid: it stands for a time that was not measured.
+    # NaN is valid: it represents a time that was not measured.
     good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)
     good &= np.isfinite(unpack_module_times(values)).all(axis=1)
     texts = [
@@ -300,13 +301,13 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def group_rows(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
-    """Yield the summaries' rows, one batch for each width and population."""
+    """Yield the rows of all summaries, in one batch per row width and population."""
     has_rows = (values["row"] != NO_ROW).any(axis=1)
     for width in np.unique(values["width"][has_rows]).tolist():
         of_width = has_rows & (values["width"] == width)
         for population in np.unique(values["population"][of_width]).tolist():
             which = of_width & (values["population"] == population)
-            # Avoid a copy of all summaries of a large job.
+            # If all summaries match, avoid a copy.
             chosen = values if which.all() else values[which]
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
@@ -333,7 +334,7 @@ def group_rows(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
 
 
 def unpack_module_times(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
-    """Return the mean own forward time per step of each module, as [summaries, MAX_MODULES].
+    """Return mean forward times per step and module as an array of [summaries, MAX_MODULES].
 
     Columns beyond the last module are 0.
     """
@@ -341,7 +342,10 @@ def unpack_module_times(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]
 
 
 def unpack_placement(value: np.void, host: str, location: str = "") -> Placement:
-    """Return the placement of one summary's rank. host, location: from the node's own data."""
+    """Return the placement of a summary's rank.
+
+    host, location: of the node that sent the summary.
+    """
     coordinates = {
         entry["name"].decode(): int(entry["coordinate"])
         for entry in value["dimensions"]
@@ -353,8 +357,8 @@ def unpack_placement(value: np.void, host: str, location: str = "") -> Placement
 def unpack_progress(
     values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]
 ) -> list[RankProgress]:
-    """Return the progress of each summary's rank. report_age_s: ages of the summaries."""
-    # Convert whole columns: reading a single field takes as long as a column of a few summaries.
+    """Return the progress of the rank of each summary. report_age_s: ages of the summaries."""
+    # Convert whole columns, because reading single fields is slow.
     columns = {name: values[name].tolist() for name in _PROGRESS}
     text = {name: name.decode() for name in np.unique(values["groups"]["name"]).tolist()}
     rows = zip(*columns.values(), hosts, report_age_s, strict=True)

@@ -12,11 +12,11 @@ class Timing:
     operation_s: float = 2.0
     """Timeout of the reply to a report."""
     connect_s: float = 4.0
-    """Timeout of connecting to node 0, including its proof that it has the token."""
+    """Timeout for connecting to node 0, including the check of its proof."""
     beat_s: float = 5.0
-    """Interval of the reports of a node that has nothing new to send."""
+    """Interval of reports while a node has nothing new to send."""
     silent_s: float = 30.0
-    """Time without reports after which node 0 ends a node's call."""
+    """Node 0 ends a node's call after this time without reports."""
     look_s: float = 0.5
     """Interval at which node 0 looks for silent nodes and checks that its address is published."""
     first_retry_s: float = 0.25
@@ -24,7 +24,7 @@ class Timing:
     last_retry_s: float = 10.0
     """Longest delay after an error."""
     store_after_s: float = 2.0
-    """Grace period before the job's store is asked.
+    """Delay before the first search in the job's store.
 
     A shared run directory usually answers sooner.
     """

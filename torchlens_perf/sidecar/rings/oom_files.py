@@ -1,4 +1,4 @@
-"""Read the tables that ranks write when their device runs out of memory."""
+"""Read the memory tables that ranks write when their device runs out of memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ if TYPE_CHECKING:
 
 _SCAN_INTERVAL_S = 10.0
 _MAX_BYTES = 1 << 26
-# The node's state has only the first rows of a table. The table's file has all of them.
+# The node's state has only the first rows of a table. The table's file has all rows.
 _ROWS_IN_STATE = 10
 
 
 class OomTableReader:
-    """Out-of-memory tables of the ranks.
-
-    Adds the newest one to each process, and writes it as text.
-    """
+    """Reader of the ranks' out-of-memory tables. Adds the newest table to each process's state."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._folder = run.oom
-        self._known: dict[Path, int] = {}  # modification time of each file that has been read
+        self._known: dict[Path, int] = {}  # modification times of the files read so far
         self._scanned_s = float("-inf")
 
     def add_new_tables(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
-        """Add new tables to these processes. Raises OSError.
+        """Add new tables to the state of their processes, and write each table as text.
 
-        processes: by Identity.key. at_once: True if a process has ended, perhaps because it ran out
-        of memory. Otherwise the folder is scanned rarely, because nodes may share the disk.
+        Raises OSError.
+
+        processes: by Identity.key. at_once: scan now, because a process has ended and may have run
+        out of memory. Otherwise the folder is scanned rarely, because nodes may share the disk.
         """
         if not at_once and time.monotonic() - self._scanned_s < _SCAN_INTERVAL_S:
             return
@@ -47,7 +46,7 @@ class OomTableReader:
                 if self._known.get(path) == written_ns:
                     continue
                 value = decode(ownership.read_regular_file(path, _MAX_BYTES), OutOfMemory)
-            # The rank has replaced the file, or the file belongs to another program.
+            # The rank has just replaced the file, or another program has written it.
             except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
                 continue
             self._known[path] = written_ns

@@ -1,4 +1,4 @@
-"""Track how far one ring file has been read, counted and saved, and hold incomplete steps."""
+"""Track how far one ring file has been read, counted and saved, and buffer incomplete steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
-# Time for which a step of a timed device waits for the device's times.
+# A step with a timed device waits this long for the device's times.
 HOLD_S = 2.0
-# Number of steps for a rank's usual step time.
+# Number of steps from which a rank's usual step time is computed.
 USUAL_STEPS = 32
 
 
@@ -37,29 +37,29 @@ class RingSource:
     reader: RingReader
     state: ProcessState
     settings: dict[str, Any]
-    kept: int  # sequence number of the last record in a segment
+    kept: int  # sequence number of the last saved record
     generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
     waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(
         default_factory=list
     )
-    # True once all records are read and the process has ended. This is not taken from the saved
-    # state: records that an earlier sidecar had read but not saved were lost with that sidecar.
+    # True once all records are read and the process has ended. The saved state cannot provide this
+    # flag: records that an earlier sidecar had read but not saved must be read again.
     read_to_end: bool = False
-    settled: bool = False  # read to its end, and all records are accounted for
+    settled: bool = False  # read to its end, and all records are counted
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
-    # True if a simulation writes the ring. The kernel's figures then describe the simulation, not a
+    # True if a simulation writes the ring. The kernel's data then describes the simulation, not a
     # rank.
     simulated: bool = False
-    joins: bool = False  # True once the process was added to the join of collectives
+    joins: bool = False  # True once the process takes part in the join of collectives
     delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
     step_s: float = dataclasses.field(
         default_factory=time.monotonic
     )  # when the step in progress was first seen
-    mark_s: float = 0.0  # when something was last seen to be recorded
+    mark_s: float = 0.0  # when a new record was last seen
     _step: int = -1
     _head: int = -1
 
@@ -70,7 +70,7 @@ class RingSource:
             self._head, self.mark_s = head, now_s
 
     def copy_progress(self, ring: WaitingRing) -> None:
-        """Take over the progress that was seen before the ring was read."""
+        """Copy the progress that was observed before the ring was read."""
         self._step, self.step_s, self._head, self.mark_s = (
             ring.step,
             ring.step_s,
@@ -79,10 +79,10 @@ class RingSource:
         )
 
     def mask_delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the records, of whole steps, that a capture delayed.
+        """Return a mask of the records that a capture has delayed.
 
-        The step after a captured one is delayed too: in its first collective, other ranks wait
-        while the captured rank writes its files.
+        A capture also delays the next step: in its first collective, other ranks wait while the
+        captured rank writes its files. records: records of complete steps.
         """
         captured = (records["kind"] == Kind.STEP) & (records["flags"] & Flag.CAPTURED != 0)
         steps = records["step"][captured].astype(np.int64)
@@ -91,7 +91,7 @@ class RingSource:
         return np.isin(records["step"], steps)
 
     def poll_end(self) -> str:
-        """Return how the process has ended, "closed" or "died", or "" while it runs."""
+        """Return "closed" or "died" if the process has ended, or "" while it runs."""
         if self.reader.counter(ring.STATE) == State.CLOSED:
             return "closed"
         identity = self.state.identity
@@ -101,7 +101,7 @@ class RingSource:
         return ""
 
     def current_activity(self, now_ns: int) -> Activity | None:
-        """Return what the process is doing now, or None if it has ended or is simulated.
+        """Return the current step and open spans, or None if the process has ended or is simulated.
 
         now_ns: CLOCK_MONOTONIC.
         """
@@ -115,11 +115,12 @@ class RingSource:
         return Activity(step, for_s[0], inside, for_s[-1] if inside else None)
 
     def take_whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-        """Remove and return the records of whole steps, and their sequence numbers.
+        """Remove and return the records of complete steps, and their sequence numbers.
 
-        Once the ring is read to its end, all records are returned. If a device is timed, the last
-        step stays for the next call, because the device's times arrive one step later. It does not
-        stay once the step in progress takes long, because that step may never end.
+        At the end of the ring, all records are returned. If a device is timed, the last complete
+        step is kept for the next call, because the device's times arrive one step later. If the
+        step in progress takes long, the last complete step is returned, because no further step may
+        follow.
 
         now_s: the monotonic clock.
         """
@@ -138,25 +139,23 @@ class RingSource:
         return records[:cut], sequences[:cut]
 
     def incomplete_records(self) -> npt.NDArray[np.void]:
-        """Return the records that wait for their step's end. Some may be about earlier steps."""
+        """Return the records of incomplete steps. Some may be about earlier steps."""
         return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def advance_counted(self, last: int, counted: int) -> int:
-        """Advance the number of the last counted record to `last`.
+        """Set the number of the last counted record to `last`. Return the number of lost records.
 
-        Return how many records are lost.
-
-        counted: the number of records that were counted now. If a part of the ring is read again,
-        its records are not counted as lost again.
+        counted: the number of records that were counted now. Records that were counted before a
+        restart do not count as lost.
         """
         lost = max(0, last - self.state.counted - counted)
         self.state.counted = max(self.state.counted, last)
         return lost
 
     def drop_oldest_waiting(self, most: int) -> int:
-        """Drop the oldest records that wait for their step's end. Return how many are lost.
+        """Drop the oldest records of incomplete steps. Return the number of lost records.
 
-        most: the number of newest records to keep.
+        most: number of the newest records to keep.
         """
         surplus = sum(len(records) for records, _ in self.waiting) - most
         if surplus <= 0:
@@ -167,7 +166,7 @@ class RingSource:
 
     @property
     def unsaved_share(self) -> float:
-        """Records that are read but in no segment yet, as a share of the ring's capacity."""
+        """Records that are read but not in a segment yet, as a share of the ring's capacity."""
         return (self.reader.cursor - 1 - self.kept) / self.reader.capacity
 
     @property

@@ -35,17 +35,17 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
-# Limit of process generations whose statistics stay in the state, which take 10 KB a rank or more.
+# The state keeps statistics of this many process generations. They take 10 KB a rank or more.
 _MAX_GENERATIONS = 32
 _LIST_INTERVAL_S = 30.0
-# Longer than the tick of any kernel, which is the resolution of a file's modification time.
+# This is longer than the tick of any kernel, which is the resolution of modification times.
 _CLOCK_TICK_NS = 50_000_000
 
 
 class RingSources:
     """The node's ring files.
 
-    Iterates over the opened ones in the order of opening. Not thread-safe.
+    Iterates over opened rings in the order of opening. Not thread-safe.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class RingSources:
         began: Callable[[Identity, int], None],
         waiting: Mapping[str, WaitingRing],
     ) -> None:
-        """state, generations: contain the processes from earlier sidecars. New processes are added.
+        """state, generations: contain processes of earlier sidecars. New processes are added.
 
         began: called before the first ring of a new process generation is read.
-        waiting: rings that were watched before this sidecar began to read, by path.
+        waiting: rings that start/wait.py has opened before this sidecar began to read, by path.
         """
         self._run = run
         self._host = host
@@ -69,7 +69,7 @@ class RingSources:
         self._sources: dict[Path, RingSource] = {}
         self._unreadable: set[Path] = set()
         self._damaged: set[Path] = set()  # opened rings with invalid contents
-        self._unfilled: set[Path] = set()  # rings of live processes without metadata so far
+        self._unfilled: set[Path] = set()  # rings of live processes that lack metadata
         self._kept_rings: list[Path] = []
         self._local_rings: list[Path] = []
         self._local_changes_ns: list[int] = []
@@ -91,7 +91,7 @@ class RingSources:
         return source.generation == self._generations.newest != UNRELATED
 
     def unfinished(self) -> list[RingSource]:
-        """Return the rings that are not read to their end."""
+        """Return the rings that have not been read to their end."""
         return [source for source in self if not source.read_to_end]
 
     def read_new_records(self) -> float:
@@ -114,7 +114,7 @@ class RingSources:
         return fullest
 
     def _note_damage(self, source: RingSource, error: Exception) -> None:
-        """Note that a ring was damaged, by another program. Rings of other ranks are still read."""
+        """Note that another program has damaged a ring. Rings of other ranks are still read."""
         if source.path not in self._damaged:
             self._damaged.add(source.path)
             rank = source.state.identity.rank
@@ -124,7 +124,7 @@ class RingSources:
             logger.warning("%s is damaged: %s", source.path, error)
 
     def max_unsaved_share(self) -> float:
-        """Return the highest RingSource.unkept_share, or 0 without rings."""
+        """Return the highest RingSource.unsaved_share, or 0 without rings."""
         return max((source.unsaved_share for source in self), default=0.0)
 
     def read_setting(self, name: str) -> int:
@@ -141,7 +141,7 @@ class RingSources:
     def may_get_more_records(self, waited_s: float, *, ends: bool = False) -> bool:
         """Return True if a process runs or may still start.
 
-        waited_s: how long the sidecar has run. ends: do not wait for new processes.
+        waited_s: time since the sidecar started. ends: do not wait for new processes.
         """
         sources = list(self)
         if ends:
@@ -159,7 +159,7 @@ class RingSources:
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
         identity = last.state.identity
         launcher_began = process_start_ticks(identity.launcher_pid)
-        # If the process with the launcher's pid began later than the rank, the pid was reused.
+        # If the process with the launcher's pid started after the rank, it is another process.
         launcher_lives = launcher_began is not None and launcher_began <= identity.process_started
         died = any(s.state.ended == "died" and s.generation == last.generation for s in sources)
         if identity.elastic and died and launcher_lives:
@@ -184,17 +184,15 @@ class RingSources:
         now_s = time.monotonic()
         if now_s - self._listed_s >= _LIST_INTERVAL_S:
             self._listed_s = now_s
-            with contextlib.suppress(OSError):  # On an error, the last list stays in use.
+            with contextlib.suppress(OSError):  # After an error, use the last list.
                 self._kept_rings = self._run.kept_rings(self._host)
         changes_ns = self._run.local_changes_ns()
         if changes_ns != self._local_changes_ns:
             self._local_rings = self._run.local_rings()
-            # A ring that is registered in the same clock tick would not change the modification
-            # time.
+            # A second ring in the same clock tick would not change the folder's modification time.
             settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
             self._local_changes_ns = changes_ns if settled else []
-        # Rings from the waiting phase are open, so they can be read even if their files were
-        # removed.
+        # Rings that start/wait.py has opened can be read even if their files were removed.
         seen = [Path(path) for path, ring in self._waiting.items() if ring.is_open]
         return self._kept_rings + list(dict.fromkeys([*seen, *self._local_rings]))
 
@@ -214,7 +212,7 @@ class RingSources:
                     records = reader.counter(ring.HEAD)
                     reader.close()
                     if is_writer_running(path):
-                        self._unfilled.add(path)  # The process is about to write its metadata.
+                        self._unfilled.add(path)  # The process will soon write its metadata.
                         continue
                     path.unlink(missing_ok=True)  # Without metadata, the records' rank is unknown.
                     raise RingError(
@@ -231,10 +229,10 @@ class RingSources:
                 logger.warning("%s could not be read: %s", path, error)
 
     def _drop_oldest_processes(self) -> None:
-        """Remove the oldest ended processes from the state if it has too many.
+        """Remove the oldest ended processes from the state if it contains too many.
 
-        The state grows with each restart of a job and is written every few seconds. The report only
-        shows each rank's newest process.
+        The state grows with each restart of a job, and is written every few seconds. The report
+        shows only the newest process of each rank.
         """
         known = self._state.processes
         local_ranks = len({process.identity.rank for process in known.values()})
@@ -265,7 +263,7 @@ class RingSources:
             self._run.remove_ring(path)
         elif is_writer_running(path):
             why = "it was removed while its process runs, of which nothing is known"
-        # Without a reason, an earlier sidecar has read the ring to its end and removed it.
+        # Otherwise an earlier sidecar has read the ring to its end and removed it.
         if why:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)

@@ -1,6 +1,6 @@
 """Watch a ring file's header before the ring is read.
 
-This module imports very little, because start/wait.py needs it in the sidecar's first seconds.
+This module has few imports, because start/wait.py uses it in the sidecar's first seconds.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import os
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
 
-# Reading starts at this fill level. The rest of the ring must last until the first records are
-# read.
+# Reading starts at this fill level. The ring must not overflow before the first records are read.
 FULL = 1 / 2
-# The first bytes of a ring file and the positions of words in its header. They are the same as in
+# The first bytes of a ring file, and positions of words in its header. They are copies from
 # run/ring.py, which takes long to import.
 MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
 
 
 class WaitingRing:
-    """The position and state of a ring file that is not read yet, from its header."""
+    """A ring file that is not read yet. Its header shows the position and the process's state."""
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         """descriptor: descriptor of the ring if it is already open.
@@ -28,9 +27,9 @@ class WaitingRing:
         """
         self.step = self.head = -1
         self.step_s = self.mark_s = 0.0
-        """Times on CLOCK_MONOTONIC when the present step and the last record were first seen."""
+        """Times on CLOCK_MONOTONIC when the current step and the last record were first seen."""
         pid, _, started = path.removesuffix(".ring").rpartition("-")
-        # Parts of Identity.key.
+        # These parts of the file name come from Identity.key.
         self._pid, self._started = int(pid.rpartition("-")[2]), int(started)
         self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor
         self.is_open = True
@@ -42,7 +41,7 @@ class WaitingRing:
         memory.announce_open_ring(path, self.descriptor)
 
     def poll_header(self, now_s: float) -> bool:
-        """Read the ring's position. Return True if it should be read now."""
+        """Read the ring's header. Return True if the ring should be read now."""
         header = os.pread(self.descriptor, 8 * (STATE + 1), 0)
         head, step, state = (
             int.from_bytes(header[8 * word : 8 * word + 8], "little")
@@ -56,14 +55,14 @@ class WaitingRing:
 
     @property
     def fill_level(self) -> float:
-        """Share of the ring's capacity that was written at the last update()."""
+        """Share of the ring's capacity that was in use at the last call of poll_header()."""
         return self.head / self._capacity
 
     def is_writer_alive(self) -> bool:
         return process_start_ticks(self._pid) == self._started
 
     def close(self) -> None:
-        """Close the descriptor, once a Reader has its own. May be called again.
+        """Close the descriptor, after a Reader has opened its own. Later calls have no effect.
 
         A ring in anonymous memory is lost with its last descriptor.
         """

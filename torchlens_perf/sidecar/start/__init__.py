@@ -1,1 +1,1 @@
-"""Start of the sidecar: wait with few imports, import on idle CPUs, then run as a process."""
+"""Start of the sidecar: wait with few imports, import on idle CPUs, then read the rings."""

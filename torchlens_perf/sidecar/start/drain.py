@@ -18,7 +18,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 def drain_run(dead: DeadRun) -> str:
-    """Read a dead run's rings into its run directory, if that still exists. Return a description.
+    """Read a dead run's rings into its run directory, if it still exists. Return a description.
 
     The rings are removed afterwards. Raises RunStoreError if the run directory cannot be written.
     """
@@ -27,7 +27,7 @@ def drain_run(dead: DeadRun) -> str:
     what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
     run = RunDirectory(Path(name) if dead.path is None else dead.path)
     is_there = dead.path is not None and run.nodes.is_dir()
-    # read_or_replay() saves the records, and removes the rings that are saved completely.
+    # read_or_replay() saves the records, and removes rings whose records are all saved.
     if is_there and any(path.exists() for path in run.local_rings()):
         process.read_or_replay(run.path, dead.node)
     if any(_has_records(ring) for ring in dead.rings) and is_there:
@@ -53,7 +53,7 @@ def _has_records(path: Path) -> bool:
 
 
 def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:
-    """Drain all dead runs one after the other. Blocks while a disk does not answer.
+    """Drain all old dead runs one after the other. Blocks while a disk does not respond.
 
     old_s: minimum age of a dead run. but: id of a run to skip.
     """
@@ -62,7 +62,7 @@ def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:
     hide_pandas()
     for dead in list(find_dead_runs(old_s)):
         is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
-        # Another process may have drained the run in the meantime.
+        # Another process may have drained this run in the meantime.
         if not is_skipped and any(ring.exists() for ring in dead.rings):
             try:
                 logger.info("%s", drain_run(dead))

@@ -10,7 +10,7 @@ import time
 from torchlens_perf.run.processes import process_state_and_start, thread_cpu_time_ns
 from torchlens_perf.sidecar import priority
 
-# In the order in which they are needed. Exporters are left out, because most runs have none.
+# The order is that of first use. Exporters are left out, because most runs have no exporter.
 MODULES = (
     "numpy",
     "numpy.ma",  # The first call of numpy.median() imports it.
@@ -22,23 +22,23 @@ MODULES = (
     "torchlens_perf.report.build",
 )
 _POLL_INTERVAL_S = 0.1
-# With a smaller share of a CPU, starting again at normal priority is faster than waiting.
+# If the thread gets less than this share of a CPU, a restart at normal priority is faster.
 _MIN_CPU_SHARE = 1 / 3
 # Time limit if the kernel does not report the thread's CPU time.
 _TIMEOUT_S = 2.0
 
 
 class ImportThread:
-    """A thread that imports MODULES and pauses after each import for as long as the import took."""
+    """A thread that imports MODULES. After each import it pauses for as long as the import took."""
 
     def __init__(self) -> None:
         self._hurry = threading.Event()
-        self._group_lock = threading.Lock()  # Two threads change the group's nice value.
+        self._group_lock = threading.Lock()  # Both threads change the group's nice value.
         self._thread = threading.Thread(target=self._import_modules, name="imports", daemon=True)
         self._thread.start()
 
     def hurry(self, group: int) -> None:
-        """Import without pauses from now on, and give the process's session this nice value."""
+        """Import without pauses from now on, and set the nice value of the session's group."""
         with self._group_lock:
             self._hurry.set()
             priority.set_group_nice_value(group)
@@ -79,7 +79,7 @@ class ImportThread:
         with self._group_lock:
             if not self._hurry.is_set():
                 priority.set_group_nice_value(priority.IDLE_GROUP)
-        # A failed import is repeated, and reported, by the code that needs the module.
+        # The code that needs a module repeats a failed import and reports the error.
         with contextlib.suppress(ImportError):
             for name in MODULES:
                 began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Run the sidecar as a process, started by a rank or by hand on an existing run."""
+"""Run the sidecar as a process that a rank has started, or a user on an existing run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NO_PROGRESS: AbstractContextManager[ProgressCallback] = contextlib.nullcontext(
 
 _MAX_LOG_BYTES = 1 << 20
 _CREATE_RETRY_S = 1.0
-# A failing sidecar restarts with growing delays, which come to about six minutes in total.
+# A failing sidecar restarts with growing delays. Their sum is about six minutes.
 _MAX_RESTARTS, _MAX_RESTART_DELAY_S = 10, 60.0
 
 
@@ -60,7 +60,8 @@ def read_live_run(
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
 
-    lock_descriptor: descriptor of the lock file. The rank that started this process has locked it.
+    lock_descriptor: descriptor of the lock file, which the rank that started this process has
+    locked.
     rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
     the run directory.
     """
@@ -103,7 +104,7 @@ def read_or_replay(
     _configure_logging(logging.WARNING if quiet else logging.INFO)
     termination.install_handler()
     run = RunDirectory(run_dir)
-    # Rings may exist without the run directory, if it could not be created.
+    # Rings exist without a run directory if creating the directory has failed.
     if not run.nodes.is_dir() and not run.local_rings():
         raise RunStoreError(run.why_unreadable())
     host = _find_node(run, name)
@@ -127,8 +128,8 @@ def read_or_replay(
 def _find_node(run: RunDirectory, name: str | None) -> str:
     """Return the node's name in file names.
 
-    It may differ from the present one: the node may have been restarted, or its processes may have
-    run in a container. Raises RunStoreError if several nodes match.
+    This name may differ from the current node's name: the node may have restarted, or its processes
+    may have run in a container. Raises RunStoreError if several nodes match.
     """
     exact = node_name() if name is None else name
     if run.node_rings(exact).exists() or run.local_rings():
@@ -152,7 +153,7 @@ def _configure_logging(level: int = logging.INFO) -> None:
 
 
 class _CurrentStderrHandler(logging.Handler):
-    """Handler that writes to the present sys.stderr, which a progress display may replace."""
+    """Handler that writes to the current sys.stderr, which a progress display may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -188,8 +189,8 @@ def _run_until_read(
     *,
     is_live: bool = False,
 ) -> None:
-    # One low-priority thread does all the work, because the kernel ends the child that builds the
-    # tap together with the thread that started it.
+    # A single low-priority thread does all work. The child that builds the tap would end with the
+    # thread that started it.
     background = (
         ThreadPoolExecutor(1, initializer=priority.lower_thread_priority) if is_live else None
     )
@@ -218,7 +219,7 @@ def _run_until_read(
             again = run_sidecar(sidecar, lock, exporter, render_live_results, port, background)
         except Exception:
             failures += 1
-            # A user who started it by hand sees the error.
+            # If a user has started the sidecar, show the error.
             if not is_live or failures > _MAX_RESTARTS:
                 raise
             rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
@@ -228,7 +229,7 @@ def _run_until_read(
                 with guard("giving the exporter up"):
                     exporter.shutdown(0)
             if sidecar is not None:
-                # Otherwise other nodes would still send to the exchange of the failed sidecar.
+                # Otherwise other nodes would continue to send reports to the failed sidecar.
                 with guard("leaving the other nodes"):
                     sidecar.leave_cluster()
             time.sleep(rest_s)
@@ -255,7 +256,7 @@ def _replay_records(
     exporter = exporter_from_environment(run)
     with replaying as advanced:
         if exporter is not None and waits:
-            # A full replay would send steps again that the backend has already accepted.
+            # A full replay would repeat steps that the backend has already accepted.
             notes = deliver_outbox(run, exporter)
             done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
         else:
@@ -282,14 +283,14 @@ def _replay_records(
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     """Send the short report to rank 0 if it waits for one, and write report.txt.
 
-    asked: rank 0's request, for a terminal or a notebook's cell.
+    asked: rank 0's settings, for a terminal or for a notebook's cell.
     """
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.view.terminal import render, render_short
 
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
-    # Rank 0 gets its report before report.txt is written, because the run directory's disk may be
+    # Send the report to rank 0 before writing report.txt, because the run directory's disk may be
     # slow.
     if mailbox:
         page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""
@@ -317,13 +318,12 @@ def render_live_results(run: RunDirectory) -> str:
 def create_run_directory(
     run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None
 ) -> bool:
-    """Create the run directory. Return False if that fails until no rank records any more.
+    """Create the run directory. Return False if that fails for as long as a rank records.
 
-    The sidecar creates it and not a rank, because the disk may not answer and no rank may wait for
-    it. After an error it tries again for as long as a rank records. A rank that waits for a report
-    gets the error. If the run directory exists but has become read-only, the rings are kept. If it
-    never existed, they are removed. The caller has the lock. May block for as long as the disk
-    does.
+    Ranks must not wait for a slow disk, so the sidecar creates the directory. After an error, it
+    tries again while a rank records. Ranks that wait for a report get the error. If the directory
+    exists but has become read-only, the rings are kept. If it has never existed, the rings are
+    removed. The caller must own the lock. May block for as long as the disk does.
     """
     last_error = ""
     while True:
@@ -355,7 +355,7 @@ def _may_folder_exist(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        return True  # The disk fails. Assume that the folder exists, so that the rings are kept.
+        return True  # The disk fails. Keep the rings, because the folder may exist.
     return True
 
 

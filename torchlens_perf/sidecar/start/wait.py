@@ -1,18 +1,19 @@
 """Wait through a run's first seconds with as few imports as possible.
 
-A run that ends within SHORT_RUN_S is read once, at its end. Starting to read takes half a second of
-CPU time, which training would lose. Until then this process reads a few words of each ring's
-header, forty times a second. It starts to read at once in these cases:
+The sidecar reads a run that ends within SHORT_RUN_S once, at its end. The start of reading takes
+half a second of CPU time, which training would lose. Until then, this process reads a few words of
+each ring's header, forty times a second. It starts to read the rings at once in these cases:
 
-- a rank has ended,
+- a rank ends,
 - a ring fills up,
 - a user asks for results,
-- a ring cannot be read.
+- a ring's header cannot be read.
 
-In the meantime a thread imports the next modules on idle CPUs (preload.py), so that the report on a
-run of a few seconds is ready when the run ends. If no CPU is idle, the thread waits for STARVED_S.
-Taking CPU time from ranks that wait for one another costs the job twice that time. It is therefore
-taken late or when a ring fills, and only a small share at first.
+In the meantime, a thread imports the next modules on idle CPUs (preload.py). Even after a run of a
+few seconds, the report is then ready in time. If no CPU is idle, the thread waits for STARVED_S.
+CPU time that the imports take from ranks costs the job twice as much, because ranks wait for each
+other. The imports therefore start late or when a ring fills, and get a small share of a CPU at
+first.
 """
 
 from __future__ import annotations
@@ -26,34 +27,35 @@ from torchlens_perf.run.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, SHA
 from torchlens_perf.sidecar import priority, termination
 from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
-TYPE_CHECKING = False  # The same as in typing, whose import takes long.
+TYPE_CHECKING = False  # As in typing, whose import takes long.
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.start.preload import ImportThread
 
 SHORT_RUN_S = 5.0
-# After this time a starving import thread gets a small share of a CPU. After twice this time the
-# sidecar no longer waits.
+# After this time, a starving import thread gets a small share of a CPU. After twice this time, the
+# sidecar starts to read.
 STARVED_S = 10.0
-# A ring that fills within this time will soon be full, so the imports run at normal priority.
+# If a ring fills within this time, the imports run at normal priority, because it will soon be
+# full.
 FAST_FILL_S = 2.0
 PRELOAD_AFTER_S = 0.5
-# The imports begin at this fill level of a ring.
+# The imports start when a ring reaches this fill level.
 FILLING = 1 / 8
 POLL_INTERVAL_S = 0.025
 _RESCAN_INTERVAL_S = 0.25
-# The same suffixes as in run/directory.py and run/mailbox.py, which take long to import.
+# These suffixes are copies from run/directory.py and run/mailbox.py, which take long to import.
 _REGISTERED = ".registered"
 _REQUESTS = (".answer", ".view")
 
 
 class RingWatch:
-    """The rings of one node, watched until one of them should be read."""
+    """Watch on the headers of one node's rings, until the rings should be read."""
 
     def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
         """folder: this node's folder of registered rings, see RunDirectory.register_ring().
 
-        rings: "DESCRIPTOR:PATH" of the rings that this process had open before its exec. For a
-        ring in anonymous memory, this may be the last open descriptor.
+        rings: "DESCRIPTOR:PATH" of rings that this process had open before its exec. Such a
+        descriptor may be the last one of a ring in anonymous memory.
         """
         self.rings: dict[str, WaitingRing] = {}
         for descriptor, _, path in (each.partition(":") for each in rings):
@@ -76,7 +78,7 @@ class RingWatch:
                 for ring in self.rings.values()
             ]
         except (OSError, ValueError):
-            return True  # RingSources reports the error when it opens the ring.
+            return True  # RingSources will report the error.
         return any(due) or self._has_request
 
     @property
@@ -93,7 +95,10 @@ class RingWatch:
                     self._gone.add(path)  # An earlier sidecar has read this ring to its end.
 
     def _list_rings(self) -> list[str]:
-        """Return the same paths as RunDirectory.local_rings(). Also notes requests for results."""
+        """Return the same paths as RunDirectory.local_rings().
+
+        Also look for requests for results.
+        """
         names = os.listdir(self._folder)
         self._has_request = any(name.endswith(_REQUESTS) for name in names)
         links = sorted(name for name in names if name.endswith(_REGISTERED))
@@ -108,10 +113,12 @@ def wait_until_due(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[dict[str, WaitingRing], ImportThread | None]:
-    """Wait until reading should start. Return the open rings by path, and the import thread if any.
+    """Wait until reading should start.
 
-    The wait ends when a ring should be read, on SIGTERM, after SHORT_RUN_S if all modules are
-    imported, and at the latest after twice STARVED_S.
+    Return the open rings by path, and the import thread or None.
+
+    The wait ends when a ring should be read, or on SIGTERM. It also ends after SHORT_RUN_S if all
+    modules are imported, and after twice STARVED_S in any case.
 
     folder: the folder of the node's registered rings.
     prepare: starts the import thread. Called once, after PRELOAD_AFTER_S or when a ring fills.
@@ -143,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its
     number. These may follow:
 
-    - SEVERAL_NODES: the sidecar must connect to other nodes while the job runs.
+    - SEVERAL_NODES: the sidecar has to connect to other nodes while the job runs.
     - SHARED: the group may read the run directory.
     - AT_ONCE: start without waiting. Rings follow as "DESCRIPTOR:PATH".
     """
@@ -152,12 +159,12 @@ def main(arguments: Sequence[str]) -> int:
     if os.getpid() != os.getpgrp():  # This process is still in the session of a shell.
         os.setsid()
     lock = int(descriptor)
-    # The rings are registered in the folder of the lock.
+    # The lock's folder also contains the links to registered rings.
     folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))
     if AT_ONCE in more:
         write_status(lock, LOADS)
         waiting = RingWatch(folder, more[more.index(AT_ONCE) + 1 :])
-        # Open the other rings now: anonymous memory is freed when its process ends.
+        # Open the other rings now, because anonymous memory is freed when its process ends.
         waiting.poll_rings(time.monotonic())
         rings = waiting.rings
     else:
@@ -170,9 +177,9 @@ def main(arguments: Sequence[str]) -> int:
             and not preload.wait_for_imports()
             and not termination.is_requested()
         ):
-            # Other programs keep all CPUs busy, and the idle thread's imports may take minutes. A
-            # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay
-            # open, because a ring in anonymous memory would be lost without one.
+            # Other programs keep all CPUs busy, so the idle thread's imports may take minutes. A
+            # thread cannot leave SCHED_IDLE, so this process executes itself again. The descriptors
+            # stay open, because a ring in anonymous memory needs an open descriptor.
             for ring in rings.values():
                 os.set_inheritable(ring.descriptor, True)
             opened = [f"{ring.descriptor}:{path}" for path, ring in rings.items()]

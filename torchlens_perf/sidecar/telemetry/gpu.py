@@ -1,8 +1,8 @@
 """Sample clocks, power, temperatures, throttling, errors and activity of GPUs through NVML.
 
-The sidecar needs no CUDA context for this. An NVML call takes microseconds while the GPU answers,
-but a GPU that falls off the bus can block a call for seconds. The duration of each sample is
-therefore measured, and a GPU that answers slowly is sampled less often.
+NVML needs no CUDA context. A call usually takes microseconds, but a GPU that falls off the bus can
+block a call for seconds. The sampler therefore measures the duration of each sample, and samples a
+slow GPU less often.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECOND_NS = 1_000_000_000
 _SLOW_FIELDS_NS = 10 * _SECOND_NS
 _GPM_AGAIN_NS = 60 * _SECOND_NS
 _LONGEST_WAIT_NS = 60 * _SECOND_NS
-# The sidecar's only thread also reads the rings, so one GPU's sample must not take longer.
+# A sample should not take longer, because the same thread reads the rings.
 _SLOW_SAMPLE_NS = 50_000_000
 _MIN_IDLE_RATIO = 20
 _SLOW_SAMPLES_BEFORE_NOTE = 3
@@ -45,10 +45,10 @@ class GpuTelemetry:
     def __init__(self, clock_ns: Callable[[], int] = clock_without_cpu_wait_ns) -> None:
         """clock_ns: a clock for the duration of calls.
 
-        The default leaves out time without a CPU: a busy machine is not a slow driver.
+        The default clock excludes time without a CPU, because a busy machine is not a slow driver.
         """
         self._clock_ns = clock_ns
-        self._nvml: Any = None  # pynvml, while the library is initialised
+        self._nvml: Any = None  # pynvml while NVML is initialised
         self._driver = ""  # version
         self._xids: XidReader | None = None
         self._gpus: dict[str, _OpenGpu] = {}
@@ -60,16 +60,19 @@ class GpuTelemetry:
         self.facts: dict[str, GpuFacts] = {}
         """Facts about each sampled GPU, by UUID."""
         self.losses: Counter[str] = Counter()
-        """Times that the driver lost a GPU, by UUID. The key "" counts reloads of the driver."""
+        """Number of times that the driver lost a GPU, by UUID.
+
+        The key "" counts reloads of the driver.
+        """
         self.slow_samples: Counter[str] = Counter()
-        """Samples that took longer than 50 ms, by UUID."""
+        """Number of samples that took longer than 50 ms, by UUID."""
         self.notes: list[str] = []
         """Reasons why values are not measured, without duplicates."""
 
     def sample_gpus(
         self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
     ) -> dict[str, GpuSample]:
-        """Return a sample of each of these GPUs, without lost GPUs and GPUs that were slow lately.
+        """Return samples of these GPUs, without lost GPUs and GPUs that are paused after a failure.
 
         monotonic_ns, unix_ns: the current time on both clocks.
         """
@@ -80,10 +83,10 @@ class GpuTelemetry:
             return {}
         samples: dict[str, GpuSample] = {}
         try:
-            # Exclude GPUs that are no longer used from the event set.
+            # Remove unused GPUs from the event set.
             if unused:
                 self._recreate_event_set()
-            # Read XIDs before sampling: if a GPU was just lost, its XID cannot be read later.
+            # Read XIDs before sampling, because the XID of a lost GPU cannot be read later.
             self._read_xids()
             for uuid in uuids:
                 if monotonic_ns >= self._backoffs.setdefault(uuid, _RetryDelay()).until_ns:
@@ -119,7 +122,7 @@ class GpuTelemetry:
             backoff.extend(monotonic_ns)
             sample = None
         took_ns = self._clock_ns() - begun_ns
-        # The first sample opens the GPU, which may take long once, so it is not counted as slow.
+        # The first sample also opens the GPU. This may take long, so it does not count as slow.
         if opened and took_ns > _SLOW_SAMPLE_NS:
             backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
@@ -138,7 +141,7 @@ class GpuTelemetry:
                 self._last_xids[by_address[where]] = xid
 
     def _recreate_event_set(self) -> None:
-        """Replace the event set. A set with a lost GPU in it reports no XIDs of the other GPUs."""
+        """Replace the event set. A set that contains a lost GPU reports no XIDs of other GPUs."""
         if self._xids is not None:
             self._xids.close()
         self._xids = XidReader(self._nvml)
@@ -146,7 +149,10 @@ class GpuTelemetry:
             gpu.reports_xids = self._xids.register_gpu(gpu.handle)
 
     def _init_nvml(self, now_ns: int) -> bool:
-        """Initialise NVML if it is time for another try. Return True if it is initialised."""
+        """Initialise NVML unless the last failure is too recent.
+
+        Return True if NVML is initialised.
+        """
         if self._nvml is not None:
             return True
         if now_ns < self._library_backoff.until_ns:
@@ -174,7 +180,7 @@ class GpuTelemetry:
     def _close_lost_gpu(self, uuid: str, error: Exception) -> None:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
-            if uuid not in self.losses:  # A lost GPU already has a note.
+            if uuid not in self.losses:  # For a lost GPU there is a note already.
                 self._add_note(f"{uuid}: no telemetry because NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
@@ -189,7 +195,7 @@ class GpuTelemetry:
         )
 
     def _discard_handles(self, error: Exception, now_ns: int) -> None:
-        """Discard all handles, which became invalid when the driver was unloaded or replaced."""
+        """Close NVML. All handles became invalid when the driver was unloaded or replaced."""
         self.losses[""] += 1
         self._add_note(f"GPU telemetry was interrupted because the driver was reloaded: {error}")
         self.close()
@@ -200,7 +206,7 @@ class GpuTelemetry:
             self.notes.append(text)
 
     def close(self) -> None:
-        """Free all handles and shut NVML down. The next sample would load it again."""
+        """Free all handles and shut down NVML. The next sample would initialise it again."""
         if self._nvml is None:
             return
         for gpu in self._gpus.values():
@@ -214,7 +220,7 @@ class GpuTelemetry:
 
 
 def query_gpu_support() -> tuple[str, int, int] | str:
-    """Return the driver's version, the number of GPUs and the number with GPM, or NVML's error."""
+    """Return driver version, number of GPUs and number of GPUs with GPM, or NVML's error."""
     import pynvml as nvml
 
     try:
@@ -273,7 +279,9 @@ class _OpenGpu:
         xids: int | None,
         last_xid: int | None,
     ) -> GpuSample:
-        """Return all values that can be read. Slow fields are at most ten seconds old.
+        """Return a sample with all readable values.
+
+        Values of slow fields are at most ten seconds old.
 
         Raises NVMLError if the GPU is lost.
         """
@@ -293,7 +301,7 @@ class _OpenGpu:
         if memory is not None:
             values.update(memory_used_bytes=memory.used, memory_total_bytes=memory.total)
         temperature = ask("TemperatureV", nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:  # Drivers before 570 lack TemperatureV.
+        if temperature is None:  # Drivers before 570 lack it.
             temperature = ask("Temperature", nvml.NVML_TEMPERATURE_GPU)
         values.update(
             sm_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
@@ -325,7 +333,9 @@ class _OpenGpu:
         return self._slow_values
 
     def _read_activity(self, now_ns: int) -> dict[str, float]:
-        """Return activity by GPM, or nothing if the GPU lacks GPM or another tool uses it."""
+        """Return the GPU's activity from GPM, or {} if the GPU lacks GPM or another tool reserves
+        it.
+        """
         try:
             if self._gpm is not None:
                 return self._gpm.read()
@@ -337,7 +347,7 @@ class _OpenGpu:
                 raise
             if error.value in NEVER:
                 self._gpm_due_ns = 1 << 62
-            # An unsupported function needs no note, but a missing permission does.
+            # Add a note about a missing permission, but not about an unsupported function.
             if error.value not in NEVER or error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
                 self._note(
                     f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM"
@@ -347,14 +357,17 @@ class _OpenGpu:
         return {}
 
     def close(self) -> None:
-        """Free what NVML has allocated for this GPU."""
+        """Free the GPM samples that NVML has allocated for this GPU."""
         if self._gpm is not None:
             self._gpm.close()
             self._gpm = None
 
 
 class _RetryDelay:
-    """A delay after failures: one second, then twice as long each time, up to a minute."""
+    """Delay after a failure.
+
+    It begins with one second and doubles with each failure, up to a minute.
+    """
 
     def __init__(self) -> None:
         self.until_ns = 0
@@ -369,7 +382,10 @@ class _RetryDelay:
 
 
 def _find_handle(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of a GPU or MIG instance. torch reports both with the prefix "GPU-"."""
+    """Return NVML's handle of a GPU or MIG instance.
+
+    In torch, both UUIDs have the prefix "GPU-".
+    """
     try:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:

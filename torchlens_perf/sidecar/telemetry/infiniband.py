@@ -48,7 +48,7 @@ class LinkTelemetry:
         self._before: dict[Path, LinkSample] = {}
 
     def sample(self, monotonic_ns: int, unix_ns: int) -> dict[str, LinkSample]:
-        """Return a sample of each port, by its name, such as "mlx5_0/1".
+        """Return a sample of each port by the port's name, such as "mlx5_0/1".
 
         monotonic_ns, unix_ns: the current time on both clocks.
         """
@@ -78,11 +78,11 @@ class LinkTelemetry:
         return samples
 
     def _read_counter(self, file: Path, unit: int) -> int | None:
-        """Return a counter, or None if this adapter lacks it or its file contains "N/A"."""
+        """Return a counter, or None if the adapter lacks it or the counter's file contains "N/A"."""
         if file in self._missing:
             return None
         text = read_kernel_text(file)
-        # Do not read a missing counter again with each sample.
+        # Do not try to read a missing counter again.
         if not text.isdigit():
             self._missing.add(file)
             return None
@@ -95,6 +95,6 @@ def find_ports(root: Path = ROOT) -> list[Path]:
 
 
 def _parse_rate(text: str) -> int | None:
-    """Return bits per second for a text such as "400 Gb/sec (4X NDR)"."""
+    """Return the bits per second of a text such as "400 Gb/sec (4X NDR)", or None."""
     found = re.match(r"([0-9.]+) Gb/sec", text)
     return round(float(found.group(1)) * 1e9) if found is not None else None

@@ -1,7 +1,7 @@
-"""Sample a node's hardware and processes, and keep the samples for verdicts, report and export.
+"""Sample a node's hardware and processes, and store samples for verdicts, report and export.
 
-The sidecar's only thread takes samples between two rounds. For a verdict on an interval, pass its
-samples() to telemetry.gpu_signals().
+The sidecar takes samples between two rounds. For a verdict on a time interval, pass the interval's
+gpu_samples() to hardware.gpu_signals().
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _GPU_PERIOD_NS = _SECOND_NS
 _LINK_PERIOD_NS = 5 * _SECOND_NS
 _MIN_LINK_IDLE_RATIO = 20
 _PROCESS_PERIOD_NS = _SECOND_NS
-# Reading /proc takes at most 1% of a core.
+# This ratio limits the time for reading /proc to 1% of a core.
 _MIN_PROCESS_IDLE_RATIO = 100
 _MAX_SAMPLES_IN_MEMORY = 900  # per GPU or port
-# Samples pile up while the run directory cannot be written. The oldest are dropped.
+# While the run directory cannot be written, samples wait in memory. The oldest ones are dropped.
 _MAX_UNWRITTEN = 20_000
 # Files are written more often in a young run, so that its first samples are soon on disk.
 _MIN_FILE_PERIOD_NS, _MAX_FILE_PERIOD_NS = 10 * _SECOND_NS, 120 * _SECOND_NS
@@ -60,7 +60,7 @@ class TelemetryLog:
         links: LinkTelemetry | None = None,
         now: Callable[[], Anchor] | None = None,
     ) -> None:
-        """saved: the totals() of an earlier sidecar. gpus, links, now: replaced in tests."""
+        """saved: the run_totals() of an earlier sidecar. gpus, links, now: replaced in tests."""
         self._gpus = gpus if gpus is not None else GpuTelemetry()
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor
@@ -75,13 +75,13 @@ class TelemetryLog:
         self._losses, self._slow = (
             Counter(saved.losses),
             Counter(saved.slow_samples),
-        )  # by earlier sidecars
+        )  # as counted by earlier sidecars
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
     def sample_due_sources(
         self, uuids: Collection[str], pids: Mapping[int, int]
     ) -> Hardware | None:
-        """Sample GPUs, ports and processes if they are due. Return GPU and port samples, or None.
+        """Sample GPUs, ports and processes that are due. Return GPU and port samples, or None.
 
         uuids: GPUs to sample. pids: process ids by rank.
         """
@@ -134,14 +134,14 @@ class TelemetryLog:
     def gpu_samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
         """Return samples of a GPU between two times of CLOCK_MONOTONIC.
 
-        Samples are kept for a quarter of an hour.
+        Only samples of the last 15 minutes are available.
         """
         return _select_interval(self._recent.get(uuid, ()), since_ns, until_ns)
 
     def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
         """Return samples of a port, such as "mlx5_0/1", between two times of CLOCK_MONOTONIC.
 
-        Samples are kept for about an hour.
+        Only samples of about the last hour are available.
         """
         return _select_interval(self._recent_links.get(name, ()), since_ns, until_ns)
 
@@ -161,7 +161,10 @@ class TelemetryLog:
         return self._gpus.notes
 
     def write_if_due(self, disk_bytes: int, *, final: bool = False) -> None:
-        """Write new samples if a file is due or the run is over. Raises OSError on a full disk."""
+        """Write new samples if a file is due or the run has ended.
+
+        Raises OSError on a full disk.
+        """
         if not self._unwritten or self._first_sample_ns is None:
             return
         now_ns = self._now().monotonic_ns
@@ -180,9 +183,9 @@ class TelemetryLog:
         self._unwritten.clear()
 
     def run_totals(self) -> Telemetry:
-        """Return the totals of all samples of the run, for the node's state.
+        """Return totals of all samples of the run, for the node's state.
 
-        They are not copies.
+        Later samples change this object's values.
         """
         return Telemetry(
             gpus=self._gpu_totals,

@@ -1,7 +1,7 @@
 """Wrap the NVML calls that gpu.py uses: batches of fields, activity by GPM, and XIDs.
 
-A value that the GPU, its driver or our permissions do not provide is not requested again. Errors
-that mean that the GPU or the driver is gone are raised.
+A value that is unsupported or not permitted is not requested again. Errors are raised only if the
+GPU or the driver is gone.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-# Codes of NVMLError. The GPU has fallen off the bus, needs a reset, or is not there.
+# Codes of NVMLError: the GPU has fallen off the bus, needs a reset, or is not present.
 LOST = frozenset({15, 16, 28})
 # The driver was unloaded, or its version differs from the library's.
 UNLOADED = frozenset({1, 9, 18})
 GONE = LOST | UNLOADED
-# A retry would fail in the same way: invalid (a field that is newer than the driver), not
-# supported, no permission, no such function, another version of a structure, deprecated.
+# Errors that a retry would repeat: invalid (the driver does not know the field), not supported, no
+# permission, no such function, another version of a structure, deprecated.
 NEVER = frozenset({2, 3, 4, 13, 25, 26})
 
 _ALL_LINKS = 0xFFFFFFFF
 _VALUE_OF_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _MAX_LINKS = 18
-# Limit of XIDs per call, so that a GPU that reports without end does not block the sidecar.
+# Limit of XIDs per call. Otherwise a GPU that reports without end could block the sidecar.
 _MAX_XIDS = 64
 
 
 class Field(NamedTuple):
-    """A field of nvmlDeviceGetFieldValues, and the field of GpuSample to which it adds."""
+    """A field of nvmlDeviceGetFieldValues, with the name of the GpuSample field that it adds to."""
 
     name: str
     id: int
@@ -53,12 +53,12 @@ FAST_FIELDS = (
     Field("nvlink_transmitted_bytes", 138, 1024, _ALL_LINKS),
     Field("nvlink_received_bytes", 139, 1024, _ALL_LINKS),
 )
-# NVIDIA has renumbered these fields. In some drivers their ids are settings of power smoothing.
-# According to src/nvml.h of github.com/NVIDIA/nvidia-settings, whose tags are driver versions, the
-# ids are 251 to 253 from 575.51.02 to 580.76.05 and 269 to 271 from 580.82.07 to 610.43.02.
-# Earlier drivers lack them.
+# NVIDIA has renumbered these fields. In other drivers, the same ids are settings of power
+# smoothing. The ids are 251 to 253 in drivers 575.51.02 to 580.76.05, and 269 to 271 in drivers
+# 580.82.07 to 610.43.02. Older drivers lack the fields. Source: src/nvml.h of
+# github.com/NVIDIA/nvidia-settings.
 _THROTTLE_TIMES = ("throttle_sw_thermal_ns", "throttle_hw_thermal_ns", "throttle_hw_power_brake_ns")
-# Oldest driver and id of the first throttle time, newest driver first.
+# Oldest driver version with these ids, and id of the first throttle time. Newest driver first.
 _THROTTLE_TIME_IDS = (((580, 82), 269), ((575, 51), 251))
 SLOW_FIELDS = (
     Field("ecc_corrected", 3),
@@ -80,7 +80,7 @@ def _repeat_for_links(**fields: int) -> tuple[Field, ...]:
     )
 
 
-# Fields for errors of NVLink: on Hopper, on Blackwell, and on older GPUs as sums over the links.
+# Fields of NVLink errors on Hopper, on Blackwell, and on older GPUs (sums over all links).
 NVLINK_FIELDS = (
     _repeat_for_links(nvlink_replays=161, nvlink_recoveries=162, nvlink_errors=163),
     _repeat_for_links(nvlink_recoveries=215, nvlink_errors=208),
@@ -92,15 +92,15 @@ NVLINK_FIELDS = (
     ),
 )
 
-# Ids of GPM metrics, which are percentages.
+# GPM metrics by id. Their values are percentages.
 _ACTIVITY = {1: "busy", 2: "sm_active", 3: "sm_occupancy", 5: "tensor_active", 10: "dram_active"}
 
 
 def select_fast_fields(driver: str) -> tuple[Field, ...]:
-    """Return the fields that are read each second.
+    """Return the fields to read every second.
 
-    driver: the version, such as "580.82.07". If it is not known, only the fields that have the same
-    id in all drivers are returned.
+    driver: the driver's version, such as "580.82.07". For an unknown version, fields whose ids
+    depend on the version are left out.
     """
     numbers = driver.split(".")
     version = (
@@ -117,9 +117,9 @@ def select_fast_fields(driver: str) -> tuple[Field, ...]:
 
 
 class FieldReader:
-    """Fields of one GPU, read in one call.
+    """Reader of several fields of one GPU in one call.
 
-    Fields that the GPU lacks are left out of later calls.
+    Later calls leave out fields that the GPU lacks.
     """
 
     def __init__(self, nvml: Any, handle: Any, fields: Sequence[Field]) -> None:
@@ -128,9 +128,9 @@ class FieldReader:
         self._fields = list(fields)
 
     def read(self) -> dict[str, float]:
-        """Return values by name, as sums of fields of the same name.
+        """Return values by name.
 
-        Raises NVMLError if the GPU is gone.
+        Fields with the same name are added up. Raises NVMLError if the GPU is gone.
         """
         if not self._fields:
             return {}
@@ -161,7 +161,7 @@ class FieldReader:
 
 
 def find_nvlink_fields(nvml: Any, handle: Any) -> FieldReader:
-    """Return the fields in which this GPU reports errors of NVLink. Empty without NVLink."""
+    """Return a reader of this GPU's fields for NVLink errors. It has no fields without NVLink."""
     for fields in NVLINK_FIELDS:
         asked = FieldReader(nvml, handle, fields)
         if asked.read():
@@ -170,7 +170,7 @@ def find_nvlink_fields(nvml: Any, handle: Any) -> FieldReader:
 
 
 class GetterCaller:
-    """The nvmlDeviceGet functions for one GPU. Unsupported functions are called only once."""
+    """Caller of nvmlDeviceGet functions for one GPU. Unsupported functions are called only once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -178,7 +178,7 @@ class GetterCaller:
         self._never: set[tuple[object, ...]] = set()
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Return the result of nvmlDeviceGet`name`, or None if it is not available.
+        """Return the result of nvmlDeviceGet`name`(), or None if it is not available.
 
         Raises NVMLError if the GPU is gone.
         """
@@ -195,9 +195,9 @@ class GetterCaller:
 
 
 class GpmReader:
-    """Activity of a GPU between two samples of its performance monitors. Needs Hopper or later.
+    """Reader of a GPU's activity from its performance monitors. Needs Hopper or later.
 
-    Some tools reserve these monitors. NVML then refuses, and the activity is missing.
+    Some tools reserve these monitors. NVML then reports an error, and the activity is missing.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -221,7 +221,7 @@ class GpmReader:
             raise
 
     def read(self) -> dict[str, float]:
-        """Return activity as shares of the time since the last call. Raises NVMLError."""
+        """Return each activity as a share of the time since the last call. Raises NVMLError."""
         older, newer = self._samples
         self._nvml.nvmlGpmSampleGet(self._handle, newer)
         self._samples = [newer, older]
@@ -236,24 +236,24 @@ class GpmReader:
 
     def close(self) -> None:
         for sample in self._samples:
-            # Another user of NVML in this process may have shut the library down.
+            # Other code in this process may have shut down NVML.
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(sample)
         self._samples.clear()
 
 
 class XidReader:
-    """XIDs, the driver's error reports, of all added GPUs. Reading them never blocks."""
+    """Reader of XIDs, the driver's error reports, for all registered GPUs. Reading never blocks."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._set: Any = None
-        # Without an event set, add() returns False for every GPU.
+        # Without an event set, register_gpu() returns False for every GPU.
         with contextlib.suppress(nvml.NVMLError):
             self._set = nvml.nvmlEventSetCreate()
 
     def register_gpu(self, handle: Any) -> bool:
-        """Register a GPU. Return True if the driver reports its XIDs from now on."""
+        """Register a GPU. Return True if the driver will report its XIDs."""
         if self._set is None:
             return False
         try:
@@ -263,12 +263,13 @@ class XidReader:
         except self._nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise
-            # Not supported or not permitted. If the GPU is lost, its other calls fail.
+            # XIDs are not supported or not permitted. If the GPU is lost, other calls raise the
+            # error.
             return False
         return True
 
     def read_reports(self) -> Iterator[tuple[int, int]]:
-        """Yield the handle's address and the XID of each report since the last call.
+        """Yield the address of the GPU's handle and the XID, for each report since the last call.
 
         Raises NVMLError if the driver is unloaded.
         """
@@ -280,7 +281,7 @@ class XidReader:
             except self._nvml.NVMLError as error:
                 if error.value in UNLOADED:
                     raise
-                # Either there are no more reports, or a lost GPU hides those of the others.
+                # There are no more reports, or a lost GPU in the event set hides them.
                 return
             yield handle_address(event.device), int(event.eventData)
 
@@ -292,5 +293,5 @@ class XidReader:
 
 
 def handle_address(handle: Any) -> int:
-    """Return a handle's address, which identifies it."""
+    """Return the address in a handle, which identifies the GPU."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

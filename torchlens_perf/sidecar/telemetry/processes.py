@@ -1,4 +1,4 @@
-"""Sample CPU time, memory, disk and network of the ranks' processes from /proc (proc(5)).
+"""Sample the CPU, memory, disk and network use of the ranks' processes from /proc (proc(5)).
 
 No library and no special permission is needed.
 """
@@ -32,11 +32,11 @@ def sample_processes(
             parent,
             *(fields for child in children if (fields := read_stat_fields(f"{proc}/{child}/stat"))),
         ]
-        # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its
-        # resident pages.
+        # Fields 14 to 17 are CPU times of the process and of its ended children. Field 24 is the
+        # number of resident pages.
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
         io = [_read_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
-        # The counters are those of the process's network namespace, not of the process alone.
+        # These counters cover the process's whole network namespace.
         sent = _read_network_bytes(f"{proc}/{pid}/net/dev")
         found.append(
             ProcessSample(
@@ -61,16 +61,14 @@ def _read_numbers(path: str) -> dict[str, int]:
 
 
 def _sum_over_processes(processes: list[dict[str, int]], name: str) -> int | None:
-    """Return a sum over processes, or None if the first one's value cannot be read."""
+    """Return a value's sum over processes, or None if the value of the first process is missing."""
     if name not in processes[0]:
         return None
     return sum(each.get(name, 0) for each in processes)
 
 
 def _read_network_bytes(path: str) -> tuple[int, int] | None:
-    """Return bytes received and transmitted by all interfaces of a network namespace except
-    loopback.
-    """
+    """Return bytes received and transmitted by all interfaces except loopback."""
     lines = [line.split() for line in read_kernel_text(path).replace(":", " ").splitlines()[2:]]
     counts = [(int(fields[1]), int(fields[9])) for fields in lines if fields[0] != "lo"]
     if not counts:
