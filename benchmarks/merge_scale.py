@@ -133,7 +133,9 @@ def measured() -> dict[str, Any]:
     place = Placement("node-0", "abcdef012345", {})
     cluster.add_generation(first, 0)
     job.meeting_points[0] = Endpoints(("127.0.0.1", 1))
-    job.set_progress(first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
+    job.set_progress(
+        first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
+    )
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)

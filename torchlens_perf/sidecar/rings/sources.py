@@ -268,7 +268,9 @@ class RingSources:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)
 
-    def _create_source(self, path: Path, reader: RingReader, metadata: dict[str, Any]) -> RingSource:
+    def _create_source(
+        self, path: Path, reader: RingReader, metadata: dict[str, Any]
+    ) -> RingSource:
         identity = Identity(**metadata["identity"])
         before, generation = self._generations.newest, self._generations.of(identity)
         if generation > before:
