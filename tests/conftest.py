@@ -1,7 +1,4 @@
-"""Fixtures of every test:
-
-no outside settings, internal errors are raised, and all hooks are removed.
-"""
+"""Fixtures of every test: no outside settings, internal errors raised, all hooks removed."""
 
 from __future__ import annotations
 

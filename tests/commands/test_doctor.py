@@ -134,7 +134,7 @@ def test_effect_of_environment_variables_is_shown_without_secrets(
 
 
 def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -> None:
-    """The ring is then written to the other folder."""
+    """The ring is written to the other folder."""
     program = (
         "from pathlib import Path\n"
         "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
@@ -165,7 +165,9 @@ def test_doctor_exits_with_1_only_if_a_check_is_broken(
 
 
 def test_doctor_prints_all_groups_and_nothing_to_do_if_all_checks_pass(tmp_path: Path) -> None:
-    """The test does not hide pandas from the command, which would look like a missing Dynamo."""
+    """The command can import pandas in this test, because hidden pandas would look like a missing
+    Dynamo.
+    """
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 

@@ -286,10 +286,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Return the contents of a folder:
-
-    the bytes of files, and only the names of compiled modules.
-    """
+    """Return the bytes of all files in a folder, and only the names of compiled modules."""
     return {
         str(path.relative_to(folder)): (
             path.read_bytes() if path.is_file() and path.suffix != ".pyc" else None

@@ -74,7 +74,7 @@ def in_background() -> Path:
 
 
 def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
-    """Only the complete, executable tap is left there, for example in an image."""
+    """In an image, for example, only the complete, executable tap is left next to the package."""
     built = tap_build.build()
 
     assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
@@ -224,7 +224,7 @@ def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.Mo
 def test_missing_python_headers_are_reported_before_compiling(
     cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian without python3-dev lacks them."""
+    """Debian without python3-dev lacks the headers."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
     assert "install them (python3-dev" in (

@@ -1,7 +1,4 @@
-"""`torchlens-perf top` without a full screen:
-
-one frame as text, lines in a pipe, and user mistakes.
-"""
+"""`torchlens-perf top` without a full screen: one frame, lines in a pipe, and user mistakes."""
 
 from __future__ import annotations
 

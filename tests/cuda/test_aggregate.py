@@ -28,7 +28,7 @@ pytestmark = [
 ]
 RANK = str(ROOT / "tests" / "support" / "device" / "merging_rank.py")
 RANKS, WINDOWS, SLOW = 4, 3, 2
-OVER_NS = 4000  # Two launches and a stamp on the fake device.
+OVER_NS = 4000  # Time of two launches and a stamp on the fake device.
 
 
 def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ nvcc = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(
     nvcc is None, reason="nvcc, which reports registers and spills, is not here"
 )
-# Upper limits of registers per thread. A stamp should use few. With more than 64, blocks of 1024
+# Upper limits of registers per thread. A stamp should use few. With over 64 registers, blocks of 1024
 # threads could not run.
 MAX_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
 MAX_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "rank_scores": 8448}

@@ -86,7 +86,7 @@ def test_sections_of_twenty_steps_are_recorded_without_synchronization(device: F
         for _ in range(3):
             section(device, ring, "attention", MILLISECOND)
         pending += not ring.reduce(0)
-        device.advance(2 * MILLISECOND)  # The step takes three on the device.
+        device.advance(2 * MILLISECOND)  # The step takes three milliseconds on the device.
         rows = ring.collect()
         counted += int(rows.sums[1, Sum.COUNT]) if rows is not None else 0
     assert pending > 0, "the device was never behind: the test shows nothing"

@@ -293,7 +293,7 @@ def test_damaged_outbox_file_is_counted_and_later_files_are_sent(tmp_path: Path)
 def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
     """Requests are written to disk during the outage.
 
-    Afterwards all of them are delivered once and in order.
+    After the outage, all requests are delivered once and in order.
     """
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
@@ -366,7 +366,7 @@ def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path
 def test_too_large_request_is_halved_until_it_is_accepted() -> None:
     """Eight spans are sent to an endpoint that accepts two at a time.
 
-    If it accepts none, the spans count as refused.
+    If the endpoint accepts none, the spans count as refused.
     """
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
     sender = Sender(Outbox(None, "node", "traces"), endpoint)

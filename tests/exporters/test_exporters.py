@@ -1,7 +1,4 @@
-"""Exporters without a network:
-
-spans, ids, resources, metrics, alerts, and rules for every exporter.
-"""
+"""Exporters without a network: spans, ids, metrics, alerts, and rules for every exporter."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def span(
 
 
 def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
-    """Return steps of a rank. Each has the given number of spans in addition to its own."""
+    """Return steps of a rank. Each step has the given number of spans in addition to its own."""
     spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
     table = step_table(
         [{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000
@@ -179,10 +176,7 @@ def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
 
 
 def test_ids_of_spans_equal_their_pinned_values() -> None:
-    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7'
-
-    sha256sum`), and must never change.
-    """
+    """Ids are the first bytes of `printf RUN/0/7 | sha256sum`, and must never change."""
     in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
     assert f"{span_id(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
@@ -523,7 +517,10 @@ def test_problem_gauges_are_zero_after_the_problems_end_and_then_missing() -> No
 def test_each_rank_of_a_slow_node_has_the_joint_cost(
     shared_cost_ns: float | None, cost_s: float | None
 ) -> None:
-    """The joint cost is that of all ranks of the node. If it is unknown, there is no point."""
+    """The joint cost is that of all ranks of the node.
+
+    If the joint cost is unknown, no point is sent.
+    """
     sender = Metrics()
     node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))

@@ -61,7 +61,7 @@ def test_recorded_run_is_one_span_in_the_callers_trace(
 ) -> None:
     """The span is as long as the run's steps and links to the traced ones.
 
-    A replay sends it with the same ids.
+    A replay sends the run's span with the same ids.
     """
     endpoint = receiver.endpoint("http/protobuf")
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)

@@ -1,7 +1,4 @@
-"""Endpoints that are down, silent, slow or wrong:
-
-training is not delayed, and losses are reported.
-"""
+"""Endpoints that are down, slow or wrong do not delay training, and losses are reported."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
 ) -> None:
     """The report counts undelivered spans.
 
-    After the outage a replay delivers all of them and reports that.
+    After the outage, a replay delivers all spans and reports that.
     """
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
     stop = tmp_path / "stop"

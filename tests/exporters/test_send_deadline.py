@@ -100,7 +100,7 @@ def server(
 ) -> Iterator[int]:
     """Run a server and return its port.
 
-    With a context it uses TLS.
+    With a context, the server uses TLS.
     """
     listening = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []

@@ -176,7 +176,9 @@ def test_accumulated_backward_passes_are_counted_as_micro_steps(
 
 
 def test_model_called_twice_or_differentiated_twice_is_one_micro_step(tmp_path: Path) -> None:
-    """One loss of two model calls, and a gradient penalty, which runs the engine twice."""
+    """Examples are a loss of two model calls, and a gradient penalty, which runs the engine
+    twice.
+    """
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:

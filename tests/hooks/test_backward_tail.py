@@ -113,7 +113,7 @@ class Returning(nn.Module):
 
 
 # The roots are passed to the engine. `hidden` and `logits` are results of the model. The loop made
-# `leaf` and `early` before them, so the engine computes those two last.
+# `leaf` and `early` before the model ran, so the engine reaches them last.
 ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
     "the first tensor": lambda hidden, logits, leaf, early: [hidden],
     "a plain class's": lambda hidden, logits, leaf, early: [logits * 2],
@@ -236,9 +236,7 @@ def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Re
 def test_gradients_and_user_hooks_are_the_same_with_a_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kinds are passes with several roots, double backward, batched gradients, and a retained
-    graph.
-    """
+    """Examples are several roots, double backward, batched gradients, and a retained graph."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone, alone_calls, _ = compute(tmp_path, watched=False)
     seen, seen_calls, recording = compute(tmp_path, watched=True)

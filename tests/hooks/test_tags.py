@@ -155,7 +155,10 @@ def test_error_of_torch_save_is_passed_on_and_the_step_is_flagged(tmp_path: Path
 
 
 def test_step_that_compiles_is_flagged(tmp_path: Path) -> None:
-    """The first call and a new shape of tensor compile. Calls of compiled code do not."""
+    """The first call and a new shape of tensor compile.
+
+    Calls of compiled code do not compile again.
+    """
     torch._dynamo.reset()
 
     @torch.compile(backend="eager", dynamic=False)

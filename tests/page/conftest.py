@@ -50,7 +50,7 @@ def shown(simulated: RunDirectory) -> Contents:
 
 @pytest.fixture(scope="session")
 def on_device(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Return a run of four ranks that work on devices. One of them is slow there."""
+    """Return a run of four ranks that work on devices. One of the ranks is slow on its device."""
     fault = "constant:rank=2,share=0.3,phase=backward"
     return recorded(
         tmp_path_factory.mktemp("device"),

@@ -155,10 +155,7 @@ def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown
 def test_whole_steps_in_the_page_have_the_stated_reasons(
     simulated: RunDirectory, shown: Contents
 ) -> None:
-    """The most informative steps come first:
-
-    a typical slow step, the slowest one, and the first slow one.
-    """
+    """The order is a typical slow step, the slowest step, and the first slow step."""
     steps = table_of(simulated, "steps")
     longest = {step: steps["duration_ns"][steps["step"] == step].max() for step in range(3, STEPS)}
     found = {row["why"]: row["step"] for row in reversed(shown["traces"]["steps"])}

@@ -1,7 +1,4 @@
-"""The HTML of the page:
-
-outside text is never markup, nothing is requested, and no script is needed.
-"""
+"""The HTML of the page has no outside text as markup, and needs no request and no script."""
 
 from __future__ import annotations
 

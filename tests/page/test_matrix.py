@@ -1,7 +1,4 @@
-"""Durations as 16-bit codes:
-
-decoded values have the stated accuracy, and missing ones stay missing.
-"""
+"""Durations as 16-bit codes have the stated accuracy, and missing ones stay missing."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ JOBS = ["training-job.yaml", "pytorch-job.yaml"]
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_resources_match_their_schemas(version: str) -> None:
-    """Resources of Kubernetes itself are strictly valid. An invalid one is detected."""
+    """Resources of Kubernetes itself are strictly valid.
+
+    The test also detects an invalid resource.
+    """
     valid = [*documents("training-job.yaml"), *documents("network-policy.yaml")]
     valid += [as_template(pod) for name in JOBS for pod in pods(name)]
     assert [each["kind"] for each in valid] == [

@@ -90,7 +90,7 @@ def native(tmp_path: Path) -> Iterator[CollectiveRig]:
 
 
 def test_operation_ends_when_its_backends_thread_reports_the_end(native: CollectiveRig) -> None:
-    """The record has the issuer's step and depth, and lasts until then."""
+    """The record has the issuer's step and depth, and lasts until the reported end."""
     marks = NativeMarks(native.implementation, gil=True)
     native.ring.add_group("0")
     operation = marks.start(native.ring.intern(NAME), 3)

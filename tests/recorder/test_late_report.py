@@ -98,7 +98,7 @@ def test_program_does_not_wait_for_the_report_with_an_exit_timeout_of_0(
 def test_message_for_a_stopped_sidecar_has_the_command_to_continue_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGSTOP stops the sidecar. After the command, the report is written."""
+    """SIGSTOP stops the sidecar. The report is written after the user has run the command."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.3)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)

@@ -183,7 +183,7 @@ def test_torch_without_a_commit_still_has_a_tap_name(
 
 
 def test_package_without_c_sources_has_no_tap(cache: Path, tap: Path) -> None:
-    """Some packagers leave sources out. The missing tap is no error."""
+    """Some packagers leave the C sources out. The missing tap is no error."""
     put(tap, cache)
     shutil.rmtree(tap_requirements.SOURCES)
 

@@ -152,10 +152,7 @@ def test_blocking_operation_ends_with_its_call_and_counts_as_a_wait(rig: Collect
 
 
 def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
-    """The operation may end in a later step.
-
-    The operation may end in a later step and keeps its position in the issuing step.
-    """
+    """The operation may end in a later step and keeps its position in the issuing step."""
     rig.recorder.next_step()
     rig.call(0, End.UNKNOWN)
     rig.call(1, End.BY_WAIT)
@@ -175,7 +172,7 @@ def test_waited_time_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveR
     """`waited_ns` has nothing else. Each wait is also in the step's phases."""
     rig.wait(10)
     rig.clock.advance(100)
-    # This wait is not in Work.wait. The caller that opens it counts it.
+    # This wait is not in Work.wait, so its caller counts it.
     rig.span(Kind.WAIT, "backward tail", 1000)
     rig.wait(20)
     rig.recorder.next_step()
@@ -572,7 +569,10 @@ def test_operations_of_very_many_threads_are_recorded_without_an_end(rig: Collec
 
 
 def test_abandoned_recorder_does_not_write_running_operations(rig: CollectiveRig) -> None:
-    """In a forked child, the file belongs to the parent. Nothing may be stored in it."""
+    """In a forked child, the file belongs to the parent.
+
+    A forked child may store nothing in its parent's file.
+    """
     rig.ring.add_group("0")
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK)

@@ -137,9 +137,9 @@ def test_first_second_of_the_sidecar_uses_little_cpu_time(run: RunDirectory) -> 
 def test_sidecar_imports_modules_only_when_they_are_needed(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits, few modules are imported.
+    """While the sidecar waits, few modules are imported.
 
-    For its work it imports NumPy, pyarrow and rich, but no other installed packages.
+    For its work the sidecar imports NumPy, pyarrow and rich, but no other installed packages.
     """
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     rank = Rank(run, 0, 1)

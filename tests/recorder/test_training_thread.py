@@ -67,7 +67,7 @@ def notes(recording: Recording) -> str:
 def test_steps_on_another_thread_than_the_watchs_are_recorded(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """Only the first pass is missing, which shows that the thread trains."""
+    """Only the first pass is missing, because the thread is not known to train before it."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.steps).result()

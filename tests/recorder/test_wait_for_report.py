@@ -184,7 +184,7 @@ def test_job_of_several_nodes_waits_at_most_a_second(
 
 
 def test_ctrl_c_ends_the_wait_and_not_the_program(enough: Path, tmp_path: Path) -> None:
-    """Training has succeeded. The rest of the program runs, and it exits with 0."""
+    """Training has succeeded. The rest of the program runs, and its exit code is 0."""
     (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = (
         "import torch, torchlens_perf as perf\n"

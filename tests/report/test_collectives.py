@@ -136,7 +136,7 @@ def test_last_arrivals_are_counted_for_each_rank() -> None:
 def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
     """Return joins of a group's all-reduces on several nodes.
 
-    On a node with `last`, this rank came last.
+    On a node with the rank `last`, this rank arrived last.
     """
     joins = []
     for ranks in nodes:
@@ -155,7 +155,7 @@ def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
 def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
     """Each node sees only some ranks.
 
-    The table shows that its wait is a lower bound and its transfer an upper bound.
+    The table marks the wait as a lower bound and the transfer as an upper bound.
     """
     (row,) = on_nodes((0, 1), (2, 3), last=3)
     found = cells([row], "allreduce")

@@ -480,7 +480,7 @@ def test_device_table_omits_columns_in_a_narrow_terminal(run: RunDirectory) -> N
 def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> None:
     """Device times arrive one step later.
 
-    A sidecar that reads in between waits for them, and loses no step at the end.
+    A sidecar that reads before they arrive waits for them, and loses no step at the end.
     """
     exporter = InMemoryExporter()
     rank = Gpu(run, 0, world_size=1)

@@ -69,14 +69,14 @@ def test_excess_is_a_share_of_the_other_ranks_work() -> None:
 
 
 def test_slow_one_of_two_ranks_has_all_of_the_excess() -> None:
-    """The median of both ranks would hide half of it."""
+    """The median of both ranks would hide half of the excess."""
     value = of([windows(40), windows(40, extra_ms=50)])
     assert excess(value, 1) == [0.5] * 5
     assert excess(value, 0) == [-0.3333] * 5
 
 
 def test_rank_slow_in_one_step_of_four_has_an_excess() -> None:
-    """A median over the steps of a window would not show it."""
+    """A median over the steps of a window would not show the excess."""
     value = of([windows(64), windows(64, extra_ms=40, every=4), windows(64)])
     assert excess(value, 1)[1:] == [0.1] * 7
 

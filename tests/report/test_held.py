@@ -193,7 +193,10 @@ def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
 
 
 def test_cpu_contention_is_unknown_if_it_is_not_measured_later() -> None:
-    """Later steps may have very many phases. No finding is reported on the rest of the run."""
+    """Later steps may have very many phases.
+
+    No finding is reported on steps without a measurement.
+    """
     lacking = {**BASE, "forward": 24.0, "host": 20.0}
     loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
     report = checked(build("r", [node([loop])]))
@@ -233,7 +236,7 @@ def test_cpu_contention_in_varying_phases_is_one_finding() -> None:
 def test_short_or_constant_bottlenecks_are_not_reported_as_changes(
     loop: list[dict[str, Any]],
 ) -> None:
-    """Some last for a few windows, others hardly differ from the rest of the run."""
+    """Some bottlenecks last for a few windows, others hardly differ from the rest of the run."""
     kinds = [
         row["kind"]
         for row in build("r", [node([loop] * 2)])["verdicts"]
@@ -444,7 +447,7 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 
 
 def test_newest_ended_findings_are_listed_as_earlier() -> None:
-    """The number of older ones is shown."""
+    """The number of older findings is shown."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
     text = render(
         build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]),

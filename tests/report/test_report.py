@@ -172,7 +172,7 @@ def test_straggler_verdict_has_the_slow_module(run: RunDirectory) -> None:
 def test_sixty_short_steps_are_too_few_for_a_comparison(run: RunDirectory) -> None:
     """Equal ranks have steps of 1.4 ms.
 
-    With the number of steps that the report asks for, they are compared.
+    With the number of steps that the report asks for, the ranks are compared.
     """
     ranks = [Rank(run, 0), Rank(run, 1)]
     short = {part: value / 10 for part, value in WORK.items()}

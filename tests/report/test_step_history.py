@@ -11,7 +11,7 @@ from torchlens_perf.report.step_history import step_history
 
 
 def test_step_history_has_median_and_range_of_the_ranks() -> None:
-    """Steps take 150 ms on three ranks. One of them needs 60 ms more from step 40 on."""
+    """Steps take 150 ms on three ranks. One of the ranks needs 60 ms more from step 40 on."""
     found = step_history({0: windows(80), 1: windows(80), 2: windows(80, extra_ms=60, since=40)})
     assert found is not None
     assert (found["width"], found["first_steps"]) == (8, list(range(8, 80, 8)))

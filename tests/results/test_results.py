@@ -125,7 +125,7 @@ def test_step_table_of_polars_has_the_same_numbers_as_that_of_pandas(tmp_path: P
 def test_step_table_uses_the_imported_or_installed_dataframe_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If there is none, an error lists the choices."""
+    """Without such a library, an error lists the choices."""
     watch = perf.watch()
     assert isinstance(watch.step_table(), pandas.DataFrame)
     with monkeypatch.context() as only_polars:

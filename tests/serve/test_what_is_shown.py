@@ -1,7 +1,4 @@
-"""The content that the server sends:
-
-the list, a run's page and its data, also of damaged folders.
-"""
+"""The list of runs, a run's page and its data, as sent by the server, also for damaged folders."""
 
 from __future__ import annotations
 

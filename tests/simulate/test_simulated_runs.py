@@ -81,7 +81,7 @@ def test_recorded_steps_equal_the_simulated_ones(tmp_path: Path) -> None:
 def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None:
     """Records of a collective are matched by group and sequence number.
 
-    All members leave it together.
+    All members leave a collective together.
     """
     topology = Topology(2, 2)
     run = make_run(tmp_path)

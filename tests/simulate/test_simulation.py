@@ -99,7 +99,7 @@ def test_same_seed_makes_the_same_run() -> None:
 def test_simulated_noise_consists_of_excerpts_of_recordings() -> None:
     """A rank's deviations are the sum of two unbroken excerpts.
 
-    One is of a recorded rank, the other is of the deviations common to a recorded run.
+    One excerpt is of a recorded rank, the other one of the deviations common to a recorded run.
     """
     recorded = recorded_noise()
     steps = simulation(noise=0.01, spread=0.0, topology=Topology(1)).block(0)

@@ -141,7 +141,7 @@ def test_no_line_of_the_overview_is_wider_than_the_terminal(
 
 
 def test_up_to_three_other_findings_have_a_line_each(view: View) -> None:
-    """Further findings are counted. Ended ones are called earlier."""
+    """Further findings are counted. Ended findings are called earlier."""
     over = [
         verdict("straggler_ended", f"Rank {rank} was slow.", rank=rank, since_step=8)
         for rank in range(4)

@@ -74,7 +74,7 @@ def test_upper_line_of_a_curve_continues_the_lower_one() -> None:
 
 
 def test_current_pace_is_computed_from_readings_of_the_last_minute() -> None:
-    """At first, it is computed from the newest window."""
+    """At first, the pace is computed from the newest window."""
     seen, second = SeenSteps(), 10**9
     assert seen.add("a", 10, 100 * second) is None
     # The time since the first reading is too short.

@@ -1,7 +1,4 @@
-"""The table of ranks in top:
-
-the report's numbers, slow ranks first, and differences between ranks.
-"""
+"""The table of ranks in top has the report's numbers, with slow ranks first."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def test_numbers_of_ranks_equal_those_of_the_report(view: View) -> None:
 
 
 def test_difference_of_a_rank_is_to_the_median_of_the_other_ranks(view: View) -> None:
-    """For the slow rank, this is the median of the three others."""
+    """The slow rank is compared with the median of the three others."""
     table, _ = rank_list(view)
     compute: Any = column(table, "compute").values
     excess: Any = column(table, "vs others").values
@@ -138,7 +135,7 @@ def test_excess_over_the_run_is_drawn_as_blocks() -> None:
 
 
 def test_recently_slow_rank_has_an_excess_in_the_latest_window(tmp_path: Path) -> None:
-    """A typical step of the run hardly shows it. Ranks without excess have no value."""
+    """A typical step of the run hardly shows the excess. Ranks without excess have no value."""
     table, ranks = rank_list(
         view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8)
     )
@@ -180,7 +177,7 @@ def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
 
 
 def test_ranks_of_a_verdict_are_those_of_its_evidence() -> None:
-    """Without evidence, it is the verdict's own rank, or no rank for a verdict on the job."""
+    """Without evidence, the rank is that of the verdict. A verdict on the job has no rank."""
     assert ranks_of(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
     assert ranks_of(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
     assert ranks_of(verdict("none", "No rank is slow.")) == ()

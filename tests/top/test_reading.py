@@ -119,7 +119,10 @@ def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> N
 
 
 def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None:
-    """The message says that the numbers are old. If the directory returns, it is read again."""
+    """The message says that the numbers are old.
+
+    If the directory returns, the run is read again.
+    """
     live.goes_on()
     reader = RunReader(live.run, monotonic=Clock())
     report = report_of(reader.look())

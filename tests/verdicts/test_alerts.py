@@ -121,10 +121,7 @@ def test_alert_ids_differ_by_run_attempt_rank_step_and_change() -> None:
 
 
 def test_alert_ids_equal_their_pinned_values() -> None:
-    """Ids must not change in later versions: `printf run/0/straggler/3/112
-
-    sha256sum`, and again with /started.
-    """
+    """The subject is `printf run/0/straggler/3/112 | sha256sum`, the id the same with /started."""
     (alert,) = told(FindingLog("run"), findings(episode()))
     assert (alert.about, alert.id) == (
         "d99058c2bea77235e991556cbaa1c026",
@@ -174,7 +171,7 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
 def test_slow_node_is_one_alert_with_its_shared_cost(
     shared_cost_ns: float | None, cost: tuple[float | None, float | None]
 ) -> None:
-    """Each of its ranks alone costs nothing."""
+    """Each rank of the slow node alone costs nothing."""
     slow = [
         episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns)
         for rank in range(4)

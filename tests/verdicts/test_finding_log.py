@@ -1,7 +1,4 @@
-"""Findings of a run in the node's state:
-
-equal to the alerts, also over a restart of the sidecar.
-"""
+"""Findings of a run in the node's state equal the alerts, also over a sidecar's restart."""
 
 from __future__ import annotations
 

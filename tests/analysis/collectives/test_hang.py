@@ -194,7 +194,7 @@ def test_blocking_rank_is_found_through_several_groups() -> None:
 
 
 def test_blocking_ranks_of_different_groups_are_all_blamed() -> None:
-    """Each has the collective that it has not entered.
+    """The text has the collective that each blocking rank has not entered.
 
     The rank with most waiting ranks comes first.
     """
@@ -225,7 +225,7 @@ def test_blocking_rank_that_waits_points_to_its_network_or_device() -> None:
 
 
 def test_process_state_of_a_rank_in_uninterruptible_sleep_is_shown() -> None:
-    """The advice mentions state D if the blocking rank is in it."""
+    """The advice mentions state D if the blocking rank is in this state."""
     hang = found(behind(2, state="uninterruptible", inside=("data",)))
 
     assert hang.asleep == (2,)
@@ -305,7 +305,7 @@ def test_ranks_that_wait_for_a_stopped_one_are_not_blamed() -> None:
 
     hang = found(*ranks, groups=groups)
 
-    # The collective in which ranks wait for one of these is not shown either.
+    # Collectives in which ranks wait for one of the victims are not shown either.
     assert (named(hang), hang.collective, hang.waiting) == ([3], None, (0, 1, 2))
 
 
@@ -411,7 +411,7 @@ def test_silent_node_is_blamed_even_if_its_ranks_have_entered() -> None:
 
 
 def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
-    """The job continued for a minute without reports of this node, so they are outdated."""
+    """Reports of this node are outdated, because the job continued without it for a minute."""
     stale = on_silent_node(3, report_age_s=70.0, issued={WORLD: 3})
     hang = found(behind(2), stale)
 

@@ -35,7 +35,7 @@ def test_groups_used_in_different_order_are_shown_as_a_cycle() -> None:
 
 
 def test_cycle_excludes_ranks_that_only_wait_for_it() -> None:
-    """No rank waits for the excluded ones."""
+    """A rank that waits for the cycle, but that no rank waits for, is not in the cycle."""
     ranks = [
         rank(0, issued={"a": 5}, operations={}),
         rank(1, issued={"a": 4, "b": 8}, operations={}),
@@ -232,7 +232,7 @@ def test_hang_keeps_its_key_until_a_step_ends_or_another_rank_blocks() -> None:
 def test_pause_ten_times_as_long_has_a_new_key(busy: bool) -> None:
     """If a checkpoint follows every thousand steps, only the first one is reported.
 
-    A much longer one is reported again.
+    A much longer checkpoint is reported again.
     """
 
     def at(step: int, since_s: float) -> Hang:

@@ -86,8 +86,8 @@ def test_operations_delayed_by_a_capture_are_joined_without_waits() -> None:
 
 
 def test_waits_of_asynchronous_operations_are_counted_separately() -> None:
-    """The time since its issue is not blocked time if a rank did not block or issued on another
-    thread.
+    """The time since an operation's issue is not blocked time if its rank did not block, or issued
+    it on another thread.
     """
     for flag in (Flag.ASYNC, Flag.OTHER_THREAD):
         flags = COMPLETED | int(flag)
@@ -181,7 +181,7 @@ def test_all_to_all_with_different_sizes_is_no_mismatch() -> None:
 
 
 def test_only_ranks_of_this_node_are_joined() -> None:
-    """A rank that is alone of its group on this node has no partner."""
+    """A rank that is the only member of its group on this node has no partner."""
     groups = {
         "0": {"ranks": "0-15", "description": "default_pg"},
         "1": {"ranks": "0,8", "description": "mesh_dp"},
@@ -387,7 +387,7 @@ def test_receive_from_any_source_ends_joining_of_messages_to_that_rank() -> None
 
 
 def test_operations_of_some_ranks_stay_pending_and_others_are_joined() -> None:
-    """The number of pending operations is limited, and they are counted."""
+    """Pending operations are counted, and their number is limited."""
     join = joined(
         {rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)}
     )

@@ -1,7 +1,4 @@
-"""Joining records of random jobs:
-
-arrival order does not matter, and only matching records are joined.
-"""
+"""Joining records of random jobs: only matching records are joined, whatever their order."""
 
 from __future__ import annotations
 

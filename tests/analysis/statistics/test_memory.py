@@ -1,7 +1,4 @@
-"""Statistics of the device allocator over the run:
-
-readings, growth, and signals for a diagnosis.
-"""
+"""Statistics of the device allocator: readings, growth, and signals for a diagnosis."""
 
 from __future__ import annotations
 

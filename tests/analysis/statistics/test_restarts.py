@@ -1,7 +1,4 @@
-"""Which processes of a node ran together (a generation):
-
-restarts, membership changes and children.
-"""
+"""Which processes of a node belong to one generation: restarts, new members and children."""
 
 from __future__ import annotations
 

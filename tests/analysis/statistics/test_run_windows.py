@@ -28,7 +28,7 @@ def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
 
 def test_column_belongs_to_the_steps_around_its_middle() -> None:
     """The last column ends with the last step."""
-    # Columns start at 0, 8, 16, 24 and 32. The last one has six steps.
+    # Columns start at 0, 8, 16, 24 and 32. The last column has six steps.
     found = grid(windows(40), last_step=37)
 
     assert found.covered(12, 28).tolist() == [False, True, True, False, False]

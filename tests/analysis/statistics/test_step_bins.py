@@ -102,7 +102,7 @@ def test_bin_values_are_means_per_step() -> None:
 def test_time_without_a_cpu_is_not_work() -> None:
     """Time without a CPU is subtracted from its part and stored separately.
 
-    In a part that waits for other ranks, it is not stored.
+    In a part that waits for other ranks, time without a CPU is not stored.
     """
     ready_ns = np.zeros((4, len(PARTS)), np.int64)
     ready_ns[:, PARTS.index("forward")] = 3 * MS

@@ -147,7 +147,7 @@ def test_long_steps_with_different_longer_parts_are_separate_classes() -> None:
 
 
 def test_class_of_irregular_steps_has_no_period() -> None:
-    """The class has their count and their numbers."""
+    """The class of irregular steps has their count and their numbers."""
     steps = loop(100)
     for number in (7, 8, 30, 77):
         steps[number] = {**NORMAL, "host": 300.0}
@@ -342,10 +342,7 @@ class TestCauses:
     def test_stall_in_one_sampled_backward_pass_is_not_blamed_on_sampling(
         self, more: float
     ) -> None:
-        """The extra time is not the cost of sampling:
-
-        other sampled steps are shorter, or it is too long.
-        """
+        """The extra time is not caused by sampling, because other sampled steps are shorter."""
         steps = loop(128, every16={"flags": Flag.SAMPLED})
         steps[31] = {**NORMAL, "backward": 8.0 + more, "flags": Flag.SAMPLED}
         (long,) = classes(steps).long

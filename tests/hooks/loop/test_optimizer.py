@@ -102,7 +102,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_wrapped_optimizer_and_its_wrapper_end_one_step(tmp_path: Path) -> None:
-    """The wrapped optimizer and the wrapper have a span. The outermost one ends the step."""
+    """The wrapped optimizer and the wrapper have a span. The outermost optimizer ends the step."""
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
     with recorded(tmp_path, model) as recording:

@@ -33,7 +33,7 @@ class Around:
 class Unregistered(torch.optim.Optimizer):
     """A wrapper like Accelerate's: a subclass of torch's class that does not call its constructor.
 
-    torch therefore does not hook it.
+    torch does not hook such a wrapper.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -102,7 +102,7 @@ class Rig:
         self.hook.start(session, self.events, self.events.now_ns)
 
     def step(self) -> None:
-        """Run one step. The host only enqueues its work."""
+        """Run one step. The host only enqueues the work of the step."""
         self.model(torch.ones(2, 4)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -283,7 +283,7 @@ def test_step_with_a_missing_mark_has_no_device_record(device: FakeDevice, tmp_p
                 rig.events.stream = 0
             rig.step()
             device.advance(2 * STEP_NS)
-        recording.watch.step()  # Ends no step, because the optimizer has ended it.
+        recording.watch.step()  # This call ends no step, because the optimizer has.
         for _ in range(2):
             recording.watch.step()
             device.advance(STEP_NS)
@@ -306,7 +306,7 @@ def test_stalls_are_recorded_before_the_record_of_their_step(
             device.spin(4 * MILLISECOND)
             session.clocks.stalls.end()
             device.advance(2 * STEP_NS)
-        recording.watch.step()  # Ends no step, because the optimizer has ended it.
+        recording.watch.step()  # This call ends no step, because the optimizer has.
         recording.watch.step()
     stalls = device_spans(recording, Kind.WAIT)
     assert {(each.name, each.kind) for each in stalls} == {("wait", Kind.DEVICE)}

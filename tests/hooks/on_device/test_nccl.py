@@ -38,7 +38,7 @@ def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)  # Also removes the variable after the test.
+    monkeypatch.delenv(VARIABLE)  # monkeypatch also removes the variable after the test.
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return made
@@ -593,7 +593,7 @@ def test_doctor_prints_one_line_on_nccl(
 def test_timing_of_process_groups_in_torch_stays_off() -> None:
     """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
 
-    Only the user may set it.
+    Only the user may set this variable.
     """
     package = Path(nccl_plugin.__file__).parents[1]
     sources = [

@@ -295,7 +295,7 @@ def test_generated_section_names_do_not_overflow_the_metadata(
 ) -> None:
     """Metadata for the sidecar is limited to 8 KB.
 
-    Leaving the watch must not fail if they do not fit.
+    Leaving the watch must not fail if the names do not fit.
     """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -327,7 +327,7 @@ def test_device_sections_on_a_second_device_are_noted(
 def test_pending_section_times_of_an_ended_watch_are_discarded(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """The next watch does not receive them."""
+    """The next watch does not receive section times of the last one."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", 10 * SECOND)

@@ -1,7 +1,4 @@
-"""Charts of the page in a real browser:
-
-they draw the page's data and show values at the pointer.
-"""
+"""Charts in a real browser draw the page's data and show values at the pointer."""
 
 from __future__ import annotations
 

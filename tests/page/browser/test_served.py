@@ -1,7 +1,4 @@
-"""The live page of a real server in a real browser:
-
-it follows a running job and requests captures.
-"""
+"""The live page of a real server follows a running job and requests captures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Screenshots of the page for the docs.
 
-SHOTS=1 makes them, light, dark and on a phone.
+SHOTS=1 makes the screenshots, light, dark and on a phone.
 """
 
 from __future__ import annotations

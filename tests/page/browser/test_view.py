@@ -417,7 +417,7 @@ def test_charts_are_redrawn_narrower_in_a_narrow_window(tab: Tab) -> None:
 def test_tables_are_sorted_by_their_numbers(tab: Tab) -> None:
     """Numbers have units, and shares are sorted by share.
 
-    Missing values come last in both directions.
+    Missing values come last in ascending and in descending order.
     """
     table = tab.show("ranks").locator("table:visible")
     wait = table.get_by_role("columnheader", name="comm wait")

@@ -49,7 +49,7 @@ class TestNamed:
     def test_slow_rank_is_reported_with_phase_first_step_and_excess(
         self, ranks: int, phase: str
     ) -> None:
-        """The rank is 6 % slower. Ranks that wait for it are not reported."""
+        """The rank is 6 % slower. Ranks that wait for the slow one are not reported."""
         rank = ranks // 2
         found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
 
@@ -168,7 +168,7 @@ class TestNamed:
             assert found.more_workload == pytest.approx(0.4, abs=0.06)
 
     def test_slow_rank_is_found_if_varying_workload_is_reported(self) -> None:
-        """Without reported workload, its variation hides the rank."""
+        """Without reported workload, the variation of the workload hides the slow rank."""
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 150)), 0.1, 2)
         told, untold = (
             Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None))

@@ -149,7 +149,7 @@ def test_cost_of_a_healthy_rank_is_zero() -> None:
 
 
 def test_episode_in_phase_cpu_measures_the_time_runnable_without_a_cpu() -> None:
-    """The cost includes this time."""
+    """The cost includes the time runnable without a CPU."""
     job = Job.of(4, 50, noise=0.0)
     job.ready_ns[:] = 0.0
     job.ready_ns[1] = 30 * MS

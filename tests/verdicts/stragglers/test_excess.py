@@ -187,7 +187,7 @@ class TestOverSince:
         assert over_since(np.ones(60, bool), 1.0, LEAST) is None
 
     def test_short_pause_does_not_end_intermittent_slowness(self) -> None:
-        """The rank is slow in two of seven bins. A pause of fifty bins is an end."""
+        """The rank is slow in two of seven bins. A pause of fifty bins ends the episode."""
         slow = np.arange(300) % 7 < 2
         for gap, over in ((12, None), (50, 250)):
             series = slow.copy()
@@ -216,7 +216,7 @@ class TestIsPersistent:
         assert is_persistent(series, 1.0, 3.0)
 
     def test_excess_with_one_low_quarter_is_persistent_and_with_two_is_not(self) -> None:
-        """A quarter below zero counts as an end."""
+        """A quarter below zero counts as the end of slowness."""
         for quarters, loose, strict in (
             ([10, 10, 10, 10], True, True),
             ([10, 10, 1, 10], True, False),

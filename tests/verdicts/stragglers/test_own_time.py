@@ -68,7 +68,7 @@ def test_host_time_hidden_by_a_lagging_device_is_not_own_time() -> None:
 def test_kernels_after_host_code_add_to_own_time() -> None:
     """Hosts need 15 ms and devices 8 ms, half of it after the host's code.
 
-    On rank 0, a lag of the device hides this.
+    A lag of the device hides the kernels on rank 0.
     """
     device_ms = [8.0, 19.0]
 

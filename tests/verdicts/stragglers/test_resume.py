@@ -21,7 +21,7 @@ USUAL = (Usual("same", "0-7", 60e6, 40e6),)
 def looks(
     fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1
 ) -> Iterator[tuple[int, Findings]]:
-    """Yield the findings after every four steps. At step `restart` another sidecar continues."""
+    """Yield the findings after every four steps. At step `restart`, another sidecar takes over."""
     judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
         for population, block in part.blocks(1):

@@ -103,10 +103,7 @@ def holds_typical(shown: Shown) -> str:
 
 
 def holds_long(sentence: str, report: dict[str, Any]) -> None:
-    """Check the numbers in a sentence on long steps:
-
-    count, excess, total, and share of all time.
-    """
+    """Check count, excess, total, and share of all time in a sentence on long steps."""
     steps = report["steps"]
     each, total = (
         seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence)
