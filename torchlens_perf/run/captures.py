@@ -1,14 +1,14 @@
-"""Files of a capture: the request, its outcome on each rank, and where both are stored.
+"""Read and write the files of a capture: the request and its outcome on each rank.
 
 Ranks and sidecars both import this module.
 
 ::
 
-    RUN/captures/ID.request.json        which ranks to capture; by the command line or node 0
+    RUN/captures/ID.request.json        the request; from the command line or node 0's sidecar
     RUN/captures/ID/rank00005/          trace.json.gz, flight_recorder.json, ...
-    RUN/captures/ID/rank00005/capture.json   what was captured, and why parts are missing; last
-    RING.capture                        by the ring file: request to this rank, until it starts
-    RING.captured                       by the ring file: the outcome, until the sidecar reads it
+    RUN/captures/ID/rank00005/capture.json   the outcome, written after the other files
+    RING.capture                        next to the ring file: request for its rank, until it starts
+    RING.captured                       next to the ring file: outcome, until the sidecar reads it
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ to the shared disk.
 MAX_KEPT_BYTES = 4 << 30
 """Size of a run's captures above which a request that is not forced is refused.
 
-The files of MAX_RANKS more ranks may come on top. Before compression, a run's captures thus take at
-most 14 GiB.
+An accepted request can add the files of MAX_RANKS ranks. The captures of a run therefore take at
+most 14 GiB before compression.
 """
 LONGEST_S = 60.0
-"""Time limit of a capture. It then ends with the current step. If no step ends in this time, it
-does not start.
+"""Time limit of a capture. A capture that exceeds this limit ends with the current step. A capture
+is cancelled if the step before it does not end within this limit.
 """
 REQUEST_LASTS_S = 120.0
 """Age at which a request expires."""
 MAX_TRACE_BYTES = 1 << 30
-"""Largest uncompressed trace. Perfetto can open one of this size. Compressed it takes about 60 MB.
-"""
+"""Largest uncompressed trace, which Perfetto can still open. It is about 60 MB when compressed."""
 MAX_SNAPSHOT_BYTES = 1 << 28
 TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = (
     "trace.json.gz",
@@ -55,7 +54,7 @@ TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = (
     "stacks.txt",
 )
 UNREADABLE = "unreadable"
-"""The id in a rank's outcome when it could not read the request."""
+"""Id in the outcome of a rank that could not read its request."""
 # The rank writes this file. The sidecar compresses it to TRACE.
 RAW_TRACE = "trace.json"
 BY_USER, BY_VERDICT = "user", "verdict"
@@ -73,7 +72,7 @@ _T = TypeVar("_T", bound="Request | Outcome")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The ranks to capture, and the steps."""
+    """The ranks and steps to capture."""
 
     id: str
     asked_by: str
@@ -83,16 +82,16 @@ class Request:
     """Attempt of the job. Processes of other attempts ignore the request."""
     ranks: tuple[int, ...]
     from_step: int
-    """First step to capture, the same on all ranks. A rank that receives the request too late
-    starts with its next step.
+    """First step to capture on all ranks. A rank that receives the request after this step starts
+    with its next step.
     """
     steps: int
     python: bool = False
-    """True to record Python frames and modules in the trace."""
+    """Whether the trace contains Python frames and modules."""
     forced: bool = False
-    """True to exceed MAX_RANKS and MAX_KEPT_BYTES."""
+    """Whether the request may exceed MAX_RANKS and MAX_KEPT_BYTES."""
     folder: str = ""
-    """Folder that the rank writes to. The sidecar sets it."""
+    """Folder to which the rank writes its files. The sidecar fills in this field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,25 +104,24 @@ class Outcome:
     steps: int = 0
     """Number of complete steps in the trace."""
     ended: str = ""
-    """Why less than the request was captured; "" if all of it was."""
+    """Reason why the capture ended early; "" if all requested steps were captured."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """File sizes in bytes, by file name."""
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Why a file is missing or incomplete, by file name."""
+    """Reason why each missing or incomplete file is so, by file name."""
     paused_s: float = 0.0
-    """Seconds that training stopped for the capture, in addition to the slowdown of the captured
-    steps.
+    """Seconds for which the capture stopped training, without the slowdown of the captured steps.
     """
     torch: str = ""
 
 
 def ring_request_path(ring: Path) -> Path:
-    """Return the path of the file in which a rank receives a request."""
+    """Return the path of the request file next to a rank's ring file."""
     return ring.with_suffix(".capture")
 
 
 def ring_outcome_path(ring: Path) -> Path:
-    """Return the path of the file in which a rank returns its outcome."""
+    """Return the path of the outcome file next to a rank's ring file."""
     return ring.with_suffix(".captured")
 
 
@@ -140,7 +138,7 @@ def outcome_path(folder: Path) -> Path:
 
 
 def write_capture_file(path: Path, value: Request | Outcome) -> None:
-    """Write a request or an outcome atomically. Raise OSError."""
+    """Write a request or an outcome to a file atomically. Raise OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         ownership.write_private_file(partial, json.dumps(dataclasses.asdict(value), indent=1))
@@ -152,7 +150,7 @@ def write_capture_file(path: Path, value: Request | Outcome) -> None:
 def read_capture_file(path: Path, kind: type[_T]) -> _T:
     """Read a request or an outcome. Raise OSError, or ValueError if the content is invalid.
 
-    Other users may have written the file, so its content is checked.
+    The content is validated because another user may have written the file.
     """
     try:
         value = json.loads(ownership.read_regular_file(path, _MAX_BYTES))
@@ -171,7 +169,7 @@ def read_capture_file(path: Path, kind: type[_T]) -> _T:
 
 
 def is_request_id(text: str) -> bool:
-    """Return True if the text has the form of a request's id."""
+    """Return True if the text is a valid request id."""
     return _FORM_OF_IDS.fullmatch(text) is not None
 
 
@@ -234,13 +232,13 @@ def submit_request(captures: Path, request: Request) -> None:
 def create_request_id() -> str:
     """Return a new id such as 20261121-013205-3fa9.
 
-    Ids sort by time, and two requests of one second differ.
+    Ids sort by time. A random suffix distinguishes requests of the same second.
     """
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def choose_first_step(step: int, step_s: float) -> int:
-    """Return the first step that leaves all ranks time to receive the request.
+    """Return the earliest step by which all ranks will have received a new request.
 
     step: the current step. step_s: duration of a step.
     """
@@ -250,7 +248,7 @@ def choose_first_step(step: int, step_s: float) -> int:
 def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
     """Return a run's requests, oldest first, and a message for each invalid file.
 
-    Other users may have written the files.
+    A file of another user is invalid.
     """
     found: list[Request] = []
     unreadable: list[str] = []
@@ -272,7 +270,7 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
 
 
 def read_outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
-    """Return the outcome on a rank; None while it is missing."""
+    """Return a rank's outcome of the request; None while the outcome is missing."""
     try:
         return read_capture_file(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
     except (OSError, ValueError):
@@ -280,7 +278,7 @@ def read_outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
 
 
 def why_refused(captures: Path, request: Request) -> str:
-    """Return why sidecars refuse the request; "" if they accept it. Raise OSError."""
+    """Return the reason why sidecars refuse a request; "" if they accept it. Raise OSError."""
     if request.forced:
         return ""
     if len(request.ranks) > MAX_RANKS:
@@ -303,6 +301,6 @@ def why_refused(captures: Path, request: Request) -> str:
 
 
 def is_awaiting_outcomes(captures: Path, request: Request, unix_s: float) -> bool:
-    """Return True if a rank may still return an outcome."""
+    """Return True if a rank may still write its outcome of the request."""
     young = abs(unix_s - request.asked_unix_s) < REQUEST_LASTS_S + LONGEST_S
     return young and any(read_outcome(captures, request, rank) is None for rank in request.ranks)

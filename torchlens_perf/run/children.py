@@ -1,14 +1,14 @@
-"""Command line and environment of every process that this package starts.
+"""Build the command line and environment of every process that this package starts.
 
-Three rules hold for all of them:
+Three rules apply to all child processes:
 
-- The program is verified to be a Python interpreter. In a frozen or embedding program,
-  `sys.executable` is that program: started with our arguments, it would train a second time.
-- The child runs this same package and finds its libraries where this process found them.
-- An environment variable marks the child. watch() and autoload() record nothing if it is set, so no
-  chain of processes can arise.
+- `sys.executable` must be a Python interpreter. In a frozen or embedding program,
+  `sys.executable` is the program itself. Starting it would start a second training.
+- The child imports this package and its libraries from the same folders as this process.
+- An environment variable marks the child. watch() and autoload() record nothing if the variable is
+  set, so a child never starts further children.
 
-Functions may be called on any thread. The module imports almost nothing until it is called.
+Functions may be called on any thread. They import most modules only when they are called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOT = os.path.dirname(_PACKAGE)
 _SIDECAR_LIBRARIES = ("numpy", "pyarrow", "msgspec", "rich")
 _INTERPRETER_NAME = re.compile(r"python(?:\d(?:\.(\d+))?)?[tdmu]{0,2}(?:-dbg)?")
-# A child has no rank, and profilers that are loaded by these variables are not meant for it.
+# These variables give a process a rank or load a profiler into it. A child gets neither.
 _NOT_A_RANK = (
     "TORCHLENS_PERF",
     "RANK",
@@ -43,8 +43,8 @@ _NOT_A_RANK = (
     "NVTX_INJECTION64_PATH",
     "CUDA_INJECTION64_PATH",
 )
-# These options examine the user's program. PYTHONWARNINGS=error would end a sidecar at a library's
-# DeprecationWarning.
+# These variables debug the user's program. With PYTHONWARNINGS=error, for example, a library's
+# DeprecationWarning would end the sidecar.
 _OF_THE_PROGRAM = (
     "PYTHONWARNINGS",
     "PYTHONDEVMODE",
@@ -53,20 +53,20 @@ _OF_THE_PROGRAM = (
     "PYTHONVERBOSE",
 )
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
-# opentelemetry-instrument instruments every Python process by this folder. Spans of our own
-# requests are useless.
+# opentelemetry-instrument prepends this folder to PYTHONPATH to instrument every Python process.
+# Children must not create spans for this package's own requests.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 _SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" &'
-# The shell takes one millisecond.
+# The shell usually ends after one millisecond.
 _SHELL_TIMEOUT_S = 1.0
-# NumPy's libraries start one thread per processor on import, which takes half of the import's time.
+# NumPy's libraries start one thread per processor on import. The threads double the import time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def find_interpreter() -> str:
-    """Return the path of this Python's interpreter.
+    """Return the path of the running Python interpreter.
 
-    Raise RunStoreError if `sys.executable` is not shown to be one.
+    Raise RunStoreError if `sys.executable` cannot be verified as a Python interpreter.
     """
     reason = _why_not_interpreter(sys.executable)
     if reason:
@@ -106,7 +106,10 @@ def build_script_command(path: str, *arguments: str) -> list[str]:
 
 
 def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment: marked, no rank, no GPU. base: os.environ by default."""
+    """Return the environment of a child, which marks it and gives it no rank and no GPU.
+
+    base: environment to start from, by default os.environ.
+    """
     dropped = (*_NOT_A_RANK, *_OF_THE_PROGRAM)
     found = {
         name: value
@@ -127,11 +130,10 @@ def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 def start_child(
     command: list[str], env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own, in /, without standard streams.
+    """Start a child in a new session, in the folder /, without standard streams.
 
-    `options` of Popen may override that.
-
-    env: build_environment() by default. Raise OSError if no process can be started.
+    env: by default build_environment(). options: arguments of Popen, which override these defaults.
+    Raise OSError if no process can be started.
     """
     import subprocess
 
@@ -143,12 +145,12 @@ def start_child(
 
 
 def start_detached(command: list[str], **options: Any) -> None:
-    """Start a process without a parent, by a shell that ends at once.
+    """Start a process through a shell that ends at once, which detaches it from this process.
 
-    Raise OSError if that is not possible.
+    Raise OSError if the process cannot be started.
 
-    Ray's workers kill their children as they end. DeepSpeed's launcher kills what a failed rank has
-    started. A child that ends before its parent would stay as a zombie.
+    Ray's workers kill their children when they end. DeepSpeed's launcher kills the children of a
+    failed rank. A child that ends before its parent remains as a zombie.
     """
     import subprocess
 
@@ -162,12 +164,10 @@ def start_detached(command: list[str], **options: Any) -> None:
 
 
 def build_search_path() -> list[str]:
-    """Return the folders in which a child looks for modules.
+    """Return this process's module search path without the folder of the user's script.
 
-    They are those of this process, without the script's own.
-
-    A file rich.py in the folder of the user's script must not replace a library. The script's
-    folder is only in the list if a library is found nowhere else.
+    A file rich.py in the script's folder must not replace the library of that name. The script's
+    folder is kept only if a required library is found nowhere else.
     """
     entries = [
         entry
@@ -184,9 +184,9 @@ def build_search_path() -> list[str]:
 
 
 def _make_pythonpath_absolute(text: str) -> str:
-    """Return PYTHONPATH for a process with another working directory.
+    """Replace the relative entries of a PYTHONPATH by absolute ones from `sys.path`.
 
-    Python made its entries absolute at startup. The working directory may have changed since then.
+    Python resolved these entries at startup. The working directory may have changed since then.
     """
     entries = []
     for entry in text.split(os.pathsep):
@@ -221,7 +221,7 @@ def _why_not_interpreter(path: object) -> str:
 def _is_interpreter(path: str) -> bool:
     """Return True if a file, or its link target, is a Python interpreter of this installation.
 
-    Its name and its folder are compared.
+    The check compares the names of the file and of its folder.
     """
     installed = False
     for each in (path, os.path.realpath(path)):
@@ -246,9 +246,9 @@ def _interpreter_folders() -> set[str]:
 
 
 def _interpreter_options() -> list[str]:
-    """Return this interpreter's options that affect the origin of modules and text encoding.
+    """Return this interpreter's command-line options that affect imports and text encoding.
 
-    -W and -O do not.
+    The options -W and -O affect neither and are left out.
     """
     flags = sys.flags
     options = (
@@ -266,9 +266,9 @@ def _interpreter_options() -> list[str]:
 
 
 def _is_importable(name: str, folders: Iterable[str]) -> bool:
-    """Return True if a child that searches these folders finds a library.
+    """Return True if a child that searches these folders can import a library.
 
-    Finders that installers add are used, too.
+    Import finders of other packages, such as those of editable installations, are also asked.
     """
     if PathFinder.find_spec(name, list(folders)) is not None:
         return True
@@ -280,7 +280,7 @@ def _is_importable(name: str, folders: Iterable[str]) -> bool:
 
 
 def _script_folder() -> str:
-    """Return the folder that Python put first into sys.path for the script; "" without one."""
+    """Return the folder that Python prepended to sys.path for the script; "" if it did not."""
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False) or not sys.path:
         return ""
     first, main = sys.path[0], sys.modules.get("__main__")

@@ -1,4 +1,4 @@
-"""The host's clock, and the device's progress in the ring's header."""
+"""Read the host's clock, and the device's progress from the header of a ring file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class Anchor(NamedTuple):
 
 
 class HostClock:
-    """CLOCK_MONOTONIC as a step clock.
-
-    A mark's time is known at once, and the mark is its own handle.
-    """
+    """Step clock that reads CLOCK_MONOTONIC. A mark is a time in nanoseconds."""
 
     name = "host"
 
@@ -42,9 +39,9 @@ class HostClock:
         return begin, end - begin
 
     def anchor(self) -> Anchor:
-        """Return the most exact of five readings.
+        """Return the anchor with the smallest uncertainty of five attempts.
 
-        Each reads the wall clock between two readings of the monotonic clock.
+        Each attempt reads the wall clock between two readings of the monotonic clock.
         """
         best = Anchor(0, 0, 1 << 62)
         for _ in range(5):
@@ -57,14 +54,14 @@ class HostClock:
 
 
 class DeviceMark(NamedTuple):
-    """The last mark that a device had reached when the training thread last polled it."""
+    """The last mark in the command stream that a device had reached at the last poll."""
 
     step: int
     """Step of the mark."""
     place: int
     """Number of the mark within the step; 0 is the start of the step."""
     kind: int
-    """Kind of the mark's span, a ring.Kind; 0 if not known."""
+    """Kind of the span that the mark starts or ends, a ring.Kind; 0 if not known."""
     name_id: int
     is_end: bool
     """True if the mark is the end of the span, False if it is the start."""
@@ -74,15 +71,15 @@ class DeviceMark(NamedTuple):
     """Time of the last poll."""
 
     def words(self) -> tuple[int, int, int, int]:
-        """Return the values in the order of the header's words."""
+        """Encode the mark as the words of the ring file's header."""
         mark = self.kind | (_IS_END if self.is_end else 0) | self.name_id << _HALF
         return self.since_ns, (self.step + 1) | self.place << _HALF, mark, self.looked_ns
 
 
 def read_device_mark(reader: RingReader) -> tuple[DeviceMark, str] | None:
-    """Return the device's mark and the name of its span; None before the first poll.
+    """Return the device's last mark and the name of its span; None before the first poll.
 
-    The writer may change the header during the call.
+    The training process may update the mark during the call, so the values may be inconsistent.
     """
     since_ns, where, mark, looked_ns = map(reader.counter, DEVICE_MARK)
     if not where:

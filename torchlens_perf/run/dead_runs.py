@@ -1,8 +1,8 @@
-"""Find rings of jobs that were killed with their sidecars, and start their draining.
+"""Find ring files of jobs that were killed with their sidecars, and start a program to drain them.
 
-Shared memory keeps such rings until the node restarts, at 4.5 MB a rank. The next watch of the same
-user on the node starts the program (sidecar/start/drain.py). It reads the rings into their run
-directories, or removes them. The watch does not wait for the disks of those directories.
+Such a ring file takes 4.5 MB of shared memory per rank until the node restarts. The next watch of
+the same user on the node starts the drain program (sidecar/start/drain.py). This program moves the
+records to their run directories, or removes the ring files. The watch does not wait for it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torchlens_perf.run.rings import memory
 from torchlens_perf.run.sidecar_lock import is_lock_held
 
 OLD_S = 600.0
-"""Age at which rings of another PID namespace count as dead. Processes of other namespaces are not
-visible here.
+"""Age at which ring files of another PID namespace count as dead. This process cannot see processes
+of other namespaces.
 """
 
 
 class DeadRun(NamedTuple):
-    """A run whose rings on this node have no writer left."""
+    """A run whose ring files on this node have no running writer."""
 
     path: Path | None
-    """The run directory; None if no ring names one."""
+    """The run directory; None if no ring file contains its path."""
     node: str
-    """Name of the node in the names of its files."""
+    """Name of the node in its file names."""
     digest: str
-    """Digest of the boot and PID namespace of its processes, see run/place/node.py."""
+    """Digest of the boot and PID namespace of the run's processes, see run/place/node.py."""
     rings: list[Path]
 
     @property
@@ -46,7 +46,7 @@ class DeadRun(NamedTuple):
 def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
     """Yield this user's dead runs. Runs with a live sidecar are skipped.
 
-    A ring that a process of any container has mapped counts as live, see is_mapped().
+    A ring file that any process has mapped, even in another container, counts as live.
     """
     for folder, changed_s in find_local_run_folders():
         rings = [path for path in folder.glob("*.ring") if path.is_file() and not path.is_symlink()]
@@ -61,7 +61,7 @@ def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
 
 
 def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
-    """Return the run directory and the node of a ring; None if its metadata lack them."""
+    """Return the run directory and the node in a ring file's metadata; None if they are missing."""
     try:
         reader = RingReader(ring)
     except (OSError, RingError):
@@ -71,7 +71,7 @@ def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
     finally:
         reader.close()
     run_dir, node = metadata.get("run_dir"), metadata.get("identity", {}).get("node")
-    # Rings of other versions lack these fields.
+    # Ring files of other versions lack these fields.
     return (Path(run_dir), node) if run_dir and node else None
 
 
@@ -83,12 +83,12 @@ def _has_live_sidecar(path: Path) -> bool:
 
 
 def start_draining(but: str = "") -> bool:
-    """Start the drain program if there are dead runs.
+    """Start the drain program if there are dead runs, and return True if there are.
 
-    Return True if there are. Raise OSError or RunStoreError.
+    The program exports nothing, because the OTEL_* variables are meant for another job.
 
-    The program exports nothing, because the environment belongs to another job. but: the run that
-    is starting. Its own sidecar reads what an earlier process of the run has left.
+    but: id of the run that is starting, whose own sidecar reads its earlier ring files. Raise
+    OSError or RunStoreError.
     """
     if all(run.run_id == but for run in find_dead_runs()):
         return False

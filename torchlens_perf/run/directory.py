@@ -1,4 +1,4 @@
-"""Layout of a run's files: the run directory, and the files that must be on this node.
+"""Layout of a run's files: the run directory, and the files in shared memory of each node.
 
 ::
 
@@ -12,24 +12,25 @@
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
       outbox/              see exporters
       captures/            detailed traces of a few steps, see captures.py
-      rings/KEY.ring       ring files, where no sidecar reads them while the job runs
+      rings/KEY.ring       ring files that no sidecar reads while the job runs
       report.txt, .html    the last report, as text and as a page
 
     /dev/shm/torchlens-perf-UID/
-      .run-...             the run id that the ranks of one launcher have agreed on
+      .run-...             the run id that all ranks of one launcher use
       20261121-0132-3fa9c1d2.5d41ab/   5d41ab: digest of boot and PID namespace, see place/node.py
         KEY.ring           a rank's ring file, or a link to the memory of the process that made it
-        KEY.held           a link to the process that has such a ring open
-        TIME-KEY.registered  a link to the ring: it can be read
+        KEY.held           a link to the process that keeps such memory open
+        TIME-KEY.registered  a link to a ring file that a sidecar can read
         KEY.report, .answer, .view, .alerts   messages from the sidecar, see mailbox.py
         sidecar.lock, sidecar.log  the log is here until the run directory exists
 
-A store into a file that is mapped from a disk may wait for the disk, or end the process (SIGBUS).
-Rings are therefore in shared memory, or in anonymous memory where that is small (rings/memory.py).
+A write to a file that is mapped from a disk may block, or end the process (SIGBUS). Ring files are
+therefore in shared memory. If shared memory is too small, anonymous memory is used instead
+(rings/memory.py).
 
-The training process and the sidecar communicate in shared memory, or else in the temporary
-directory. The training process touches the run directory only if there is no sidecar, because its
-disk may not respond.
+The training process and the sidecar communicate through files in shared memory, or in the temporary
+directory if there is no shared memory. The disk of the run directory may not respond. The training
+process accesses it only if there is no sidecar.
 """
 
 from __future__ import annotations
@@ -62,18 +63,18 @@ _CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")
 _REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
-# A ring takes at most this part of the free space. Containers often have 64 MB, which DataLoaders
-# need.
+# A ring file takes at most 1/16 of the free space. Containers often have only 64 MB of shared
+# memory, which DataLoaders also need.
 _SHARE_OF_FREE = 16
 _MAX_RINGS_BYTES = 1 << 24
-# Attempts to use a folder, which an ending sidecar may remove at that moment.
+# Attempts to use a folder that an ending sidecar may remove at the same time.
 _MAX_TRIES = 5
 
 _T = TypeVar("_T")
 
 
 TABLES = ("steps", "spans", "gpus", "links", "processes")
-"""Folders of the run directory with Parquet files, each a table."""
+"""Folders of the run directory that contain the Parquet files of one table each."""
 
 
 class RunDirectory:
@@ -96,7 +97,7 @@ class RunDirectory:
         return self.path.name
 
     def why_unreadable(self) -> str:
-        """Return why there is no report: no folder, no run directory, or a run without data."""
+        """Return why no report can be made: missing folder, not a run directory, or no data yet."""
         if not os.path.isdir(self.path):
             return (
                 f"{self.path} is not a directory"
@@ -133,9 +134,9 @@ class RunDirectory:
         return [self.steps, self.spans, self.nodes]
 
     def create(self) -> list[str]:
-        """Make the folders.
+        """Make the missing folders and return their paths.
 
-        Return those that were missing. Raise RunStoreError if a folder cannot be made.
+        Raise RunStoreError if a folder cannot be made.
         """
         try:
             access = make_folders.SHARED if self.shared else make_folders.PRIVATE
@@ -146,7 +147,7 @@ class RunDirectory:
     def register_ring(self, node: str, ring: Path) -> None:
         """Announce a readable ring file to the node's sidecar. Raise OSError or RunStoreError."""
         if not ring.is_relative_to(self.path):
-            # The names start with the time, because sidecars process them in alphabetical order.
+            # Sidecars process the links in alphabetical order, so names start with the time.
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
             _call_in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
@@ -154,7 +155,7 @@ class RunDirectory:
             self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append
         ) as file:
             try:
-                # One write(2) of a short line is atomic, so lines of other ranks cannot interleave.
+                # write(2) of a short line is atomic, so lines of several ranks cannot interleave.
                 file.write(os.fsencode(ring) + b"\n")
             except OSError:
                 if not file.tell():
@@ -162,11 +163,11 @@ class RunDirectory:
                 raise
 
     def registered_rings(self, node: str) -> list[Path]:
-        """Return the node's ring files so far, in the order of their registration."""
+        """Return the paths of the node's ring files in the order of their registration."""
         return self.kept_rings(node) + self.local_rings()
 
     def kept_rings(self, node: str) -> list[Path]:
-        """Return the node's ring files in the run directory."""
+        """Return the paths of the node's ring files in the run directory."""
         try:
             text = ownership.read_regular_file(self.node_rings(node), _MAX_RINGS_BYTES).decode(
                 errors="surrogateescape"
@@ -177,43 +178,46 @@ class RunDirectory:
         return [Path(line.rstrip("\n")) for line in lines if line.endswith("\n")]
 
     def local_rings(self) -> list[Path]:
-        """Return the ring files outside of the run directory, without access to its disk."""
+        """Return the paths of this node's ring files outside the run directory.
+
+        The disk of the run directory is not accessed.
+        """
         return [Path(os.readlink(link)) for link in sorted(self._local_files(f"*{_REGISTERED}"))]
 
     def local_changes_ns(self) -> list[int]:
-        """Return the time of the last change of each folder of local_rings(); 0 if it is
-        missing.
-        """
+        """Return when each folder of local_rings() last changed; 0 for a missing folder."""
         return [
             _modified_ns(_local_folder_path(parent, self.run_id))
             for parent in _local_parent_folders()
         ]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
-        """Return this node's mailbox files of a kind, see mailbox.py.
+        """Return the paths of this node's mailbox files of a kind, see mailbox.py.
 
-        Their readers may have ended.
+        The processes that read these mailboxes may have ended.
         """
         return list(self._local_files(f"*{kind}"))
 
     def remove_ring(self, ring: Path) -> None:
-        """Remove a ring file and its registrations, and its folder if that is empty then."""
+        """Remove a ring file and its registrations, and its folder if no other file is left."""
         for path in self.ring_files(ring):
             memory.remove_ring_paths(str(path))
-        # Other rings or the sidecar's lock may still be there.
+        # The folder may still contain other ring files or the sidecar's lock.
         _remove_if_empty(ring.parent)
 
     def ring_files(self, ring: Path) -> list[Path]:
-        """Return the paths of a ring file and of its registrations on this node."""
+        """Return the paths of a ring file and of the links that register it on this node."""
         return [ring, *self._local_files(f"*-{ring.stem}{_REGISTERED}")]
 
     def leave_local(self) -> None:
-        """Remove the run's empty folders of this node, for ranks that do not record."""
+        """Remove the run's empty folders on this node. Called by ranks that do not record."""
         for parent in _local_parent_folders():
             _remove_if_empty(_local_folder_path(parent, self.run_id))
 
     def clear_local(self) -> None:
-        """Remove leftover files of this node except the lock, when the sidecar ends."""
+        """Remove the run's leftover files on this node except the lock. Called by a sidecar that
+        ends.
+        """
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
             left |= (
@@ -223,7 +227,7 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def _local_files(self, pattern: str) -> Iterator[Path]:
-        """Yield the matching files in the run's folders of this node. Make no folder."""
+        """Yield matching files in the run's folders on this node. Folders are not created."""
         for parent in _local_parent_folders():
             folder = _local_folder_path(parent, self.run_id)
             if _is_private_folder(parent) and _is_private_folder(folder):
@@ -231,18 +235,17 @@ class RunDirectory:
 
 
 def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
-    """Return the run id for a launcher's digest.
+    """Return the run id that all ranks of a launcher on this node use.
 
-    By default it has the start time of the run and the digest.
+    The ranks of a node call this function at almost the same time and must get the same id. The
+    first rank stores its proposal as the target of a symbolic link, which only one process can
+    create. Later calls remove the link after the launcher and all ranks have ended.
 
-    The ranks of a node call this at almost the same time and must get the same id. The first rank
-    stores its proposal as the target of a symbolic link, which only one process can create. Later
-    calls remove the link once launcher and ranks have ended.
-
-    origin: pid of the launcher. A process that is its own launcher shares the id with no process.
-    member: number of the calling rank, if the launcher starts each rank only once per run. A new
-    run begins if a member joins again, or if all have ended. Raise RunStoreError if no folder of
-    this node is writable.
+    digest: identifies the launcher. origin: pid of the launcher. A process that is its own launcher
+    does not share its id. proposal: by default the current time and the digest. member: number of
+    the calling rank, if the launcher starts each rank only once per run. A new run begins if the
+    same member calls again, or if all members have ended. Raise RunStoreError if no folder of this
+    node is writable.
     """
     proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
     run_id = (
@@ -256,9 +259,9 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
 
 
 def is_first_caller(digest: str, origin: int) -> bool:
-    """Return True on the first rank of the launcher that calls this on this node.
+    """Return True in the first process of a launcher on this node that calls this function.
 
-    Raise as claim_run_id().
+    Raise the same errors as claim_run_id().
     """
     return origin == os.getpid() or _claim_or_join("off", digest, origin, str(os.getpid())) == str(
         os.getpid()
@@ -268,7 +271,7 @@ def is_first_caller(digest: str, origin: int) -> bool:
 def _claim_or_join(
     kind: str, digest: str, origin: int, proposal: str, member: int | None = None
 ) -> str:
-    """Return the proposal of the first rank."""
+    """Return this rank's proposal if it is the first rank, else the proposal of the first rank."""
     stem = f".{kind}-{pid_namespace_inode()}-{digest}."
 
     def claim(folder: Path) -> str:
@@ -276,7 +279,7 @@ def _claim_or_join(
         for nth in itertools.count():
             link = folder / f"{stem}{nth}"
             with contextlib.suppress(FileExistsError):
-                # The link has no target. Its text is the content, which appears atomically.
+                # The link's target is the content and not a path, because links appear atomically.
                 os.symlink(f"{_process_key(origin)}:{proposal}", link)
             holder, _, claimed = os.readlink(link).partition(":")
             if _join_claim(link, holder, member):
@@ -287,7 +290,7 @@ def _claim_or_join(
 
 
 def _join_claim(link: Path, holder: str, member: int | None) -> bool:
-    """Return True if this process shares a claim. If so, register it as a member."""
+    """Register this process as a member of a claim. Return False if the claim is an old run's."""
     if member is None:
         return _is_running(holder)
     mark = link.with_name(f"{link.name}{_MEMBER}{member}")
@@ -306,7 +309,7 @@ def _process_key(pid: int) -> str:
 
 
 def _is_running(process: str) -> bool:
-    """Return True if the process of this namespace that _process_key() named is running."""
+    """Return True if the process with this value of _process_key() is running."""
     pid, _, started = process.partition("-")
     return pid.isdigit() and str(process_start_ticks(int(pid)) or 0) == started
 
@@ -316,9 +319,9 @@ def _remove_stale_claims(folder: Path) -> None:
     holders: dict[str, list[tuple[Path, str]]] = {}
     for link in folder.glob(".*"):
         found = _CLAIM_NAME.match(link.name)
-        # Process ids of other namespaces have no meaning here.
+        # Process ids of other namespaces are not valid here.
         if found and int(found[2]) == pid_namespace_inode():
-            # Another process may have removed the claim.
+            # Another process may have just removed the claim.
             with contextlib.suppress(OSError):
                 holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
     for links in holders.values():
@@ -328,9 +331,9 @@ def _remove_stale_claims(folder: Path) -> None:
 
 
 def create_local_folders(run_id: str) -> Iterator[Path]:
-    """Yield this user's folders for the run's ring files and lock, best first.
+    """Make and yield this user's folders on this node for ring files and lock, best first.
 
-    They are local to this node.
+    run_id: "" for the folders that all runs share.
     """
     for parent in _local_parent_folders():
         for _ in range(_MAX_TRIES):
@@ -340,7 +343,7 @@ def create_local_folders(run_id: str) -> Iterator[Path]:
                     _local_folder_path(parent, run_id) if run_id else parent
                 )
             except FileNotFoundError:
-                # The last process of another run may have removed it just now.
+                # The last process of another run may have just removed the parent folder.
                 continue
             except OSError:
                 break
@@ -349,9 +352,9 @@ def create_local_folders(run_id: str) -> Iterator[Path]:
 
 
 def _local_parent_folders() -> Iterator[Path]:
-    """Yield the parents of create_local_folders(), without making them.
+    """Yield the parents of the folders of create_local_folders(), without making them.
 
-    The temporary directory comes last and is looked up late, because looking it up writes to disks.
+    The temporary directory is determined last, because tempfile writes a file to determine it.
     """
     name = f"torchlens-perf-{os.getuid()}"
     yield _SHARED_MEMORY / name
@@ -359,17 +362,17 @@ def _local_parent_folders() -> Iterator[Path]:
 
 
 def _local_folder_path(parent: Path, run_id: str) -> Path:
-    """Return the run's folder for this PID namespace.
+    """Return the path of the run's folder for this PID namespace.
 
-    Containers that share memory have separate sidecars and process ids.
+    Containers that share memory have different sidecars and process ids.
     """
     return parent / f"{run_id}.{namespace_digest()}"
 
 
 def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
-    """Call `work` with the best folder of this node.
+    """Call `work` with the first folder of create_local_folders() in which it succeeds.
 
-    Raise RunStoreError if no folder exists or is writable.
+    Raise RunStoreError if it succeeds in no folder.
     """
     problem: OSError | None = None
     for _ in range(_MAX_TRIES):
@@ -377,7 +380,7 @@ def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
             try:
                 return work(folder)
             except FileNotFoundError as error:
-                # The folder, or a file in it, has been removed at this moment.
+                # Another process has just removed the folder or a file in it.
                 problem = error
                 break
             except OSError as error:
@@ -389,13 +392,13 @@ def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 
 def find_sidecar_lock(run_id: str) -> Path | None:
-    """Return sidecar_lock_path() if it exists. Make nothing."""
+    """Return the path of the node's sidecar lock file if it exists. Nothing is created."""
     paths = (_local_folder_path(parent, run_id) / _LOCK for parent in _local_parent_folders())
     return next((path for path in paths if path.exists()), None)
 
 
 def sidecar_lock_path(run_id: str) -> Path:
-    """Return the path of the node's sidecar lock file.
+    """Return the path of the node's sidecar lock file, and make its folder.
 
     Raise RunStoreError if no folder is writable.
     """
@@ -403,9 +406,9 @@ def sidecar_lock_path(run_id: str) -> Path:
 
 
 def sidecar_log_path(lock: Path) -> Path:
-    """Return the sidecar's log file for the time before the run directory exists.
+    """Return the path of the log that a sidecar uses before the run directory exists.
 
-    lock: its sidecar_lock_path().
+    lock: path of the sidecar's lock file.
     """
     return lock.with_name(_LOG)
 
@@ -418,7 +421,7 @@ def _modified_ns(folder: Path) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a run's folder, and the parent of all runs of this user, if they are empty."""
+    """Remove a run's folder, and the parent folder of all runs of this user, if they are empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
     if folder.parent in _local_parent_folders():
@@ -427,9 +430,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def remove_empty_user_folders() -> None:
-    """Remove the folders that this user's runs share on this node, unless another run is in
-    them.
-    """
+    """Remove the parent folders of this user's runs on this node if they are empty."""
     for parent in _local_parent_folders():
         if _is_private_folder(parent):
             with contextlib.suppress(OSError):
@@ -438,12 +439,14 @@ def remove_empty_user_folders() -> None:
 
 
 def _make_private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter. Refuse an existing one of another user."""
+    """Make a folder that only this user can enter. Raise PermissionError if the existing folder is
+    not private.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not _is_private_folder(path):
-            # This raises FileNotFoundError if the folder has just been removed.
+            # lstat() raises FileNotFoundError if the folder has just been removed.
             path.lstat()
             raise PermissionError(f"{path} is not this user's own folder") from None
     return path
@@ -464,13 +467,13 @@ def _is_private_folder(path: Path) -> bool:
 def create_ring(
     run: RunDirectory, identity: Identity, capacity: int, *, first_step: int = 0, keep: bool = False
 ) -> RingFile:
-    """Make this rank's ring file.
+    """Create this rank's ring file.
 
-    Register it after its metadata are published: a sidecar cannot read it earlier.
+    The caller registers the file after it has published the metadata, because a sidecar needs them.
 
-    first_step: index of the first recorded step. keep: no process will read the ring while the job
-    runs, so it is made in the run directory if it can be mapped there. Raise RunStoreError if no
-    folder has room.
+    first_step: index of the first recorded step. keep: True if no sidecar reads the file while the
+    job runs. The file is then created in the run directory if it can be mapped safely there. Raise
+    RunStoreError if no folder has enough space.
     """
     size = RECORDS_OFFSET + capacity * RECORD_BYTES
     problems: list[str] = []
@@ -485,7 +488,7 @@ def create_ring(
                 return made
             except FileNotFoundError as error:
                 problems.append(f"{place}: {error.strerror}")
-                # A sidecar that is ending has removed the folder at this moment.
+                # A sidecar that is ending has just removed the folder.
                 break
             except OSError as error:
                 problems.append(f"{'memory' if anonymous else place}: {error.strerror or error}")
@@ -498,9 +501,9 @@ def create_ring(
 def _find_ring_places(
     run: RunDirectory, size: int, problems: list[str], *, keep: bool
 ) -> Iterator[tuple[Path, bool]]:
-    """Yield folders for a ring, best first.
+    """Yield folders for a ring file, best first, and add a reason to `problems` for each refusal.
 
-    The second value is True if the ring is in anonymous memory and the folder only has a link.
+    The second value is True if the folder contains only a link to a ring in anonymous memory.
     """
     if keep:
         run.rings.mkdir(mode=0o700, exist_ok=True)
@@ -517,8 +520,9 @@ def _find_ring_places(
 
 
 def describe_kept_records(run: RunDirectory) -> str:
-    """Return the end of a sentence: where unwritten records are stored, and how to
-    show them later.
+    """Return sentences for a message: where unsaved records are kept, and how to save them later.
+
+    Return "" if no ring file is left.
     """
     folders = sorted({str(ring.parent) for ring in run.local_rings()})
     if not folders:
@@ -530,9 +534,7 @@ def describe_kept_records(run: RunDirectory) -> str:
 
 
 def find_local_run_folders() -> Iterator[tuple[Path, float]]:
-    """Return this user's local folders of runs on this node, each with the time of
-    its last change.
-    """
+    """Yield this user's run folders on this node, each with the time of its last change."""
     for parent in _local_parent_folders():
         found: list[Path] = []
         with contextlib.suppress(OSError):
@@ -545,7 +547,7 @@ def find_local_run_folders() -> Iterator[tuple[Path, float]]:
 def is_writer_running(path: Path) -> bool:
     """Return True if the process that made a ring file is running.
 
-    The file's name identifies it (Identity.key).
+    The name of the file contains the process's pid and start time (Identity.key).
     """
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
     return len(process) == 2 and process_start_ticks(process[0]) == process[1]

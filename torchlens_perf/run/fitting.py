@@ -1,7 +1,8 @@
-"""Shorten a rank's metadata to fit into the ring file. Pure.
+"""Shorten a rank's metadata to fit into the ring file. Pure functions.
 
-Some fields may be long: TRACEPARENT, resource attributes, notes, hundreds of groups. The largest
-parts are left out first, and a note lists them. The identity of the rank always stays complete.
+Fields such as TRACEPARENT, resource attributes, notes and process groups may be long. The largest
+parts are removed first, and a note lists the removed parts. The rank's identity is not shortened,
+except for long texts in it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# A ring cannot be read without these fields, so only long texts in them are left out.
+# A ring file cannot be read without these fields. Only long texts in them are removed.
 _KEPT = ("identity", "anchor", "settings", "run_dir")
 _BY_MEMBER = ("notes", "groups", "gpus")
 _LONG_TEXT = 256
-# Space for the note on what was left out.
+# Space for the note that lists the removed parts.
 _NOTE_BYTES = 400
 
 
@@ -24,14 +25,14 @@ class _RemovablePart(NamedTuple):
     name: str
     container: Any
     place: Any
-    # True to remove the part with its name. False to leave an empty value of its type.
+    # True to remove the part with its key. False to replace its value by an empty one.
     by_itself: bool
 
 
 def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
-    """Return the metadata as JSON of at most `limit_bytes` (1024 or more).
+    """Encode metadata as JSON of at most `limit_bytes`, which must be at least 1024.
 
-    A note lists what was left out.
+    If parts have to be removed, a note in the result lists them.
     """
     text = _encode_json(metadata)
     if len(text) <= limit_bytes:
@@ -45,9 +46,9 @@ def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
                 chosen.append(part)
                 surplus -= _encoded_size(part)
         if not chosen:
-            # Not even the identity of the rank fits.
+            # The identity of the rank alone exceeds the limit.
             return _encode_json({})
-        # Lists are shortened from the end, so that the remaining indexes stay valid.
+        # Lists are shortened from the end to keep the indexes of the remaining parts valid.
         for part in sorted(
             chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True
         ):
@@ -65,9 +66,9 @@ def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
 
 
 def _removable_parts(value: dict[str, Any]) -> Iterator[_RemovablePart]:
-    """Yield the parts that may be left out.
+    """Yield the parts of the metadata that may be removed.
 
-    They are single notes, groups, devices and attributes, long texts, and whole fields.
+    A part is one note, group, device or attribute, a long text, or a whole field.
     """
     for name, field in value.items():
         if name in _BY_MEMBER and isinstance(field, (dict, list)):

@@ -1,6 +1,6 @@
-"""Identity of this process: rank, node, launcher, scheduler.
+"""Detect the identity of this process: rank, node, launcher and scheduler.
 
-It is read from the environment and torch.distributed, without network requests.
+The sources are the environment and torch.distributed. No network requests are made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANK = "torch.distributed.rank"
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
-# NeMo Lens's names of three of them (nemo/lens/semconv/attributes.py).
+# Names of the same attributes in NeMo Lens (nemo/lens/semconv/attributes.py).
 LENS_RANK = "nv.dl.rank"
 LENS_LOCAL_RANK = "nv.dl.local_rank"
 LENS_WORLD_SIZE = "nv.dl.world_size"
@@ -48,26 +48,26 @@ _ATTRIBUTES = {
     "k8s.node.name": "K8S_NODE_NAME",
     "k8s.job.name": "K8S_JOB_NAME",
 }
-# Values of sys.argv[0] if the code comes from the command line, from stdin or from the keyboard.
+# Values of sys.argv[0] for code from the command line, from stdin or from an interactive prompt.
 _NO_FILE = ("", "-", "-c", "-m")
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 def digest_module_names(module_names: Iterable[str]) -> str:
-    """Return a digest of the names of watched modules. Ranks with equal digests are comparable."""
+    """Return a hash of the names of watched modules. Only ranks with equal hashes are compared."""
     return hashlib.sha256("\0".join(sorted(module_names)).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """One rank of one attempt of a run."""
+    """Identity of a process: one rank of one attempt of a run."""
 
     run_id: str
     rank: int
     local_rank: int | None  # None if the launcher does not provide it
     world_size: int
     local_world_size: int | None  # number of ranks on its node; None if not provided
-    # Number of restarts of the job. It is the launcher's count until the sidecar has a better one.
+    # Number of restarts of the job: the launcher's count, until the sidecar has a more exact one.
     attempt: int
     host: str
     pid: int
@@ -87,24 +87,24 @@ class Identity:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts by the launcher of its node. Nodes may have different numbers."""
+        """Number of restarts that the launcher of the node has counted. It may differ by node."""
         return self.attempt if self.launcher_restarts is None else self.launcher_restarts
 
     @property
     def has_other_ranks(self) -> bool:
-        """True if there are other ranks to wait for."""
+        """True if the job has several ranks."""
         return self.world_size > 1
 
     @property
     def on_one_node(self) -> bool | None:
-        """True if all ranks are on its node; None if the launcher does not provide that."""
+        """True if all ranks of the job are on one node; None if not known."""
         if self.world_size == 1:
             return True
         return None if self.local_world_size is None else self.local_world_size >= self.world_size
 
     @property
     def key(self) -> str:
-        """Stem of the names of this process's files: unique on the node and over attempts."""
+        """Stem of the names of this process's files, which is unique on the node."""
         return f"rank{self.rank:05d}-attempt{self.restarts}-{self.pid}-{self.process_started}"
 
 
@@ -129,7 +129,7 @@ class Gpu(TypedDict):
 class DeviceClockQuality(TypedDict, total=False):
     """Accuracy of the device's times, and the number of missing times by reason.
 
-    Empty without a device.
+    The dictionary is empty if no device is used.
     """
 
     clock: str
@@ -145,12 +145,12 @@ class DeviceClockQuality(TypedDict, total=False):
 def detect_identity(
     environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0
 ) -> Identity:
-    """Return the identity of this process now.
+    """Return the current identity of this process.
 
-    An initialized torch.distributed overrides the environment.
+    If torch.distributed is initialized, its rank and world size override the environment.
 
-    claim: directory.claim_run_id(). nth_watch: number of earlier watches in this process. Each run
-    needs its own folder.
+    claim: directory.claim_run_id(). nth_watch: number of earlier watches in this process, which is
+    appended to the run id.
     """
     place = launcher.detect_place(
         environ, _torch_rank_and_world_size(), read_command_line(os.getppid())
@@ -182,9 +182,9 @@ def detect_identity(
 
 
 def job_store_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address of the job's TCPStore; None if it is not set.
+    """Return host and port of the job's TCPStore; None if they are not set.
 
-    The environment is read as torch.distributed's env:// does.
+    The variables are those of torch.distributed's env:// method.
     """
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and is_number(port) else None
@@ -198,7 +198,7 @@ def _torch_rank_and_world_size() -> tuple[int, int] | None:
 
 
 def collect_job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return attributes of scheduler, launcher, container and cloud, under their exported names."""
+    """Return attributes of scheduler, launcher, container and cloud by their exported names."""
     found = {
         name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)
     }
@@ -206,19 +206,19 @@ def collect_job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
         namespace = read_kernel_text(_KUBERNETES_NAMESPACE)
-        # Without a namespace, the pod runs without a service account.
+        # The file is missing if the pod runs without a service account.
         if namespace:
             found.setdefault("k8s.namespace.name", namespace)
     return {name: _replace_invalid_utf8(value) for name, value in found.items()}
 
 
 def _replace_invalid_utf8(value: str) -> str:
-    """Return an environment value as text that can be exported. Its bytes may be invalid UTF-8."""
+    """Replace the bytes of an environment value that are invalid UTF-8, so it can be exported."""
     return value.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def run_id_from_environment(environ: Mapping[str, str], place: JobPlace) -> str:
-    """Return the run id of a process's first watch if the environment defines it; else ""."""
+    """Return the run id that the environment defines for a process's first watch; "" if none."""
     job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
     return _to_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _to_folder_name(job)
 
@@ -226,10 +226,10 @@ def run_id_from_environment(environ: Mapping[str, str], place: JobPlace) -> str:
 def _determine_run_id(
     environ: Mapping[str, str], place: JobPlace, claim: Callable[..., str], suffix: str
 ) -> str:
-    """Return the run id: the user's, the job's, or one that the ranks of a node agree on.
+    """Return the run id, which the user, the job or the ranks of this node define.
 
-    If the environment has no name that is unique to this job, each node claims an id of its own.
-    Node 0's sidecar then sends the run id to the others (sidecar/nodes/membership.py).
+    If the environment contains no unique name of this job, the ranks of each node agree on an id.
+    Node 0's sidecar then sends its id to the other nodes (sidecar/nodes/membership.py).
     """
     configured = _to_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", ""))
     if configured:
@@ -239,25 +239,25 @@ def _determine_run_id(
     origin = os.getppid()
     job = "" if place.nodes == 1 else _to_folder_name(place.job)
     if place.elastic and (job or place.nodes == 1):
-        # A restart has another port and may have another world size, but the same agent.
+        # A restart has another port and maybe another world size. The agent process is the same.
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
     if job:
         return job + suffix
     digest = _hash_text(place.facts) if place.facts else _launcher_digest(origin)
-    # A launcher that does not restart its ranks may still start others: a loop in a shell, or a
+    # Even a launcher without restarts may start the same rank again, for example a shell loop or a
     # script that spawns twice.
     return claim(digest + suffix, origin, member=None if place.elastic else place.rank)
 
 
 def _to_folder_name(text: str) -> str:
-    """Return the text as a valid folder name; "" if no character is left."""
+    """Convert a text to a valid folder name; "" if no valid character remains."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip(".")[:80]
 
 
 def _launcher_digest(origin: int) -> str:
-    """Return a digest of the process that started the ranks.
+    """Return a hash of the process that started the ranks.
 
-    It is equal on all ranks of a node and over elastic restarts.
+    The hash is equal on all ranks of a node and stays the same over elastic restarts.
     """
     return _hash_text(f"{socket.gethostname()}/{origin}/{process_start_ticks(origin)}")
 
@@ -267,7 +267,7 @@ def _hash_text(text: str) -> str:
 
 
 def detect_program_name(environ: Mapping[str, str]) -> str:
-    """Return the program of this process, without folder and arguments.
+    """Return the name of this process's program, without folder and arguments.
 
     Examples: `train.py`, `package.module`, `train.ipynb`, `python`.
     """
@@ -277,46 +277,45 @@ def detect_program_name(environ: Mapping[str, str]) -> str:
 def derive_program_name(
     arguments: Sequence[str], main: ModuleType | None, environ: Mapping[str, str]
 ) -> str:
-    """Return the program's name, from sys.argv, the module `__main__` and the environment.
+    """Derive a program's name from sys.argv, the module `__main__` and the environment.
 
     - A script, folder or zip file: its name.
     - `python -m`: the name of the module.
     - A notebook's kernel: the name of the notebook, or `notebook` if it is not known.
-    - Code from the command line, stdin or the keyboard: `python`.
+    - Code from the command line, stdin or an interactive prompt: `python`.
     """
     started = str(arguments[0]) if arguments else ""
     if started in _NO_FILE:
         return "python"
     spec = getattr(main, "__spec__", None)
-    # Tools that run a script inside their own __main__, as cProfile does, have the spec of another
-    # file.
+    # With cProfile and similar tools, the spec of __main__ is the tool's and not the script's.
     module = getattr(spec, "name", None) if getattr(spec, "origin", None) == started else None
     name = module.removesuffix(".__main__") if module else _last_path_part(started)
-    # ipykernel_launcher.py, the launchers of Colab and Databricks, and `python -m ipykernel`.
+    # Matches ipykernel_launcher.py, the launchers of Colab and Databricks, `python -m ipykernel`.
     if name.removesuffix(".py").endswith("kernel_launcher") or name == "ipykernel":
         return _notebook_name(main, environ)
     return name
 
 
 def _last_path_part(path: str) -> str:
-    """Return the last meaningful part of a path, as text that can be exported.
+    """Return the last part of a path that is not `.`, `..` or `__main__.py`.
 
-    Its bytes may be invalid UTF-8.
+    Bytes that are invalid UTF-8 are replaced.
     """
     name = os.path.basename(path)
     if name in ("", ".", "..", "__main__.py"):
         try:
             path = os.path.realpath(path)
         except OSError:
-            # The working directory has been removed.
+            # realpath() fails if the working directory has been removed.
             return "python"
         name = os.path.basename(os.path.dirname(path) if name == "__main__.py" else path)
     return os.fsencode(name).decode(errors="replace") or "python"
 
 
 def _notebook_name(main: ModuleType | None, environ: Mapping[str, str]) -> str:
-    # VS Code sets the first in the notebook's namespace. Jupyter Server sets the second for the
-    # kernels that it starts.
+    # VS Code defines the variable in the notebook's namespace. Jupyter Server sets the environment
+    # variable for its kernels.
     for path in (getattr(main, "__vsc_ipynb_file__", None), environ.get("JPY_SESSION_NAME")):
         if isinstance(path, str) and path.endswith(".ipynb"):
             return _last_path_part(path)

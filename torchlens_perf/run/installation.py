@@ -1,4 +1,4 @@
-"""The pip command that installs this package or its extras from the original source."""
+"""Build the pip command that installs this package or its extras from the original source."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NAME = "torchlens-perf"
 
 
 def build_install_command(extra: str = "", *, options: str = "") -> str:
-    """Return a pip command for the package's origin, by direct_url.json (PEP 610).
+    """Return a pip command that installs the package from where it was installed before.
 
-    The origin is a clone, a repository, an archive or an index.
+    direct_url.json (PEP 610) names this source: a clone, a repository, an archive or an index.
     """
     return " ".join(["pip install", *filter(None, [options]), *_install_arguments(extra)])
 
 
 def _install_arguments(extra: str) -> list[str]:
-    # This import is slow.
+    # importlib.metadata is imported late because its import is slow.
     import importlib.metadata
 
     wanted = f"[{extra}]" if extra else ""
@@ -44,8 +44,8 @@ def _install_arguments(extra: str) -> list[str]:
     if os.path.exists(path):
         editable = origin.get("dir_info", {}).get("editable", False)
         return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
-    # The clone or wheel is gone, as is usual in images. Any index has the requirements of the
-    # extra.
+    # The clone or wheel no longer exists, as is common in images. The requirements of the extra can
+    # be installed from an index.
     needed = [
         each
         for each in distribution.requires or ()

@@ -1,8 +1,8 @@
-"""Location and owner of a rank's machine: switch or rack, scheduler's node, container, cloud.
+"""Detect the location of a rank's machine: switch, rack, Kubernetes node, container and cloud.
 
-No network requests are made. Names are OpenTelemetry's where it defines one (cloud.*, host.*,
-container.id, k8s.*). Clouds are recognized by DMI fields of the firmware that their documentation
-on identifying instances names.
+No network requests are made. Attributes have OpenTelemetry's names if it defines one (cloud.*,
+host.*, container.id, k8s.*). A cloud is recognized by DMI fields of the firmware. Each cloud
+documents these fields for identifying its instances.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from torchlens_perf.run.processes import read_kernel_text
 
 MAX_CHARACTERS = 64
-# Attributes that people look for, from the nearest to the farthest, with their titles in sentences.
+# Attributes in a location's text with their titles, from the nearest to the farthest place.
 _SHOWN = (
     ("network.switch", "switch"),
     ("host.rack", "rack"),
@@ -27,7 +27,7 @@ _SHOWN = (
 _OURS = frozenset(name for name, _ in _SHOWN)
 _CONTAINER = {
     "cgroup": re.compile(r"[/-]([0-9a-f]{64})\b"),
-    # Mounts of image layers look similar but have another path.
+    # The folder name distinguishes the container's id from digests of image layers.
     "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),
 }
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
@@ -45,7 +45,7 @@ def detect_location_attributes(
     for pair in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
         name, _, value = pair.partition("=")
         if name.strip() in _OURS and value.strip():
-            # Values set by the user override detected ones.
+            # Values that the user has set override detected values.
             found[name.strip()] = unquote(value.strip())
     return found
 
@@ -53,18 +53,16 @@ def detect_location_attributes(
 def describe_location(known: Mapping[str, str]) -> str:
     """Return the location as text, such as "switch leaf3, instance i-0abc"; "" if it is not known.
 
-    known: attributes of an identity.
+    known: attributes of a rank's Identity.
     """
     words = [f"{title} {known[name]}".strip() for name, title in _SHOWN if known.get(name)]
     return ", ".join(words)[:MAX_CHARACTERS]
 
 
 def _read_network_switch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the node's switch from Slurm's path, such as "core.leaf3.node12".
+    """Return the node's switch from Slurm's topology address, such as "core.leaf3.node12".
 
-    A second variable has the kind of each part.
-
-    Documentation: srun(1), SLURM_TOPOLOGY_ADDR, SLURM_TOPOLOGY_ADDR_PATTERN.
+    SLURM_TOPOLOGY_ADDR_PATTERN contains the kind of each part of SLURM_TOPOLOGY_ADDR, see srun(1).
     """
     address = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -92,9 +90,9 @@ def _detect_cloud(dmi: Path) -> dict[str, str]:
 
 
 def _detect_container(proc: Path) -> dict[str, str]:
-    """Return the container's id.
+    """Return the id of the container in which this process runs, if any.
 
-    Docker, containerd and CRI-O put its 64 digits into the names of control groups or mounts.
+    Docker, containerd and CRI-O use the 64 digits of the id in names of control groups or mounts.
     """
     for name, pattern in _CONTAINER.items():
         found = pattern.search(read_kernel_text(proc / "self" / name))

@@ -1,10 +1,10 @@
-"""Files by which a training process receives messages from its node's sidecar during a run.
+"""Mailbox files, in which a training process receives messages from its node's sidecar.
 
-They are next to its ring file. The training process creates and removes the file. The sidecar
-writes to it and never creates one. A late sidecar therefore leaves nothing behind, and a reader
-cannot get the text of another attempt or node.
+Mailboxes are next to the ring file. The training process creates and removes them. The sidecar only
+writes to existing mailboxes. A late sidecar therefore leaves no file behind, and a process never
+reads a message for another attempt or node.
 
-Results are also in the run directory. Training must not wait for its disk, which may not respond.
+Results are also in the run directory, but training must not wait for a disk that may not respond.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from pathlib import Path
 from torchlens_perf.output import above_standard_streams
 
 REPORT = ".report"
-"""Rank 0 waits here for its report at the end."""
+"""Mailbox for the report at the end of the run. Only rank 0 has one."""
 ANSWER = ".answer"
-"""A process waits here for the answer to a question. The file's first text is the question, RESULTS
-or STEPS.
+"""Mailbox for the answer to a question. The training process first writes its question, RESULTS or
+STEPS, into the file.
 """
 VIEW = ".view"
-"""The sidecar updates the results here while a user displays the run. The format is that of
+"""Mailbox for live results while a user displays the run. The format is that of the answer to
 RESULTS.
 """
 ALERTS = ".alerts"
-"""The sidecar updates the newest alerts here, as a JSON list."""
+"""Mailbox for the newest alerts as a JSON list."""
 FIGURES = ".figures"
-"""The sidecar updates the sums of this rank's steps here, as a JSON object
-(sidecar/live_results.py).
-"""
+"""Mailbox for the sums over this rank's steps as a JSON object (sidecar/live_results.py)."""
 KINDS = (REPORT, ANSWER, VIEW, ALERTS, FIGURES)
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
@@ -38,15 +36,14 @@ _POLL_INTERVAL_S = 0.01
 
 
 class Mailbox:
-    """The reader's end of a mailbox. One thread."""
+    """Mailbox of a training process, which creates and reads it on one thread."""
 
     @above_standard_streams()
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
-        """Make the file.
+        """Create the mailbox file.
 
-        Raise OSError, also if this process has a mailbox of that kind; no file is left then.
-
-        ring: the rank's ring file.
+        ring: path of the rank's ring file. question: text to write into the file. Raise OSError,
+        for example if the mailbox exists. The file is then not created.
         """
         self.path = ring.with_suffix(kind)
         self._pid = os.getpid()
@@ -62,9 +59,9 @@ class Mailbox:
                 raise
 
     def news(self) -> str | None:
-        """Return the text if it has changed since the last call, else None.
+        """Return the sidecar's message if it has changed since the last call, else None.
 
-        A call without news costs one system call.
+        If nothing has changed, the call costs one system call.
         """
         found = os.fstat(self._descriptor)
         state = found.st_mtime_ns, found.st_size
@@ -78,7 +75,7 @@ class Mailbox:
         return text.removesuffix(_END).decode(errors="replace")
 
     def wait(self, timeout_s: float) -> str | None:
-        """Wait for a changed text as news() returns it; None on timeout."""
+        """Wait for a new message and return it; None after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             text = self.news()
@@ -87,14 +84,14 @@ class Mailbox:
             time.sleep(_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Remove the file. A forked child leaves it to its parent."""
+        """Close and remove the file. In a forked child, the file stays for the parent."""
         os.close(self._descriptor)
         if self._pid == os.getpid():
             self.path.unlink(missing_ok=True)
 
 
 def read_question(mailbox: Path) -> str | None:
-    """Return the question in an ANSWER, on the sidecar; None if it is no longer open."""
+    """Return the question in an ANSWER mailbox; None if it has no question. Called by the sidecar."""
     try:
         descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -106,7 +103,7 @@ def read_question(mailbox: Path) -> str | None:
 
 
 def deliver_text(mailbox: str, text: str) -> None:
-    """Write a text to a mailbox, on the sidecar. Do nothing if its reader has gone. Raise OSError.
+    """Write a message to a mailbox if it still exists. Raise OSError. Called by the sidecar.
 
     mailbox: path of the file, or "".
     """

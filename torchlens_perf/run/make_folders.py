@@ -1,12 +1,12 @@
 """Make folders and check that they are writable, in the calling process or in a child.
 
-A call to a network disk that does not respond may last for minutes or forever, and no signal ends
+A system call to a network disk that does not respond may block forever, and no signal interrupts
 it. The training process therefore runs this file as a child, which imports nothing of this package.
-The child removes the folders that it made unless the parent sends KEEP, so also if the parent is
-killed.
+The child removes its new folders unless the parent sends KEEP. It also removes them if the parent
+is killed.
 
 Only this user, or optionally the folder's group, can enter the new folders. Existing folders must
-belong to this user or to root, because other users may have made them in a shared place.
+belong to this user or to root, because other users may have made them in a shared folder.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ _MAX_REMOVALS, _REST_S = 20, 0.1
 
 
 def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
-    """Make missing folders, and create and remove a file in the last one.
+    """Make missing folders, check that the last one is writable, and return the new folders.
 
-    Return the folders that were missing.
-
-    access: PRIVATE, or SHARED to let the group that the file system assigns read them. The folders
-    are in a run directory. Raise OSError if that is not possible; all new folders are removed then.
+    folders: folders in a run directory. access: PRIVATE, or SHARED to make new folders readable for
+    their group. Raise OSError if a folder cannot be made or used. All new folders are then removed.
     """
     made: list[str] = []
     try:
@@ -41,7 +39,7 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
                     _make_folder(folder, _MODES[access], made)
                     break
                 except FileNotFoundError:
-                    # Another rank has removed its own new folder, which contained this one.
+                    # Another rank has just removed the parent folder, which it had made itself.
                     if not tries_left:
                         raise
         # Process ids are not unique across containers, so the name is random.
@@ -50,7 +48,7 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
             probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
         try:
-            # Some network disks map root's files to another user.
+            # Some network disks assign root's files to another user.
             trusted = {0, os.geteuid(), os.fstat(descriptor).st_uid}
         finally:
             os.close(descriptor)
@@ -64,7 +62,7 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
 
 
 def _check_links(folder: str) -> None:
-    """Raise PermissionError if a folder or one of its two parents is a link of another user."""
+    """Raise PermissionError if a folder or one of its two parents is another user's link."""
     for each in (folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
         try:
             found = os.lstat(each)
@@ -77,7 +75,7 @@ def _check_links(folder: str) -> None:
 def _check_owners(folder: str, trusted: set[int]) -> None:
     """Raise PermissionError if a folder or its run directory belongs to another user.
 
-    The parent of the run directory is checked, too, if any user could have made it.
+    The parent of the run directory is also checked if any user could have made it.
     """
     run = os.path.dirname(folder)
     for each in (folder, run):
@@ -111,13 +109,13 @@ def _make_folder(folder: str, mode: int, made: list[str]) -> None:
     else:
         made.append(folder)
         found = stat.S_IMODE(os.stat(folder).st_mode)
-        # The umask has removed permissions.
+        # The umask may have removed permissions.
         if found & mode != mode:
             os.chmod(folder, found | mode)
 
 
 def remove_empty_folders(made: list[str]) -> bool:
-    """Remove those folders that exist and are empty. Return True if none of them is left."""
+    """Remove empty folders. Return True if none of the folders exists afterwards."""
     left = False
     for folder in reversed(made):
         try:
@@ -145,7 +143,7 @@ def _main() -> None:
     for _ in range(_MAX_REMOVALS):
         if remove_empty_folders(made):
             return
-        # Other ranks may have made folders in these and may remove them at this moment, too.
+        # Other ranks may have made folders inside these folders and may be removing them too.
         time.sleep(_REST_S)
 
 

@@ -1,12 +1,12 @@
-"""The numbers of torch's allocator that are recorded, and their names. Pure."""
+"""Select and name the recorded statistics of torch's CUDA allocator. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Names of MEMORY records. Bytes: value0 is the current value, value1 the peak since the user last
-# reset peaks. Counts: value0 is the count so far.
+# Names of MEMORY records. In a record of bytes, value0 is the current value and value1 the peak
+# since the user last reset peaks. In a record of a count, value0 is the current count.
 _BYTES = {
     "allocated": "allocated_bytes",
     "reserved": "reserved_bytes",
@@ -18,15 +18,14 @@ _COUNTS = {
     "device_allocs": "num_device_alloc",
     "device_frees": "num_device_free",
 }
-# Memory that the process may use: the device's memory, or the configured fraction of it.
+# Name of the record for the memory limit: the device's memory, or the configured fraction of it.
 LIMIT = "limit"
-# cudaMallocAsync leaves the other numbers at 0 (torch.cuda.memory_stats), so they are not read
-# there.
+# With cudaMallocAsync, torch.cuda.memory_stats reports 0 for the other statistics.
 _OF_BACKEND = {"native": (*_BYTES, *_COUNTS), "cudaMallocAsync": ("allocated", "reserved")}
 
 
 def has_statistics(backend: str) -> bool:
-    """Return True if the allocator has statistics. A user's own allocator has none.
+    """Return True if an allocator has statistics. Custom allocators have none.
 
     backend: value of torch.cuda.get_allocator_backend().
     """
@@ -34,9 +33,9 @@ def has_statistics(backend: str) -> bool:
 
 
 def read_quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
-    """Yield name, value0 and value1 for each number in `stats`. Missing numbers are left out.
+    """Yield name, value0 and value1 of a MEMORY record for each recorded statistic.
 
-    stats: value of torch.cuda.memory_stats_as_nested_dict().
+    stats: value of torch.cuda.memory_stats_as_nested_dict(). Statistics that it lacks are skipped.
     """
     for name in _OF_BACKEND[backend]:
         if name in _BYTES and _BYTES[name] in stats:

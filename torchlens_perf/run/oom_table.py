@@ -1,8 +1,9 @@
-"""Convert a snapshot of torch's allocator to a table of live memory blocks. Pure.
+"""Convert a snapshot of torch's allocator to a table of live memory blocks. Pure functions.
 
 The snapshot is the value of torch.cuda.memory._snapshot(). Blocks are grouped by the Python stack
-of their allocation, and by the modules whose forward() is in it. Blocks without a stack are grouped
-by size. They were allocated while the history was off, or by a thread of autograd.
+of their allocation and by the modules whose forward() is on that stack. Blocks without a stack are
+grouped by size. Such blocks were allocated while the memory history was off, or by a thread of
+autograd.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-# Number of blocks that are processed one by one, largest first.
+# Largest number of blocks that are assigned to rows, largest blocks first.
 MAX_BLOCKS = 50_000
 MAX_ROWS = 40
 _MAX_FRAMES = 6
@@ -24,30 +25,29 @@ Forwards = Mapping[str, Sequence[tuple[int, str]]]
 
 
 class LiveMemoryRow(TypedDict):
-    """Live blocks that were allocated at one place."""
+    """Live memory blocks that were allocated by the same line of code."""
 
     module: str
-    """Classes whose forward() was running, outermost first, such as "GPT > Block > MLP"; "" for
-    none.
+    """Classes whose forward() was running, outermost first, such as "GPT > Block > MLP"; "" if no
+    forward() was running.
     """
     stack: list[str]
-    """The innermost frames outside of torch, innermost first, such as "train.py:12 forward". Empty
-    without a stack.
+    """Innermost frames outside torch, innermost first, such as "train.py:12 forward". The list is
+    empty if the allocation has no stack.
     """
     bytes: int
     blocks: int
     largest_bytes: int
     new_blocks: int | None
-    """Number of these blocks that were allocated within the history; None without a history."""
+    """Number of these blocks that the memory history contains; None if the history is off."""
 
 
 class LiveMemoryTable(TypedDict):
-    """The live blocks of one device, most bytes first, and the use of its segments."""
+    """Live memory blocks of one device, most bytes first, and statistics of its segments."""
 
     rows: list[LiveMemoryRow]
     other_bytes: int
-    """Bytes of live blocks that are in no row: those of smaller rows, and blocks below MAX_BLOCKS.
-    """
+    """Bytes of live blocks in no row: those of omitted rows, and blocks beyond MAX_BLOCKS."""
     other_blocks: int
     without_stack_bytes: int
     allocated_bytes: int
@@ -55,19 +55,19 @@ class LiveMemoryTable(TypedDict):
     """Bytes of freed blocks that another stream may still use."""
     reserved_bytes: int
     inactive_bytes: int
-    """Free bytes inside of segments."""
+    """Free bytes inside segments."""
     largest_inactive_bytes: int
     segments: int
     expandable: bool
-    """True if segments can grow. Inactive memory can then be returned page by page."""
+    """True if segments can grow. The allocator can then return inactive memory page by page."""
     history_events: int
-    """Number of allocations and frees in the history; 0 if it was off."""
+    """Number of allocations and frees in the memory history; 0 if the history was off."""
     history_s: float | None
-    """Length of the history in seconds."""
+    """Length of the memory history in seconds."""
 
 
 class InitialOutOfMemory(TypedDict):
-    """The data that a process records at once when its device is out of memory."""
+    """Data that a process records when its device is out of memory, before later fields are set."""
 
     schema: int
     process: str
@@ -83,30 +83,25 @@ class InitialOutOfMemory(TypedDict):
     free_bytes: int
     module: str
     stack: list[str]
-    """Stack of the failed allocation, in the format of LiveRow."""
+    """Stack of the failed allocation, in the format of LiveMemoryRow.stack."""
     inside: list[str]
     """Open spans of the process, outermost first."""
     untold: int
-    """Number of earlier errors without a table."""
+    """Number of earlier out-of-memory errors for which no table was made."""
     table: LiveMemoryTable | None
     took_s: float
 
 
 class OutOfMemory(InitialOutOfMemory, total=False):
-    """Content of an out-of-memory file.
-
-    The node's state and the report have a copy with the largest rows.
-    """
+    """Content of an out-of-memory file. The node's state and the report have its largest rows."""
 
     device_bytes: int
     caught: bool
     """True if the watch ended without an error afterwards."""
     earlier: str | None
-    """File of the previous table. It is set if this error followed too soon to get a table of its
-    own.
-    """
+    """File with the previous error's table, if this error followed too soon for a new table."""
     file: str
-    """Path within the run directory. The sidecar sets it."""
+    """Path within the run directory. The sidecar fills in this field."""
 
 
 def build_live_table(
@@ -117,7 +112,7 @@ def build_live_table(
     max_blocks: int = MAX_BLOCKS,
     max_rows: int = MAX_ROWS,
 ) -> LiveMemoryTable:
-    """Return the table of one device. max_*: limits, which tests change."""
+    """Build the table of one device. max_blocks, max_rows: limits, which tests change."""
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     live = [block for block in blocks if block["state"] != "inactive"]
@@ -153,8 +148,7 @@ def build_live_table(
 def _group_blocks(
     blocks: Sequence[Mapping[str, Any]], places: AllocationSites, new: set[int] | None
 ) -> list[LiveMemoryRow]:
-    # Stacks share frame objects. Comparing frames by identity takes a tenth of the time of
-    # comparing their contents.
+    # Stacks share frame objects. Comparing their ids is ten times faster than comparing contents.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
     for block in blocks:
         frames = block.get("frames")
@@ -179,7 +173,7 @@ def _group_blocks(
 
 
 def _read_history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
-    """Return the history's allocated addresses, number of events, and length in seconds."""
+    """Return the memory history's allocated addresses, number of events and length in seconds."""
     traces = snapshot.get("device_traces", ())
     trace = (
         [each for each in traces[device] if each["action"] in _EVENTS]
@@ -196,21 +190,21 @@ _EVENTS = ("alloc", "free_completed")
 
 
 class AllocationSites:
-    """Convert stacks to the places of allocations.
+    """Convert stacks of allocations to the module and stack of a LiveMemoryRow.
 
-    Each frame is processed once, because stacks share frames.
+    Stacks share frame objects, so the result for each frame is cached.
     """
 
     def __init__(self, forwards: Forwards, hidden: tuple[str, ...]) -> None:
-        """hidden: paths of packages whose frames are not shown."""
+        """hidden: paths of packages whose frames are left out."""
         self._forwards = forwards
         self._hidden = hidden
-        # By id(frame): class, text, and whether the frame is shown. The frame itself keeps the id
+        # By id(frame): class, text, whether the frame is shown, and the frame, which keeps the id
         # valid.
         self._known: dict[int, tuple[str, str, bool, Mapping[str, Any]]] = {}
 
     def of(self, frames: Frames) -> tuple[str, tuple[str, ...]]:
-        """Return the module and the stack of a LiveRow for these frames, innermost first."""
+        """Return the module and the stack of a LiveMemoryRow. frames: innermost first."""
         looked_at = [self._known.get(id(frame)) or self._frame(frame) for frame in frames]
         classes = [name for name, *_ in reversed(looked_at) if name]
         if len(classes) > _MAX_CLASSES:

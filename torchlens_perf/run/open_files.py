@@ -1,4 +1,4 @@
-"""The limit of files that this process may have open."""
+"""Raise the limit of files that this process may have open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def raise_open_file_limit() -> int:
-    """Raise the process's limit of open files as far as it may, and return it."""
+    """Raise the soft limit of open files to the hard limit if possible, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

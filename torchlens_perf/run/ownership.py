@@ -1,8 +1,8 @@
-"""Checks of who can change a file, and private files that other users can neither read nor replace.
+"""Check who can change a file, and write files that other users can neither read nor replace.
 
-Native code is only loaded from places that only this user and root can write to. Files that we
-write are new, or already ours. Files that we read must be regular files, because opening a FIFO or
-a device could block.
+Native code is loaded only from folders that only this user and root can write to. Files that this
+package writes are new or belong to this user. Files that it reads must be regular files, because
+opening a FIFO or a device could block.
 """
 
 from __future__ import annotations
@@ -18,34 +18,31 @@ from pathlib import Path
 
 _ROOT_UID = 0
 _PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
-# The kernel has the same limit.
+# The kernel follows at most the same number of links.
 _MAX_LINKS = 40
 _MODE_LIFETIME_S, _MAX_MODES = 30.0, 64
 _modes: dict[str, tuple[float, int]] = {}
-"""For each folder: time of the last check, and the mode of new files in it. Used on any thread."""
+"""For each folder: time of the last check, and mode of new files. Any thread may use it."""
 
 
 def why_others_can_change(path: Path) -> str | None:
-    """Return why another user could change the file at `path`; None if none could.
-
-    Root and this user do not count.
+    """Return why a user other than root could change the file at `path`; None if none could.
 
     All folders and symbolic links are checked from the top down, then the file. Each must belong to
     this user or to root and must not be writable by others. Parent folders may be sticky, as /tmp
-    is. No other user can replace a checked part afterwards, so there is no race between check and
-    use.
+    is. Other users cannot replace a part that has been checked, so the result stays valid.
 
-    Group permissions also cover access control lists, as they are the mask of a list. `/` is not
-    checked: a user who can change it can change Python, too.
+    The group permissions also cover access control lists, because they are the mask of such a list.
+    `/` is not checked, because a user who can change `/` can also change Python.
 
-    Raise OSError if the file does not exist or cannot be checked. Any thread.
+    Raise OSError if the file does not exist or cannot be checked. Any thread may call this.
     """
     if not path.is_absolute():
         return f"{path} is not an absolute path"
     at, to_come, links = Path("/"), list(reversed(path.parts)), 0
     while to_come:
         part = to_come.pop()
-        # `at` contains no link, because links were followed.
+        # `at` contains no links, because they have been followed.
         at = at.parent if part == ".." else at / part
         if part in ("..", "/"):
             continue
@@ -67,11 +64,14 @@ def why_others_can_change(path: Path) -> str | None:
 
 
 class NotRegularFileError(OSError):
-    """A FIFO, a device or a socket in the place of a regular file."""
+    """The path leads to a FIFO, a device or a socket instead of a regular file."""
 
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
-    """Open a regular file without blocking. Raise OSError or NotRegularFileError. Any thread."""
+    """Open a regular file without blocking. Raise OSError or NotRegularFileError.
+
+    Any thread may call this.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -83,22 +83,21 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
 
 
 class TooLargeError(OSError):
-    """A file that is larger than any that this package writes in its place."""
+    """The file is larger than any file that this package writes to its path."""
 
 
 def read_regular_file(path: str | os.PathLike[str], at_most: int) -> bytes:
-    """Return a regular file's content.
+    """Return the content of a regular file.
 
-    Raises as open_to_read(), and TooLargeError for more than `at_most` bytes.
+    The size is checked before the file is read, because a huge sparse file takes no disk space.
 
-    A sparse file of any size takes no room on its disk, so a file's size is checked before it is
-    read.
+    Raise TooLargeError for more than `at_most` bytes, and the same errors as open_to_read().
     """
     with open(open_to_read(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # read() allocates the requested number of bytes, so `at_most` would waste memory.
+        # read(at_most) would waste memory, because read() allocates the requested number of bytes.
         content = b"" if size > at_most else file.read(size + 1)
-        # The file has grown since fstat().
+        # If there is more content, the file has grown since fstat().
         if len(content) > size:
             content += file.read(at_most + 1 - len(content))
         if max(size, len(content)) > at_most:
@@ -109,15 +108,14 @@ def read_regular_file(path: str | os.PathLike[str], at_most: int) -> bytes:
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
-    """Open this user's file for appending, or create it with the mode that create_private_file() uses.
+    """Open this user's file for appending, or create it with the mode of create_private_file().
 
-    Follow no link.
-
-    This is an opener for open(), which passes the flags. Any thread. Raise OSError: PermissionError
-    for another user's file, NotRegularFileError for a file that is not regular.
+    Symbolic links are not followed. This function is an opener for open(), which passes the flags.
+    Any thread may call it. Raise OSError: PermissionError for another user's file,
+    NotRegularFileError for a file that is not regular.
     """
     folder = os.path.dirname(path)
-    # These calls come first, so that an error leaves no new file.
+    # These calls may fail, so they are made before the file is created.
     owners, mode = _owners_of_new_files(folder), _mode_of_new_files(folder)
     flags |= (
         os.O_WRONLY
@@ -146,18 +144,16 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
 def create_private_file(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
     """Open a new file for writing, with mode 0600, or 0640 in a folder that is shared with a group.
 
-    Ignore the umask.
-
-    An existing file is removed, not overwritten. like: a folder whose mode decides, by default the
-    file's. Raise OSError. Any thread.
+    The umask has no effect. An existing file is removed and not overwritten. Any thread may call
+    this. like: folder that determines the mode, by default the file's own folder. Raise OSError.
     """
     mode = _mode_of_new_files(like or os.path.dirname(path))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
     except FileExistsError:
-        # Existence is only checked on an error, because each call is a request to a shared disk's
-        # metadata server.
+        # unlink() is only called after an error, because each call is a request to the metadata
+        # server of a shared disk.
         os.unlink(path)
         descriptor = os.open(path, flags, 0o600)
     if mode != 0o600:
@@ -168,7 +164,7 @@ def create_private_file(path: str | os.PathLike[str], like: str | os.PathLike[st
 def write_private_file(
     path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = ""
 ) -> None:
-    """Write a new file with create_private_file(). Raise OSError."""
+    """Write content to a new file of create_private_file(). Raise OSError."""
     with open(create_private_file(path, like), "wb") as file:
         file.write(
             content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
@@ -176,11 +172,9 @@ def write_private_file(
 
 
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
-    """Write all content to an unbuffered file.
+    """Write all content to an unbuffered file. Raise OSError.
 
-    One write(2) to an almost full disk may be partial, without an error.
-
-    Raise OSError.
+    On an almost full disk, one write(2) may write only a part of the content without an error.
     """
     rest = memoryview(content)
     while rest:
@@ -197,10 +191,10 @@ def is_group_readable(folder: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def restrict_new_files_like(folder: Path) -> Iterator[None]:
-    """Make new files readable for this user, and for the folder's group if it can read the folder.
+    """Context in which new files are as private as a folder: readable for its group, or not.
 
-    Only this user can read them if the folder does not exist. This sets the umask of the whole
-    process, so it must not be used in training processes.
+    If the folder does not exist, only this user can read new files. The context changes the umask
+    of the whole process, so training processes must not use it.
     """
     with contextlib.ExitStack() as leaving:
         leaving.callback(os.umask, os.umask(_PRIVATE_UMASK))
@@ -219,17 +213,17 @@ def is_trusted_request(path: Path, run: Path) -> bool:
 
 
 def _owners_of_new_files(folder: str | os.PathLike[str]) -> set[int]:
-    """Return the owners of files that this process creates in a folder.
+    """Return the possible owners of files that this process creates in a folder.
 
-    Some network disks map them to another user.
+    Some network disks assign new files to another user.
     """
     return {os.geteuid(), os.stat(folder or ".").st_uid}
 
 
 def _mode_of_new_files(folder: str | os.PathLike[str]) -> int:
-    """Return the mode of new files.
+    """Return the mode for new files in a folder.
 
-    It is cached for _MODE_LIFETIME_S, because each check is a request to a shared disk.
+    The mode is cached for _MODE_LIFETIME_S, because each check is a request to a shared disk.
     """
     name, now_s = os.path.abspath(folder), time.monotonic()
     looked_s, mode = _modes.get(name, (float("-inf"), 0))

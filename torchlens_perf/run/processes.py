@@ -1,6 +1,6 @@
-"""Process data from /proc.
+"""Read data on processes from /proc.
 
-Imports almost nothing, for a fast start of the sidecar (sidecar/start/wait.py).
+This module imports almost nothing, because the sidecar must start fast (sidecar/start/wait.py).
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import os
 import time
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-"""The unit of CPU times in /proc/PID/stat."""
+"""Number of clock ticks per second. /proc/PID/stat counts CPU time in these ticks."""
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks after boot; None if it does not exist.
+    """Return when a process started, in clock ticks after boot; None if it does not exist.
 
-    Source: proc_pid_stat(5), field 22.
+    Zombies count as processes that do not exist. Source: proc_pid_stat(5), field 22.
     """
     state, started = process_state_and_start(pid)
     return None if state in ("", "Z", "X") else started
 
 
 def process_age_s(started: int) -> float:
-    """Return the age of a process of this boot in seconds. started: in clock ticks after boot."""
+    """Return the age of a process in seconds. started: its start in clock ticks after boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / TICKS_PER_S
 
 
@@ -31,7 +31,7 @@ def process_state_and_start(pid: int, thread: int | None = None) -> tuple[str, i
 
     The state is "" if the process does not exist.
 
-    thread: native id of one of its threads, whose state is returned instead.
+    thread: native id of a thread of the process, for which both are returned instead.
     """
     fields = read_stat_fields(
         f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
@@ -40,7 +40,7 @@ def process_state_and_start(pid: int, thread: int | None = None) -> tuple[str, i
 
 
 def thread_ids(pid: int) -> list[int]:
-    """Return the native ids of a process's threads; empty if it does not exist."""
+    """Return the native ids of a process's threads; an empty list if it does not exist."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -48,7 +48,7 @@ def thread_ids(pid: int) -> list[int]:
 
 
 def process_cpu_time_s(pid: int) -> float:
-    """Return the CPU time of a process, with ended threads; 0 if it does not exist."""
+    """Return the CPU time of a process, including ended threads; 0 if it does not exist."""
     fields = read_stat_fields(f"/proc/{pid}/stat")
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
@@ -64,17 +64,17 @@ def thread_cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
 
 
 def main_thread_cpu_wait_ns(pid: int) -> int | None:
-    """Return the time in ns that a process's main thread was runnable without a CPU.
+    """Return the total time in ns that a process's main thread was runnable but had no CPU.
 
-    Return None if the kernel has no such count.
+    Return None if the kernel does not count this time.
     """
     return _read_schedstat(f"/proc/{pid}/task/{pid}/schedstat", 1)
 
 
 def clock_without_cpu_wait_ns() -> int:
-    """Return a clock in ns that stops while this thread is runnable without a CPU.
+    """Return the time in ns of a clock that stops while this thread is runnable but has no CPU.
 
-    It never stops if the kernel does not count that time.
+    The clock never stops if the kernel does not count this time.
     """
     return time.monotonic_ns() - (_read_schedstat("/proc/thread-self/schedstat", 1) or 0)
 
@@ -88,11 +88,10 @@ def _read_schedstat(path: str, field: int) -> int | None:
 
 
 def is_signal_in_set(field: str, number: int, pid: int | str = "self") -> bool:
-    """Return True if a signal is in a set of a process (proc(5)).
+    """Return True if a signal is in a set of signals of a process (proc(5)).
 
-    Sets are "SigCgt" for caught and "SigIgn" for ignored signals.
-
-    Raise OSError if the process does not exist.
+    field: "SigCgt" for caught or "SigIgn" for ignored signals. number: of the signal. Raise OSError
+    if the process does not exist.
     """
     with open(f"/proc/{pid}/status") as status:
         mask = next(line.partition(":")[2] for line in status if line.startswith(f"{field}:"))
@@ -100,9 +99,10 @@ def is_signal_in_set(field: str, number: int, pid: int | str = "self") -> bool:
 
 
 def child_pids(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
-    """Return the children of the main thread, such as data loader workers.
+    """Return the pids of a process's children, such as data loader workers.
 
-    The list is empty if the kernel was built without CONFIG_PROC_CHILDREN.
+    Only the main thread's children are listed. The list is empty if the kernel was built without
+    CONFIG_PROC_CHILDREN.
     """
     return [
         int(child)
@@ -111,7 +111,7 @@ def child_pids(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
 
 
 def read_command_line(pid: int) -> list[str]:
-    """Return a process's arguments; empty if it does not exist or belongs to another user."""
+    """Return a process's arguments; an empty list if they cannot be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             return [
@@ -131,9 +131,10 @@ def read_kernel_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_stat_fields(path: str) -> list[bytes]:
-    """Return the fields after the program's name, which may contain any character.
+    """Return the fields of a stat file after the program's name; an empty list if it is missing.
 
-    Field n is at n - 3. [] if it is gone.
+    The program's name may contain spaces and parentheses. Field n of proc_pid_stat(5) has the index
+    n - 3.
     """
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,6 +1,6 @@
-"""Sets of ranks as short text, such as "0-3,8,16-1000/8".
+"""Format and parse sets of ranks as short text, such as "0-3,8,16-1000/8".
 
-A group of ten thousand ranks is usually a few ranges.
+Even a group of ten thousand ranks usually consists of a few ranges.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_RANKS = 1 << 20
-"""Largest number of ranks in one text. The text may come from an untrusted source and could
+"""Largest number of ranks that parse_ranges() returns. A text from an untrusted source could
 otherwise use all memory.
 """
 
 
 def format_ranges(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as ranges `first-last/stride`, joined by commas."""
+    """Format ranks as ascending ranges `first-last/stride`, joined by commas."""
     parts, left = [], sorted(ranks)
     while left:
         stride = left[1] - left[0] if len(left) > 1 else 1
@@ -22,7 +22,7 @@ def format_ranges(ranks: Sequence[int]) -> str:
         while count < len(left) and left[count] - left[count - 1] == stride:
             count += 1
         if count == 2 and stride > 1:
-            # Two ranks are not yet a pattern, so the second may begin a range.
+            # Two ranks are not a pattern. The second one may be the start of another range.
             count = 1
         first, last = left[0], left[count - 1]
         parts.append(
@@ -33,15 +33,12 @@ def format_ranges(ranks: Sequence[int]) -> str:
 
 
 def format_rank_list(ranks: Sequence[int]) -> str:
-    """Return ascending ranks for a sentence: "rank 3", "ranks 1,4-7"."""
+    """Format ranks for a sentence, such as "rank 3" or "ranks 1,4-7"."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the ranks in a text of format_ranges(), at most MAX_RANKS.
-
-    Raise ValueError for other text.
-    """
+    """Parse a text of format_ranges(). Raise ValueError if the text is invalid or too long."""
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         span, _, stride = part.partition("/")

@@ -1,6 +1,6 @@
-"""The final, immutable values that the sidecar computes.
+"""Immutable values that the sidecar computes from records: spans, step tables and traces.
 
-Times are nanoseconds; `*_s` fields are seconds.
+Times are nanoseconds. Fields named `*_s` are seconds.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The parts of a step's time, which add up to its duration. "host" is the remainder. "tool" is the
-# time in the Python hooks of this package.
+# The parts of a step, whose times add up to its duration. "tool" is the time in this package's
+# Python hooks. "host" is the rest.
 PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
-# The parts that are the rank's own work: without waiting for other ranks, and without this
-# package's time.
+# The parts that are a rank's own work, without waiting for other ranks and this package's time.
 OWN_PARTS = ("data", "forward", "recompute", "backward", "optimizer", "host")
 OWN_COLUMNS = [PARTS.index(part) for part in OWN_PARTS]
-"""Indexes of OWN_PARTS in columns of PARTS."""
+"""Indexes of OWN_PARTS in PARTS."""
 
 
 class Span(NamedTuple):
-    """One closed interval of one rank, with its name and place in the step.
+    """A named time interval within a step of one rank.
 
-    A tuple, because runs have millions of spans.
+    This class is a tuple because runs have millions of spans.
     """
 
     kind: str
     name: str
     step: int
     start_ns: int
-    """CLOCK_MONOTONIC of the rank's node."""
+    """Start by CLOCK_MONOTONIC of the rank's node."""
     duration_ns: int
     depth: int
     flags: int
@@ -53,27 +52,23 @@ class StepTable:
     micro_steps: npt.NDArray[np.int64]
     flags: npt.NDArray[np.int64]
     workload: npt.NDArray[np.int64]
-    """Tokens or samples per step, as reported by the job or counted in its batches; -1 if not
-    known.
+    """Tokens or samples per step that the job has reported or its batches contain; -1 if not known.
     """
     cpu_ns: npt.NDArray[np.int64]
     """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 if not measured."""
     ready_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: time that the training thread was runnable without a CPU; -1 if
-    not measured.
+    """Shape [steps, len(PARTS)]: time that the training thread was runnable but had no CPU; -1 if
+    not measured. In steps timed by the device's clock, only time that delayed the device counts.
     """
     issue_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: the host's own time to issue the device's work; 0 in steps timed
-    by the host's clock.
+    """Shape [steps, len(PARTS)]: time that the host spent on issuing the device's work; 0 in steps
+    timed by the host's clock.
     """
     issue_ready_ns: npt.NDArray[np.int64]
-    """`ready_ns` of the host. In steps timed by the device's clock, `ready_ns` only has the part
-    that delayed the device.
-    """
+    """Shape [steps, len(PARTS)]: all time that the training thread was runnable but had no CPU."""
     lag_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: the device's lag behind the host at the start of each part.
-
-    It is 0 in steps timed by the host's clock.
+    """Shape [steps, len(PARTS)]: the device's lag behind the host at the start of each part; 0 in
+    steps timed by the host's clock.
     """
 
     def __len__(self) -> int:
@@ -89,19 +84,19 @@ class StepTable:
 
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:
-        """Own time: the step without blocking communication and without this package's time."""
+        """Own time: each step's duration without blocking communication and this package's time."""
         own: npt.NDArray[np.int64] = self.parts_ns[:, OWN_COLUMNS].sum(axis=1)
         return own
 
     @property
     def work_ns(self) -> npt.NDArray[np.int64]:
-        """Own time without time runnable without a CPU, if that was measured."""
+        """Work: own time without the time that the training thread was runnable but had no CPU."""
         work: npt.NDArray[np.int64] = self.work_by_part_ns.sum(axis=1)
         return work
 
     @property
     def work_by_part_ns(self) -> npt.NDArray[np.int64]:
-        """Shape [steps, len(OWN_PARTS)]: `work_ns` of each part."""
+        """Work of each own part, with the shape [steps, len(OWN_PARTS)]."""
         own_ns, ready_ns = self.parts_ns[:, OWN_COLUMNS], self.ready_ns[:, OWN_COLUMNS].clip(min=0)
         work: npt.NDArray[np.int64] = own_ns - ready_ns.clip(max=own_ns)
         return work
@@ -109,7 +104,7 @@ class StepTable:
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
-    """All data of one step of one rank, for export as spans."""
+    """One step of one rank with all of its spans, for export as a trace."""
 
     step: int
     start_ns: int
@@ -120,30 +115,26 @@ class StepTrace:
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A step of one attempt of the job that is exported as a trace.
-
-    All nodes export the same ranks of it.
-    """
+    """A step of one attempt of the job that all nodes export as a trace."""
 
     attempt: int
     step: int
     because: str
-    """Why the step was selected: first, number, slow or verdict."""
+    """Reason why the step was selected: first, number, slow or verdict."""
     roles: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Exported ranks by reason, such as ("slow", (3, 17)). If empty, all ranks are exported."""
     max_spans: int = 0
-    """Largest number of spans of a rank, not counting the step's own; 0 for no limit."""
+    """Largest number of spans per rank, not counting the span of the step; 0 for no limit."""
     left_out: int = 0
-    """Number of selected steps since the previous exported one that were dropped for lack of room.
-    """
+    """Number of selected steps since the last exported step that were dropped for lack of space."""
 
     def role(self, rank: int) -> str | None:
-        """Return why the rank is exported; "" if all ranks are; None if it is not."""
+        """Return why a rank is exported; "" if all ranks are exported; None if it is not."""
         if not self.roles:
             return ""
         return next((name for name, ranks in self.roles if rank in ranks), None)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The exported ranks; () if all ranks are."""
+        """The exported ranks in ascending order; () if all ranks are exported."""
         return tuple(sorted({rank for _, ranks in self.roles for rank in ranks}))

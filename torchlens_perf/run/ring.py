@@ -1,10 +1,9 @@
-"""The ring file: records of fixed size that one process writes and another reads.
+"""The ring file, in which a training process writes records that its node's sidecar reads.
 
-The reader may read them during the writer's life and after its death.
-
-A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest
-record, so it never waits for a reader. Each record has a sequence number, so a reader can count the
-records it missed. A killed process leaves its newest records and its stack of open spans.
+A ring file is preallocated, mapped into memory and never grows. Records have a fixed size. The
+writer overwrites the oldest record, so it never waits for a reader. Each record has a sequence
+number, so a reader can count the records that it missed. After a process was killed, a reader still
+finds the newest records and the stack of open spans.
 
 ::
 
@@ -13,7 +12,7 @@ records it missed. A killed process leaves its newest records and its stack of o
     12288  names    length-prefixed UTF-8; a record's name_id is the index in this list
     274432 records  64 bytes each
 
-`recorder/recorder.py` writes records. This module makes the file, interns names and reads.
+`recorder/recorder.py` writes records. This module creates the file, interns names, and reads.
 """
 
 from __future__ import annotations
@@ -47,33 +46,33 @@ RECORD_BYTES = 64
 MAX_FRAMES = 64
 MAX_GROUPS = 48
 FRAME_BYTES = 32
-# Words of a row in the table of groups: name id and begun, issued, ended.
+# Each row of the table of process groups has three 64-bit words: name id and started operations,
+# issued operations, ended operations.
 GROUP_WORDS = 3
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET = 274432
-# The remaining pages of a very long ring are mapped when they are first written.
+# Pages of a ring file beyond this size are mapped when they are first written.
 _MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
-# Records that writers on several threads may have started and not finished (the Python
-# implementation).
+# Largest number of records that several threads may be writing at once (Python implementation).
 IN_FLIGHT = 64
-# A STEP record's value1: micro-steps in the low bits, and above them the workload plus 1 (0: not
-# known).
+# value1 of a STEP record contains the micro-steps in its low bits. The high bits are the workload
+# plus 1, or 0 if the workload is not known.
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
-# No ring reaches this number of records. A larger count means a damaged file.
+# No process writes this number of records. A larger count means that the file is damaged.
 _LAST = 1 << 62
-# A DEVICE record's value1 if the device's clock is not known well enough.
+# value1 of a DEVICE record if the device's clock cannot be compared with the host's clock.
 UNKNOWN_NS = (1 << 63) - 1
-# In a MERGED record's value0, the bits from this one on are the slowest rank plus 1.
+# The bits of a MERGED record's value0 from this position on are the slowest rank plus 1.
 MERGED_RANK_SHIFT = 44
-# The section in which a rank starts or writes a capture. Nodes send 16 bytes of this name to each
-# other.
+# Name of the section in which a rank starts or writes a capture. Messages between nodes contain the
+# first 16 bytes of it.
 CAPTURING = "perf capture"
-# On this signal, a process writes its stack to the file that its metadata name.
+# On this signal, a process writes its stack to the file whose path is in its metadata.
 STACK_SIGNAL = signal.SIGUSR2
-# Name 0: the step itself, and all names that do not fit into the table.
+# The name with id 0, for steps and for all names that do not fit into the table.
 OTHER_NAMES = "(other)"
 
 # Header fields that change while the job runs: indexes of 64-bit words.
@@ -86,26 +85,26 @@ _FIXED = struct.Struct("<8sIIQQQQQQ")
 
 
 class RingFile:
-    """The writer's end of a ring file: makes and maps it, interns names, publishes metadata.
+    """Ring file of a writer, which creates and maps it, interns names and publishes metadata.
 
-    Any thread of the process that made it. Only rare operations take the lock: new names, new
-    groups and new metadata. The lock is re-entrant, because a signal handler may interrupt an
+    Any thread of the writer's process may use it. Only rare operations acquire the lock: new names,
+    new groups and new metadata. The lock is re-entrant because a signal handler may interrupt an
     operation and call it again.
     """
 
     def __init__(
         self, path: Path, capacity: int, first_step: int = 0, *, anonymous: bool = False
     ) -> None:
-        """Create the file, mode 0600, with room for `capacity` records (a power of two).
+        """Create the file with mode 0600 and space for `capacity` records, a power of two.
 
-        first_step: index of the step of the first records. anonymous: use memory without a file,
-        with a link at `path` (rings/memory.py). Raise OSError if there is no room. No file is left
-        after an error.
+        first_step: index of the step of the first records. anonymous: use anonymous memory, with a
+        link to it at `path` (rings/memory.py). Raise OSError if there is not enough space. No file
+        is left after an error.
         """
         self.path = path
-        # The run directory. A later process finds it here if all processes of the run were killed.
+        # Path of the run directory. The drain program needs it if the run was killed.
         self.run_dir = ""
-        # Descriptor of anonymous memory. Other processes open the memory by it.
+        # Descriptor of anonymous memory. Other processes open the memory through the descriptor.
         self._descriptor: int | None = None
         size = RECORDS_OFFSET + capacity * RECORD_BYTES
         if anonymous:
@@ -114,7 +113,7 @@ class RingFile:
             self.buffer = memory.reserve_file(path, size)
         try:
             for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
-                # Each page is mapped now, because a page fault costs more than a mark.
+                # Pages are mapped now, because a page fault takes longer than writing a record.
                 self.buffer[page] = 0
             self._lock = threading.RLock()
             # For each name, its id and the end of its text in the table.
@@ -136,7 +135,7 @@ class RingFile:
             raise
 
     def intern(self, name: str) -> int:
-        """Return the id of `name`; 0 if the table is full, which is counted."""
+        """Return the id of `name`. If the table is full, count a lost name and return 0."""
         known = self._names.get(name)
         return self._intern_new(name) if known is None else known[0]
 
@@ -153,8 +152,7 @@ class RingFile:
                 return 0
             struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
             try:
-                # One assignment: an exception in a signal handler leaves the name either known or
-                # unknown.
+                # A single assignment stays consistent if a signal handler raises an exception.
                 self._names[name] = name_id, end
             finally:
                 self._words[NAMES_USED] = end if name in self._names else used
@@ -162,9 +160,9 @@ class RingFile:
             return name_id
 
     def set_name_listener(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with every name but the first, in the order of their ids.
+        """Call `listener` with every name except OTHER_NAMES, in the order of their ids.
 
-        It gets existing names at once.
+        The listener is called with existing names at once.
         """
         with self._lock:
             self._name_listener = listener
@@ -176,27 +174,24 @@ class RingFile:
             return
         names = self.names()
         while self._names_told < len(names):
-            # The counter is increased first, because a signal handler may intern a name during the
-            # call.
+            # A signal handler may intern a name during the call, so increase the counter first.
             self._names_told += 1
             listener(names[self._names_told - 1])
 
     def names(self) -> list[str]:
-        """All names interned so far, by id."""
+        """Return all interned names in the order of their ids."""
         return list(self._names)
 
     def inside(self) -> list[str]:
-        """Return the names of the training thread's open spans, outermost first, without the
-        step.
-        """
+        """Return the names of the training thread's open spans inside the step, outermost first."""
         names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
         return [lookup_name(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
-        """Return the row of a process group in the table of progress.
+        """Return the row of a process group in the progress table, and add the row if it is new.
 
-        If the table is full, return MAX_GROUPS, which is no row.
+        If the table is full, return MAX_GROUPS, which is not a valid row.
         """
         with self._lock:
             slot = self._groups.get(name, len(self._groups))
@@ -207,14 +202,14 @@ class RingFile:
             return slot
 
     def set_device_mark(self, words: Sequence[int]) -> None:
-        """Store the device's progress. words: see clock.DeviceMark.words."""
+        """Store the device's progress in the header. words: see clock.DeviceMark."""
         for index, word in zip(DEVICE_MARK, words, strict=True):
             self._words[index] = word
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the metadata. A reader retries if it finds an odd revision or a wrong checksum.
 
-        Parts that do not fit into METADATA_BYTES are left out, with a note (fitting.py).
+        Parts that do not fit into METADATA_BYTES are removed, and a note lists them (fitting.py).
         """
         text = fit_metadata(metadata, METADATA_BYTES)
         with self._lock:
@@ -222,36 +217,36 @@ class RingFile:
             try:
                 self._store_metadata()
             except BaseException:
-                # A signal handler has raised an exception during the write. Readers must not wait
-                # forever.
+                # A signal handler has raised an exception. Complete the metadata, because readers
+                # would otherwise retry forever.
                 self._store_metadata()
                 raise
 
     def _store_metadata(self) -> None:
         text = b""
-        # A signal handler may have set newer metadata during the write.
+        # A signal handler may set newer metadata during the write.
         while text is not self._metadata:
             text = self._metadata
             self._words[METADATA_REVISION] |= 1
             self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
-            # The checksum is needed because a signal handler that publishes here makes the revision
-            # even during the write.
+            # A signal handler that also stores metadata here makes the revision even too early, so
+            # readers need the checksum.
             self._words[METADATA_USED] = zlib.crc32(text) << 32 | len(text)
             self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
 
     def add_gc_ns(self, duration_ns: int) -> None:
-        """Add to the time of Python's garbage collection. Do nothing if the ring is closed."""
+        """Add to the total time of Python's garbage collections, unless the ring file is closed."""
         if not self.buffer.closed:
             self._words[GC_NS] += duration_ns
 
     def count_internal_error(self) -> None:
-        """Count an internal error that was kept away from the training loop."""
+        """Count an internal error that was not passed on to the training loop."""
         self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
-        """Mark the ring as closed by its writer and unmap it.
+        """Mark the ring file as closed by its writer and unmap it. Further calls do nothing.
 
-        The recorder must be closed. May be called again.
+        The recorder must be closed before.
         """
         if self.buffer.closed:
             return
@@ -260,10 +255,10 @@ class RingFile:
         self.buffer.close()
 
     def release(self, timeout_s: float = 0.0) -> bool:
-        """Release the process's hold on the ring and its files. May be called again.
+        """Close this process's descriptor of anonymous memory. Further calls do nothing.
 
-        Anonymous memory is lost if no other process has it open. Wait for that for at most
-        `timeout_s`. Return True if the memory is kept.
+        The memory is lost if no other process has opened it. Wait at most `timeout_s` for another
+        process to open it. Return True if the records are kept.
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
@@ -283,16 +278,15 @@ class OpenSpan(NamedTuple):
 
 
 class GroupProgress(NamedTuple):
-    """Progress of one rank in one process group, or in messages with one peer."""
+    """Number of operations of one rank in one process group, or of messages with one peer."""
 
     name: str
     issued: int
     """Sequence number of the last issued operation, plus 1."""
     ended: int
-    """Sequence number, plus 1, of the last operation that is known to have ended, or whose end is
-    not reported.
+    """Sequence number, plus 1, of the last operation that has ended or whose end is never reported.
     """
-    # The same for the last operation whose kernel has started on the device; 0 if not reported.
+    # Sequence number, plus 1, of the last operation whose kernel has started; 0 if not reported.
     began: int = 0
 
 
@@ -301,7 +295,7 @@ def lookup_name(names: list[str], name_id: int) -> str:
 
 
 class RingBatch(NamedTuple):
-    """Records of one read, their sequence numbers, and the number of lost ones before them."""
+    """Records from one call of read(), their sequence numbers, and the number of lost records."""
 
     records: npt.NDArray[np.void]
     sequences: npt.NDArray[np.int64]
@@ -324,16 +318,16 @@ def record_dtype() -> np.dtype[np.void]:
 
 
 class RingReader:
-    """Reader of a ring file that another process is writing or has left behind. One thread.
+    """Reader of a ring file of another process, which may have ended. Used on one thread.
 
-    It uses pread(2), not a map. If another process truncates the file, records are lost. With a
-    map, access to a missing page would end the reading process with SIGBUS.
+    The reader uses pread(2), because another process may truncate the file. If the file were
+    mapped, access to a missing page would end the reading process with SIGBUS.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        """Open the file. Raise OSError, or RingError if it is not a ring.
+        """Open the file. Raise OSError, or RingError if it is not a ring file.
 
-        descriptor: of the ring, already open. close() closes it.
+        descriptor: an open descriptor of the file, which close() closes; None to open `path`.
         """
         self.path = path
         # Sequence number of the next record to read.
@@ -366,26 +360,26 @@ class RingReader:
         return int(capacity)
 
     def hold(self) -> None:
-        """Announce that this process keeps the ring until close(), also after its writer ends."""
+        """Announce that this process keeps the ring open until close(), even if its writer ends."""
         memory.announce_open_ring(str(self.path), self._descriptor)
 
     def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
-        """Return current words of the header, or the last valid ones of a damaged file."""
+        """Return words of the header; the last valid ones if the file has been damaged."""
         header = os.pread(self._descriptor, METADATA_OFFSET, 0)
         if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
             self._header = header
         return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
 
     def counter(self, word: int) -> int:
-        """Return a header counter.
+        """Return a counter in the header.
 
-        It is one of HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST,
+        word: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or
         INTERNAL_ERRORS.
         """
         return self._words(word)[0]
 
     def metadata(self) -> dict[str, Any]:
-        """Return the writer's metadata; empty if they are being replaced or are damaged."""
+        """Return the writer's metadata; {} if the metadata are being replaced or are damaged."""
         revision, used = self.counter(METADATA_REVISION), self.counter(METADATA_USED)
         text = os.pread(self._descriptor, min(used & 0xFFFFFFFF, METADATA_BYTES), METADATA_OFFSET)
         if (
@@ -402,7 +396,7 @@ class RingReader:
         return loaded if isinstance(loaded, dict) else {}
 
     def names(self) -> list[str]:
-        """Return all names interned so far. A record's name_id is the index in this list."""
+        """Return all interned names. A record's name_id is an index in this list."""
         used = min(self.counter(NAMES_USED), NAMES_BYTES)
         if used > self._names_read:
             text, at = (
@@ -421,7 +415,7 @@ class RingReader:
     def open_spans(self) -> list[OpenSpan]:
         """Return the open spans of the training thread, outermost first.
 
-        A running writer may change them during the call.
+        A running writer may change the spans during the call.
         """
         names, spans = self.names(), []
         depth, *frames = self._words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
@@ -433,9 +427,9 @@ class RingReader:
         return spans
 
     def groups(self) -> list[GroupProgress]:
-        """Return the rank's progress in each of its groups.
+        """Return the rank's progress in each of its process groups.
 
-        A running writer may change it during the call.
+        A running writer may change the progress during the call.
         """
         names, found = self.names(), []
         groups, *rows = self._words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
@@ -448,11 +442,11 @@ class RingReader:
         return found
 
     def read(self, *, final: bool = False) -> RingBatch:
-        """Return the records since the last read. Overwritten ones are counted as lost and skipped.
+        """Return the records since the last call. Overwritten records are counted as lost.
 
-        A record that is still being written ends the batch and is read next time. With `final`, for
-        a writer that has ended, it is counted as lost. Raise RingError if the file was truncated or
-        overwritten.
+        A record that is still being written ends the batch. The next call returns it. final: True
+        if the writer has ended. An incomplete record is then counted as lost. Raise RingError if
+        the file was truncated or overwritten.
         """
         import numpy as np
 
@@ -461,8 +455,7 @@ class RingReader:
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
         stamps = (sequences + 1).astype(np.uint32)
         records = self._copied(first, len(sequences))
-        # The stamp of a slot that was rewritten during the copy differs, either in the copy or in
-        # the file.
+        # If a record was overwritten during the copy, its stamp is wrong in the copy or the file.
         whole = (records["stamp"] == stamps) & (
             self._copied(first, len(sequences))["stamp"] == stamps
         )
@@ -483,7 +476,7 @@ class RingReader:
         return RingBatch(records, sequences, self.cursor - asked - len(records))
 
     def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
-        """Return `count` records from number `first` on; zeros after the end of the file."""
+        """Return copies of `count` records from number `first` on; zeros after the file's end."""
         import numpy as np
 
         copied, begin = bytearray(count * RECORD_BYTES), first & (self.capacity - 1)

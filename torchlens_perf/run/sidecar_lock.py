@@ -1,4 +1,4 @@
-"""The lock that a node's sidecar holds while it lives."""
+"""The lock that a node's sidecar owns while it is running."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ _MAX_TRIES = 5
 
 
 class SidecarLock:
-    """flock(2) on a file.
+    """Lock of a node's sidecar, by flock(2) on a file.
 
-    A killed process loses it, and a child can inherit it with the descriptor.
-
-    The last holder removes the file. A process that gets the lock must check that the path still
-    leads to the locked file.
+    The kernel releases the lock of a killed process. A child can inherit the lock with the
+    descriptor. The last owner removes the file. A process that acquires the lock must therefore
+    check that the path still refers to the locked file.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        """descriptor: of the file, opened and locked by the process that started this one."""
+        """descriptor: of the file, if the parent process has already opened and locked it."""
         self.path = path
         self._descriptor = descriptor
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the open file. Raise ValueError once it is closed."""
+        """Descriptor of the open file. Raise ValueError if the file is not open."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is not open")
         return self._descriptor
 
     def acquire(self) -> bool:
-        """Take the lock if it is free.
+        """Acquire the lock if no process owns it, and return True on success.
 
-        Return True on success. Raise OSError if the file cannot be made.
+        Raise OSError if the file cannot be created.
         """
         while True:
             if self._descriptor is None:
@@ -55,7 +54,7 @@ class SidecarLock:
             self.close()
 
     def _open(self) -> int:
-        """Open the file. Make it and its folders again if the last holder has just removed them."""
+        """Open the file. Create the file and its folders if they are missing."""
         for tries_left in reversed(range(_MAX_TRIES)):
             for folder in (self.path.parent.parent, self.path.parent):
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -70,12 +69,11 @@ class SidecarLock:
         raise AssertionError
 
     def restore(self) -> bool:
-        """Recreate the file if a cleaner of shared memory has removed it.
+        """Recreate the file if a clean-up tool has removed it from shared memory.
 
-        Return False if another process has the lock now.
-
-        Call it only while holding the lock. Without the file, another sidecar could start at any
-        time. If no file can be made, nothing changes.
+        Only the owner of the lock may call this method. Without the file, another sidecar could
+        start. If the file cannot be created, nothing changes. Return False if another process owns
+        the lock now.
         """
         if self._is_current():
             return True
@@ -93,24 +91,23 @@ class SidecarLock:
         return True
 
     def write_status(self, doing: str) -> None:
-        """Write to the file what this sidecar is doing, see sidecar_status.py."""
+        """Write this sidecar's current activity to the lock file, see sidecar_status.py."""
         sidecar_status.write_status(self.descriptor, doing)
 
     def close(self) -> None:
-        """Release the lock, unless a child has inherited it."""
+        """Close the file. This releases the lock, unless a child has inherited the descriptor."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def remove(self) -> None:
-        """Remove the file, and its folder if it is empty then, and release the lock.
+        """Remove the file and its folder, if the folder is empty, and release the lock.
 
-        Do nothing without the lock.
+        Do nothing if this process does not own the lock.
         """
         if self._descriptor is None:
             return
-        # If the file is not current, a cleaner has removed it and another sidecar has made a new
-        # one.
+        # Keep a file that another sidecar has created after this sidecar's file was removed.
         if self._is_current():
             self.path.unlink(missing_ok=True)
         self.close()
@@ -125,7 +122,7 @@ class SidecarLock:
 
 
 def is_lock_held(path: Path) -> bool:
-    """Return True if a process in any container holds a sidecar's lock. Raise OSError."""
+    """Return True if a process in any container owns the lock at `path`. Raise OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

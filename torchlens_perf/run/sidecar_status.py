@@ -1,7 +1,7 @@
-"""Arguments that ranks pass to their node's sidecar, and its status in the lock file.
+"""Arguments that ranks pass to their node's sidecar, and the sidecar's status in the lock file.
 
-The status is a line for a rank that waits for the report. It costs one write(2) for each new
-activity of the sidecar.
+The status is one line that tells a waiting rank what the sidecar is doing. Each new status costs
+one write(2).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import os
 from torchlens_perf.run.processes import process_start_ticks
 
 SEVERAL_NODES = "--several-nodes"
-"""Argument: the job has other nodes, and the sidecar must connect to theirs."""
+"""Argument: the job has several nodes. The sidecar must connect to the sidecars of other nodes."""
 SHARED = "--shared"
 """Argument: make the run directory readable for its group."""
 AT_ONCE = "--at-once"
 """Argument: do not wait for any process."""
 CANNOT_WRITE = "cannot write to the run directory"
-"""Status. Records stay in this node's memory meanwhile."""
+"""Status: records stay in this node's memory until the run directory can be written."""
 LOADS = "is loading its libraries"
-# Fixed length of a status, so that a new one replaces the old one completely.
+# A status has a fixed length, so a new status overwrites the old one completely.
 BYTES = 160
 
 
 def write_status(descriptor: int, doing: str) -> None:
-    """Replace the status.
+    """Write a new status to the lock file.
 
-    descriptor: of the lock file. doing: one line that continues "the sidecar ...".
+    descriptor: of the lock file. doing: a line that completes the sentence "the sidecar ...".
     """
     pid = os.getpid()
     line = f"{pid} {process_start_ticks(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
@@ -37,11 +37,11 @@ def write_status(descriptor: int, doing: str) -> None:
 
 
 def read_status(path: str) -> tuple[int, int, str]:
-    """Return the sidecar's pid, its start (process_started) and its activity.
+    """Return the sidecar's pid, its start in clock ticks after boot, and its activity.
 
-    They are 0, 0 and "" if there is no status.
+    Return 0, 0 and "" if the lock file is missing or contains no status.
 
-    path: of the lock file. A missing file has no status. Raise OSError if it cannot be read.
+    path: path of the lock file. Raise OSError if the file cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,9 +1,9 @@
-"""Sketches of durations, which merge by addition. Pure.
+"""Sketches: compact statistics of durations, which can be merged by addition. Pure functions.
 
-A sketch is count, sum, sum of squares, minimum, maximum and a histogram: OpenTelemetry's
-exponential histogram of scale 5, in seconds. Each octave has 32 buckets that are 2.2 % wide, so a
-quantile has an error of at most 1.1 %. Durations and sums are integers of nanoseconds, so merging
-in any order gives the same bytes.
+A sketch consists of count, sum, sum of squares, minimum, maximum and a histogram. The histogram is
+OpenTelemetry's exponential histogram of scale 5, in seconds. Each factor of two has 32 buckets that
+are 2.2 % wide, so a quantile has an error of at most 1.1 %. Durations and sums are integers in
+nanoseconds, so the order of merging does not change the result.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 SCALE = 5
 PER_OCTAVE = 1 << SCALE
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -24, 34
-"""The buckets cover 2**-24 s (60 ns) to 2**34 s. 64 bits of nanoseconds end below that."""
+"""The buckets cover 2**-24 s (60 ns) to 2**34 s, which exceeds 64 bits of nanoseconds."""
 LOWEST_BUCKET = PER_OCTAVE * LOWEST_OCTAVE
-"""Number of the first bucket in OpenTelemetry. This bucket also has all shorter durations."""
+"""OpenTelemetry's index of the first bucket. This bucket also counts all shorter durations."""
 BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 _MAX_NS = (1 << 63) - 1
 
@@ -31,10 +31,10 @@ _MAX_NS = (1 << 63) - 1
 def compute_octave_bounds() -> list[int]:
     """Return floor(10**9 * 2**(34 + i / 32)) for i < 32.
 
-    All bounds are these numbers shifted to the right.
+    Each bucket bound is one of these numbers, shifted to the right.
 
-    Floating-point powers are not exact at some bounds. The 32nd root is computed as five integer
-    square roots. Each root and each shift may be rounded down.
+    Floating-point powers would be inexact for some bounds, so the 32nd root is computed as five
+    integer square roots. Rounding down after each root and shift does not change the result.
     """
     bounds = []
     for part in range(PER_OCTAVE):
@@ -47,10 +47,10 @@ def compute_octave_bounds() -> list[int]:
 
 @functools.cache
 def bucket_bounds() -> npt.NDArray[np.int64]:
-    """Return the buckets' upper bounds in ns: bucket i contains (bound[i - 1], bound[i]].
+    """Return the upper bounds of the buckets in ns: bucket i contains (bound[i - 1], bound[i]].
 
-    Bound i is the largest integer not above 10**9 * 2**((LOWEST_BUCKET + i + 1) / 32). The last
-    bounds are the largest integer of 64 bits.
+    Bound i is floor(10**9 * 2**((LOWEST_BUCKET + i + 1) / 32)), but at most the largest signed
+    integer of 64 bits.
     """
     octave, bounds = compute_octave_bounds(), []
     for index in range(LOWEST_BUCKET + 1, LOWEST_BUCKET + 1 + BUCKETS):
@@ -60,10 +60,10 @@ def bucket_bounds() -> npt.NDArray[np.int64]:
 
 
 class Sketch:
-    """The distribution of durations in ns. add() and merge() extend it.
+    """Statistics of durations in ns. add() and merge() extend a sketch.
 
-    Only buckets between the smallest and the largest duration take memory. A report on thousands of
-    ranks has a hundred sketches for each rank, and all buckets of a sketch would take 9 KB.
+    Only buckets between the smallest and the largest duration are stored. All buckets would take
+    9 KB, and a report on thousands of ranks contains a hundred sketches for each rank.
     """
 
     __slots__ = ("_first", "_used", "max_ns", "min_ns", "sum_ns", "sum_squares")
@@ -83,15 +83,12 @@ class Sketch:
 
     @property
     def used(self) -> tuple[int, npt.NDArray[np.int64]]:
-        """Return the first non-empty bucket, and the counts from there to the last one.
-
-        Do not modify them.
-        """
+        """Index of the first stored bucket, and the counts of all stored buckets. Read-only."""
         return self._first, self._used
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Return a copy of the counts of all buckets, shape (BUCKETS,)."""
+        """Copy of the counts of all buckets, with the shape (BUCKETS,)."""
         counts = np.zeros(BUCKETS, np.int64)
         counts[self._first : self._first + len(self._used)] = self._used
         return counts
@@ -99,7 +96,7 @@ class Sketch:
     def add(
         self, values_ns: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64] | None = None
     ) -> None:
-        """Add durations; negative ones count as zero. bounds: see add_to_sketches()."""
+        """Add durations. Negative durations count as zero. bounds: see add_to_sketches()."""
         if len(values_ns):
             add_to_sketches([self], values_ns, [0], bounds)
 
@@ -111,7 +108,7 @@ class Sketch:
         sum_squares: int,
         buckets: npt.NDArray[np.int64],
     ) -> None:
-        """Add values by their smallest, largest, sums and bucket indexes."""
+        """Add durations whose minimum, maximum, sums and bucket indexes are given."""
         empty = not len(self._used)
         self.min_ns = smallest if empty else min(self.min_ns, smallest)
         self.max_ns = largest if empty else max(self.max_ns, largest)
@@ -160,7 +157,7 @@ class Sketch:
         return self.sum_ns / count if count else math.nan
 
     def usual_mean_ns(self) -> float:
-        """Return the mean in ns of durations up to twice the 90th percentile; NaN if empty."""
+        """Return the mean in ns without durations above twice the 90th percentile; NaN if empty."""
         bounds = bucket_bounds()[self._first : self._first + len(self._used)]
         usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
         if usual.all() or not (self._used * usual).sum():
@@ -169,9 +166,10 @@ class Sketch:
         return float((self._used * middles)[usual].sum() / self._used[usual].sum())
 
     def numbers(self) -> list[int]:
-        """Return the sketch's numbers for from_numbers().
+        """Encode the sketch as numbers for from_numbers().
 
-        They are sum, squares, smallest, largest, first used bucket and the counts from there.
+        The numbers are sum, sum of squares, minimum, maximum, index of the first stored bucket, and
+        the counts of the stored buckets.
         """
         return [
             self.sum_ns,
@@ -184,7 +182,7 @@ class Sketch:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Sketch:
-        """Return the sketch for a value of numbers(). Raise ValueError if it is invalid."""
+        """Decode the numbers that to_numbers() returned. Raise ValueError if they are invalid."""
         sketch = cls()
         sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns, first, *counts = numbers
         sketch._first, sketch._used = first, np.array(counts, np.int64)
@@ -194,7 +192,7 @@ class Sketch:
 
 
 def merge_sketches(sketches: Iterable[Sketch]) -> Sketch:
-    """Return the sum of the sketches."""
+    """Return one sketch of all durations in the sketches."""
     whole = Sketch()
     for each in sketches:
         whole.merge(each)
@@ -207,19 +205,20 @@ def add_to_sketches(
     starts: Sequence[int],
     bounds: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Add the durations from starts[i] until starts[i + 1], at least one, to sketch i.
+    """Add the durations values_ns[starts[i] : starts[i + 1]] to sketch i.
 
-    This equals Sketch.add() for each sketch, with far fewer NumPy calls: a rank has a hundred
-    modules and few new values of each.
+    Each sketch gets at least one duration. The result is the same as that of Sketch.add() for each
+    sketch. One call for all sketches needs far fewer NumPy calls, because a rank has a hundred
+    modules with few new durations each.
 
-    bounds: other bucket bounds than bucket_bounds(), in ns, fewer than BUCKETS. Durations above the
-    last bound count in an extra bucket. Such sketches have no quantiles, and only merge with
-    sketches of the same bounds.
+    bounds: bucket bounds in ns that replace bucket_bounds(), fewer than BUCKETS. Durations above
+    the last bound are counted in an extra bucket. Such sketches have no quantiles, and can only be
+    merged with sketches of the same bounds.
     """
     if not len(starts):
         return
     values_ns = np.maximum(values_ns, 0)
-    # Values are split to keep the sums exact: 64-bit squares of durations above 3 s would overflow.
+    # Squares of durations above 3 s would overflow 64 bits, so each duration is split in two.
     high, low = values_ns >> 20, values_ns & 0xFFFFF
     smallest, largest = (
         each.reduceat(values_ns, starts).tolist() for each in (np.minimum, np.maximum)
@@ -238,42 +237,43 @@ def add_to_sketches(
 
 # -- as records of a ring file
 
-# A window that was reduced on the device is a run of records of kind SKETCH. Such a record has six
-# 64-bit words instead of times and values, and its index in the run is in its flags. The words of a
-# run: number of words, count, sum, squares (low, high), smallest, largest, lost, median, median
-# absolute deviation. Then each non-empty bucket has one word: its index above 48 bits of count.
+# The statistics of a window that the device has computed are stored as several SKETCH records. Such
+# a record has six 64-bit words instead of times and values. Its flags are its index among the
+# window's records. The words of a window are: number of words, count, sum, sum of squares (low,
+# high), minimum, maximum, lost durations, median, median absolute deviation. They are followed by
+# one word for each non-empty bucket, with the bucket's index above 48 bits of its count.
 WORDS = 6  # words in a record
 _COLUMNS = ("start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
 _HEAD = 10
 _COUNT_BITS = 48
-# Earlier versions, whose buckets were octaves of nanoseconds, lack this bit. Their records are
-# skipped.
+# Records of earlier versions have other buckets and lack this bit. They are skipped.
 _MARK = 1 << 32
 _MASK = (1 << 64) - 1
 
 
 class WindowSketch(NamedTuple):
-    """Statistics of one section in one window."""
+    """Statistics of one device section in one window of steps."""
 
     sketch: Sketch
     lost: int
     """Number of durations that were overwritten before the reduction."""
     median_ns: int
-    """Exact median of this window. `mad_ns` is the exact median absolute deviation."""
+    """Exact median of this window."""
     mad_ns: int
+    """Exact median absolute deviation of this window."""
 
 
 def to_records(window: WindowSketch) -> list[list[int]]:
-    """Return the words of the window's records, six each, as signed 64-bit integers."""
+    """Encode a window as SKETCH records, each with six words as signed 64-bit integers."""
     sketch = window.sketch
     head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
     return pack_words([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
 
 
 def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Return record words as to_records() does, from the numbers in `head` and the histogram.
+    """Encode a window as SKETCH records, from the numbers in `head` and the histogram `counts`.
 
-    head: count, sum, sum of squares, smallest, largest, lost, median, MAD.
+    head: count, sum, sum of squares, minimum, maximum, lost durations, median, MAD.
     """
     count, sum_ns, squares, *others = head
     used = counts.nonzero()[0]
@@ -292,7 +292,7 @@ def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[
 
 
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
-    """Return windows with the ids of their names, and the number of records in incomplete runs.
+    """Decode windows with the ids of their names, and count records of incomplete windows.
 
     records: SKETCH records in their order. Some may have been lost, or an earlier version may have
     written them.

@@ -1,7 +1,7 @@
-"""Requirements for building the native tap on collectives: sources, folders and a compiler.
+"""Find what is needed to build the tap, native code that measures collectives.
 
-Training processes search these folders. commands/tap_build.py builds the tap. The sidecar reports
-why it cannot be built.
+The tap needs its sources, a folder and a compiler. Training processes search the folders for the
+built tap. commands/tap_build.py builds the tap. The sidecar reports why it cannot be built.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ AGAIN = "correct that, then run torchlens-perf build-tap"
 
 
 class BuildError(TorchlensPerfError):
-    """The native tap could not be built; the message says what to do."""
+    """The native tap could not be built. The message contains what to do."""
 
 
 def tap_folders() -> list[Path]:
-    """Return the folders of a tap: the package's native folder, then the user's cache."""
+    """Return the folders in which a tap may be: the package's native folder and the user's cache."""
     cache = user_cache_folder()
     return [SOURCES] if cache is None else [SOURCES, cache]
 
 
 def user_cache_folder() -> Path | None:
-    """Return the cache in $XDG_CACHE_HOME or $HOME/.cache; None without either.
+    """Return this package's folder in $XDG_CACHE_HOME or $HOME/.cache; None if neither is set.
 
-    Ignore relative paths, as XDG requires.
-
-    The home folder is not looked up in the password database. That may be a network request in the
-    training process.
+    Relative paths are ignored, as XDG requires. The home folder is not looked up in the password
+    database, because the training process must not make network requests.
     """
     for folder in (
         os.environ.get("XDG_CACHE_HOME", ""),
@@ -54,11 +52,9 @@ def user_cache_folder() -> Path | None:
 
 
 def why_not_buildable(name: str) -> str | None:
-    """Return why a tap of that name cannot be built, and what to do.
+    """Return why a tap of this name cannot be built, and what to do; None if no reason is known.
 
-    Return None if no reason is known.
-
-    The call is cheap: it imports, starts and makes nothing.
+    The call is cheap: it imports no module, starts no process and creates no file.
     """
     try:
         compiler, place = find_compiler(), choose_build_folder(tap_folders()[::-1], make=False)
@@ -69,9 +65,9 @@ def why_not_buildable(name: str) -> str | None:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler's command with an absolute path.
+    """Return the command of the C++ compiler with an absolute path.
 
-    Raise BuildError if the compiler or another requirement is missing.
+    Raise BuildError if the compiler, the sources or Python's headers are missing.
     """
     if importlib.util.find_spec("torchlens_perf._native") is None:
         raise BuildError(NO_RECORDER)
@@ -97,9 +93,8 @@ def find_compiler() -> list[str]:
 def choose_build_folder(places: Sequence[Path], *, make: bool) -> Path:
     """Return the first folder that this user can write to and other users cannot.
 
-    Raise BuildError with all reasons.
-
-    make: make the folder and the cache that contains it, but never the user's home.
+    make: whether to create the folder and its parent, which is never the user's home. Raise
+    BuildError with the reasons if no folder can be used.
     """
     problems = []
     for place in places:
@@ -117,7 +112,7 @@ def choose_build_folder(places: Sequence[Path], *, make: bool) -> Path:
 def _make_folders(place: Path) -> str | None:
     for folder in (place.parent, place):
         try:
-            # Each folder gets this mode, whatever the umask is.
+            # Parents are created one by one, because mkdir(parents=True) ignores the mode for them.
             folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
@@ -127,7 +122,7 @@ def _make_folders(place: Path) -> str | None:
 
 
 def _why_unusable(place: Path) -> str | None:
-    """Return why a folder cannot be used or made; None if it can."""
+    """Return why a folder can neither be used nor created; None if it can."""
     try:
         nearest = next(
             folder
@@ -148,13 +143,13 @@ _MAX_FAILURE_BYTES = 1 << 20
 
 
 class FailureRecord:
-    """A record of a failed build: a file in the tap's folder, named like the tap."""
+    """Record of a failed build, in a file next to the tap with the suffix `.failed`."""
 
     def __init__(self, place: Path, name: str) -> None:
         self._path = place / f"{name.removesuffix('.so')}.failed"
 
     def remembered(self, compiler: list[str]) -> str | None:
-        """Return the error of the last build with this compiler; None without one."""
+        """Return the error of the last build if it used this compiler; None if not known."""
         try:
             value = json.loads(ownership.read_regular_file(self._path, _MAX_FAILURE_BYTES))
             return (
@@ -164,7 +159,7 @@ class FailureRecord:
             return None
 
     def remember(self, compiler: list[str], error: str) -> None:
-        # On a full disk the build will be tried again.
+        # If the record cannot be written, the build will be tried again.
         with contextlib.suppress(OSError):
             self._path.write_text(
                 json.dumps({"compiler": _compiler_identity(compiler), "error": error})
@@ -175,6 +170,6 @@ class FailureRecord:
 
 
 def _compiler_identity(compiler: list[str]) -> list[Any]:
-    """Return a value that changes when the compiler is updated."""
+    """Return the compiler's command, size and time, which change when the compiler is updated."""
     found = os.stat(compiler[0])
     return [*compiler, found.st_size, found.st_mtime_ns]

@@ -1,8 +1,8 @@
-"""Let another process read this one's memory, and so its Python stack, under Yama.
+"""Allow another process to read this process's memory, and thus its Python stack, under Yama.
 
-With kernel.yama.ptrace_scope=1, Ubuntu's default, only ancestors may read a process, and one
-process that it names (prctl(2), PR_SET_PTRACER). The named process must have the same user. Other
-settings need no action.
+With kernel.yama.ptrace_scope=1, the default of Ubuntu, only a process's ancestors may read its
+memory. With prctl(2) and PR_SET_PTRACER, a process can allow one more process of the same user.
+Other values of ptrace_scope need no action.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ _ANCESTORS_ONLY = "1"
 
 
 def must_name_tracer() -> bool:
-    """Return True if a process that is not an ancestor must be named."""
+    """Return True if a process that is not an ancestor needs a call of allow_tracer()."""
     return read_kernel_text(YAMA) == _ANCESTORS_ONLY
 
 
 def allow_tracer(pid: int) -> bool:
-    """Let a process and its children read the calling process; 0 revokes that.
+    """Allow a process and its children to read this process's memory. Return True on success.
 
-    Return True if it took effect.
-
-    The kernel keeps one name, so earlier ones are dropped. A forked child does not inherit it.
+    pid: id of the allowed process; 0 to allow none. Each call replaces the previously allowed
+    process. Forked children do not inherit the setting.
     """
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)

@@ -1,6 +1,6 @@
-"""Findings of a run: alerts, and the summary of a report.
+"""Alerts and verdicts of a run, and the summary of its report.
 
-The sidecar creates them, the training process receives them.
+The sidecar creates these values and the training process receives them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def split_sentence_and_action(text: str) -> tuple[str, str]:
 
 
 def format_overhead(share: float | None) -> str:
-    """Return what this tool cost the training process; a measured cost is not shown as zero."""
+    """Format this tool's share of the step time. A small measured share is not shown as zero."""
     if share is None:
         return "not measured"
     return f"{share:.2%} of step time" if share >= 0.0001 or not share else "<0.01% of step time"
@@ -39,7 +39,7 @@ class Alert(_TextWithAction):
     """A finding that started, changed or ended. Fields that do not apply are None, () or ""."""
 
     id: str
-    """32 hexadecimal digits. Every node that raises the alert, and every repetition, uses the same
+    """Id of 32 hexadecimal digits. All nodes that send an alert, and all repetitions, use the same
     id.
     """
     about: str
@@ -55,13 +55,13 @@ class Alert(_TextWithAction):
     unix_ns: int
     """Time of the finding in nanoseconds since the Unix epoch."""
     attempt: int
-    """Attempt of the job, starting with 0: the number of restarts before."""
+    """Attempt of the job: the number of restarts before it, starting with 0."""
     since_step: int | None = None
     """First step of the finding."""
     until_step: int | None = None
     """First step after the end of the finding; None while it lasts."""
     rank: int | None = None
-    """The suspected rank. If there are several, the one to look at first."""
+    """The suspected rank. If several ranks are suspected, the one to examine first."""
     ranks: tuple[int, ...] = ()
     """All suspected ranks, including all ranks that are slow together."""
     host: str = ""
@@ -70,18 +70,17 @@ class Alert(_TextWithAction):
     cause: str = ""
     """Class of the cause.
 
-    For a straggler: slow_compute, slow_data, slow_host or more_work. For a hang: its kind, such as
-    dead or missing.
+    For a straggler: slow_compute, slow_data, slow_host or more_work. For a hang: the kind of hang,
+    such as dead or missing.
     """
     because: tuple[str, ...] = ()
-    """Kinds of the causes found behind a straggler, the most likely first; empty if none was found.
-    """
+    """Kinds of the causes found for a straggler, most likely first; empty if none was found."""
     scope: str = ""
     """What is slow: "rank", "node" (all ranks of a node), or "position" (a position in the device
     mesh).
     """
     cost_s_per_step: float | None = None
-    """Seconds per step that the job would gain without the suspects; None if not known."""
+    """Seconds per step that the job would save without the slow ranks; None if not known."""
     cost_share: float | None = None
     duration_s: float | None = None
     """Seconds without a step, for a hang; None for other kinds."""
@@ -93,11 +92,11 @@ class Alert(_TextWithAction):
 
     @property
     def urgent(self) -> bool:
-        """True unless the alert reports an end."""
+        """True if the finding has started or changed, False if it has ended."""
         return self.change != ENDED
 
     def covers(self, step: int) -> bool:
-        """Return True if the finding applied in a step."""
+        """Return True if the finding lasted during a step."""
         if self.since_step is None or step < self.since_step:
             return False
         return self.until_step is None or step < self.until_step
@@ -105,51 +104,49 @@ class Alert(_TextWithAction):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(_TextWithAction):
-    """One conclusion of the report. Fields that do not apply or are not known are None."""
+    """One verdict of the report. Fields that do not apply or are not known are None."""
 
     kind: str
-    """Kind of the conclusion, as in the report: straggler, hang, data, none, and others."""
+    """Kind of the verdict, as in the report: straggler, hang, data, none, and others."""
     text: str
-    """The conclusion in a sentence, with its numbers."""
+    """The verdict as a sentence with its numbers."""
     next: str
     """The action to take; "" if not applicable."""
     rank: int | None
     phase: str | None
     cost_s_per_step: float | None
-    """Seconds per step that the job would gain without the problem."""
+    """Seconds per step that the job would save without the problem."""
     cost_share: float | None
     since_step: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Results of a run at one time.
-
-    Values that were not measured or are not known are None, never zero.
-    """
+    """Results of a run at one point in time. Values that are not known are None, never zero."""
 
     verdicts: tuple[Verdict, ...] = ()
-    """The conclusions, most important first."""
+    """The verdicts, most important first."""
     run_id: str | None = None
     run_dir: str | None = None
     running: bool | None = None
     ranks: int | None = None
     steps: int | None = None
-    """Number of steps in the statistics. The step times below cover all ranks, without the warm-up.
+    """Number of steps in the statistics. The step times below are those of all ranks without the
+    warm-up.
     """
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     step_p99_s: float | None = None
     step_max_s: float | None = None
     overhead_share: float | None = None
-    """Time that this package took on the training thread, as a fraction of the step time."""
+    """Time of this package on the training thread, as a fraction of the step time."""
     sidecar_cpu_s: float | None = None
     """CPU time of all sidecars in seconds."""
     records_lost: int | None = None
     as_of: str | None = None
     """Time of these results, in UTC."""
     missing: str = ""
-    """Why there are no results; "" if there are."""
+    """Reason why there are no results; "" if there are results."""
     html: str = dataclasses.field(default="", repr=False, compare=False)
     """HTML that a notebook shows for the summary."""
 
@@ -157,7 +154,7 @@ class Summary:
         return self.html or None
 
     def __str__(self) -> str:
-        """Return the verdicts' sentences, then a line with step count, times and overhead."""
+        """Return the sentences of the verdicts and a line with step count, times and overhead."""
         if self.missing:
             return f"torchlens_perf: {self.missing}"
         steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}

@@ -1,1 +1,1 @@
-"""Parts of a device's steps and merged windows, for training processes and sidecars."""
+"""Code that divides device steps into parts and encodes windows that ranks have merged."""

@@ -1,10 +1,9 @@
-"""Encode one row of a window that was merged over ranks on the device. Pure.
+"""Encode statistics that were merged over ranks on the device. Pure functions.
 
-The words of a MERGED record have one row.
+A MERGED record stores one row of one window. A window is a number of successive steps.
 
-A row is a device section of the user's, or a part of the device's steps. A section has one record
-per window. A part has one record of the slowest rank, and one of each rank whose work is an
-outlier, so that the cause can be found.
+A row describes a device section of the user or a part of the device's steps. A section has one
+record per window. A part has one record for the slowest rank and one for each outlier.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SECTION = -1
-# A rank is an outlier from this score on: robust deviations above the median of the ranks.
+# A rank is an outlier if it is this many robust deviations above the median of the ranks.
 STANDS_OUT = 5.0
 # Largest number of outliers that get a record.
 MAX_RANKS = 8
@@ -37,41 +36,39 @@ class MergedRow(NamedTuple):
     """Number of measured times over all ranks."""
     sum_ns: int
     p50_ns: int
-    """Median of all times over all ranks. Quantiles are upper bounds of buckets that are 2.2 %
-    wide.
+    """Median of all times over all ranks. Quantiles are rounded up to the bound of a bucket that is
+    2.2 % wide.
     """
     p99_ns: int
     median_ns: int
-    """Median of the ranks' medians. `mad_ns` is the median absolute deviation of the ranks'
-    medians.
-    """
+    """Median of the ranks' medians."""
     mad_ns: int
+    """Median absolute deviation of the ranks' medians."""
     slowest: int
-    """The rank that this record is about; -1 for no rank.
+    """The rank that this record describes; -1 for no rank.
 
-    A section's record names the rank that has the highest score of all sections, and only in the
-    section of that score.
+    Of all sections, only the one with the highest score names its rank.
     """
     score: float
-    """Robust deviations of the rank's median above the median of the ranks. A record stores at most
-    655.35.
+    """Number of robust deviations of the rank's median above the median of the ranks. A record
+    stores at most 655.35.
     """
     excess_ns: int = 0
     """Difference between the rank's median and the median of the ranks. A record stores
     microseconds.
     """
     row: int = SECTION
-    """A step_parts.StepPart, or SECTION for a section of the user's."""
+    """A step_parts.StepPart, or SECTION for a section of the user."""
     outstanding: int = 0
     """Number of ranks that are outliers in this row."""
     step: int = 0
-    """Step at whose end the window was merged. The window has the steps that the device had
-    finished by then.
+    """Step at whose end the window was merged. The window consists of the steps that the device had
+    finished by that time.
     """
 
 
 def pack_row(row: MergedRow) -> tuple[int, ...]:
-    """Return the arguments of recorder.record_completed() that follow the step."""
+    """Encode a row as the arguments of recorder.record_completed() after the step."""
     excess_us = min(max(row.excess_ns // _US, 0), _EXCESS_MAX)
     value0 = min(row.p50_ns, _NS_MASK) | (row.slowest + 1) << MERGED_RANK_SHIFT
     value1 = min(row.p99_ns, _NS_MASK) | (row.row + 1) << _ROW_SHIFT
@@ -83,9 +80,9 @@ def pack_row(row: MergedRow) -> tuple[int, ...]:
 
 
 def unpack_row(record: np.void, names: list[str]) -> MergedRow:
-    """Return the row that pack_row() encoded in a record.
+    """Decode the row that pack_row() stored in a record.
 
-    names: names of the ring file, for sections.
+    names: names in the ring file, which include those of sections.
     """
     value0, value1, start = int(record["value0"]), int(record["value1"]), int(record["start_ns"])
     row = (value1 >> _ROW_SHIFT & _ROW_MASK) - 1

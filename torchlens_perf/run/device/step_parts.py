@@ -1,10 +1,8 @@
-"""Division of a step into parts by the device's clock, for the training process and the sidecar.
+"""Divide a step into parts by the device's clock, in the training process and the sidecar. Pure.
 
-Pure.
-
-A step's spans are its phases and its stalls. A part is the own time of its spans, without nested
-spans. Time outside of all spans is the gap. analysis/statistics/device_steps.py does the same for
-many steps. It also divides the gap, because it has the host's spans.
+The spans of a step are its phases and its stalls. A part is the time of its spans without the
+spans nested in them. Time outside all spans is the gap. analysis/statistics/device_steps.py divides
+many steps at once. It also divides the gap, because it knows the spans of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from enum import IntEnum
 
 from torchlens_perf.run.ring import Kind
 
-# The kind of a span selects the part of records.PARTS that receives its own time.
+# For each kind of span, the part in records.PARTS that its time without nested spans counts for.
 PART_OF_SPAN = {
     int(Kind.FORWARD): "forward",
     int(Kind.RECOMPUTE): "recompute",
@@ -28,7 +26,7 @@ class StepPart(IntEnum):
     """The parts of a step that are merged over ranks."""
 
     WORK = 0
-    """The step without stalls: phases and gap."""
+    """The step without stalls, that is, the phases and the gap."""
     FORWARD = 1
     RECOMPUTE = 2
     BACKWARD = 3
@@ -53,17 +51,18 @@ Span = tuple[int, int, int]
 
 
 def find_outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
-    """Return for each span of a step the index of its enclosing span; -1 without one.
+    """Return for each span of a step the index of its enclosing span; -1 if no span encloses it.
 
-    Spans are in the order of their records. The enclosing span is the shortest of the longer spans
-    that contain the middle of this one. Of two spans of equal length, the one that was recorded
-    later encloses the other. A step may have thousands of spans, so they are processed in the order
-    of time.
+    The enclosing span is the shortest of the longer spans that contain the middle of the span. Of
+    two spans of equal length, the one that was recorded later encloses the other.
+
+    A step may have thousands of spans, so pairs of spans are not compared. The spans are processed
+    in time order. start_ns, duration_ns: the spans in the order of their records.
     """
     outer = [-1] * len(start_ns)
     by_start = sorted(range(len(start_ns)), key=start_ns.__getitem__)
     by_middle = sorted([(start_ns[index] + duration_ns[index] // 2, index) for index in by_start])
-    # Number of spans that have started, and a stack of those that have not ended.
+    # Number of spans that have started, and a list of the started spans that have not ended.
     begun, around = 0, list[int]()
     for middle, index in by_middle:
         while begun < len(by_start) and start_ns[by_start[begun]] <= middle:
@@ -78,9 +77,9 @@ def find_outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> lis
 
 
 def compute_rows(spans: Sequence[Span], step_ns: int) -> list[int]:
-    """Return one step's rows in ns.
+    """Return the duration in ns of each StepPart of one step.
 
-    Its spans are in the order of their records, all of a kind in PART_OF_SPAN.
+    spans: in the order of their records; their kinds are keys of PART_OF_SPAN.
     """
     rows = [0] * len(StepPart)
     own_ns = [span[2] for span in spans]

@@ -1,1 +1,1 @@
-"""Place of a process: in its job, on its node, and in a shared run directory."""
+"""Find a process's rank in its job, the name of its node, and its caller's trace context."""

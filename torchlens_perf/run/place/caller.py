@@ -1,8 +1,8 @@
-"""The span in the user's tracing that started this job: the trace context of the run.
+"""Find the span in the user's tracing that started this job: the trace context of the run.
 
-A workflow engine or a wrapper such as `otel-cli exec` passes it in TRACEPARENT and TRACESTATE (W3C
-trace context; OpenTelemetry, "Environment variables as context propagation carriers"). An active
-span of the process takes precedence.
+A workflow engine or a wrapper such as `otel-cli exec` passes the span in TRACEPARENT and TRACESTATE
+(W3C trace context; OpenTelemetry, "Environment variables as context propagation carriers"). An
+active span of this process takes precedence.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ _DEFAULT = "tracecontext,baggage"
 
 
 def read_calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the caller's traceparent and tracestate, unvalidated; "" if not set.
+    """Return the unvalidated traceparent and tracestate of the job's caller; "" if not set.
 
-    Call it on the thread that starts the watch.
-
-    OpenTelemetry's API is only used if the program has imported it. The environment is ignored if
-    OTEL_PROPAGATORS does not include `tracecontext`.
+    Call this function on the thread that starts the watch. OpenTelemetry's API is only used if the
+    program has imported it. The environment is ignored if OTEL_PROPAGATORS lacks `tracecontext`.
     """
     with guard("reading the active span"):
         api = sys.modules.get("opentelemetry.trace")

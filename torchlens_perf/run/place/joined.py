@@ -1,9 +1,9 @@
 """Join the run directory of a node with that of node 0 if their run ids differ.
 
-If nodes could not agree on a name (identity.py), each made its own run directory. Node 0 then sends
-its name. On a shared disk, the node's sidecar moves its files into node 0's directory and leaves a
-symbolic link, so that known paths stay valid. Without a shared disk, node 0's name becomes a link
-to this node's directory. File names differ between nodes.
+Nodes that could not agree on a run id (identity.py) have each made a run directory. Node 0 then
+sends its run id to the others. On a shared disk, the node's sidecar moves its files into node 0's
+directory. A symbolic link keeps the old paths valid. Without a shared disk, node 0's run id becomes
+a link to this node's directory. File names contain the node's name, so they do not collide.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TRIES = 5
 
 
 def join_run(own: Path, run_id: str) -> bool:
-    """Make both names refer to one directory. Return True if this node's directory was moved.
+    """Make both run ids refer to one directory. Return True if this node's files were moved.
 
-    own: this node's run directory. Raise OSError if that fails; no file is lost then, and the call
-    can be repeated.
+    own: this node's run directory. run_id: node 0's run id. Raise OSError if an operation fails. No
+    file is lost then, and the call can be repeated.
     """
     if run_id == own.name or own.is_symlink() or not _NAME.fullmatch(run_id):
         return False
@@ -31,7 +31,7 @@ def join_run(own: Path, run_id: str) -> bool:
         os.symlink(own.name, whole)
         return False
     except FileExistsError:
-        # The link is this node's own, or that of an earlier sidecar of this node.
+        # This sidecar or an earlier one of this node has made the link.
         if whole.is_symlink():
             return False
     for left in range(_TRIES - 1, -1, -1):
@@ -47,21 +47,21 @@ def join_run(own: Path, run_id: str) -> bool:
 
 
 def _merge_folder(source: Path, target: Path) -> None:
-    """Move the content of a folder into another, recursively.
+    """Move the content of a folder into another folder, recursively.
 
-    Existing files, which are node 0's, stay.
+    If both contain a file, the file in the target stays, because it is node 0's.
     """
     target.mkdir(exist_ok=True)
     for entry in list(os.scandir(source)):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             _merge_folder(path, target / entry.name)
-            # A new file has appeared.
+            # rmdir() fails if another process has just written a new file.
             with contextlib.suppress(OSError):
                 path.rmdir()
         elif (target / entry.name).exists():
             path.unlink(missing_ok=True)
         else:
-            # A partial file disappears when its writer renames it.
+            # The writer of a partial file may have just renamed it.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path, target / entry.name)

@@ -1,9 +1,11 @@
-"""Rank, job name and restarts in the environment variables of each launcher.
+"""Read rank, job name and restarts from the environment variables of each launcher.
 
-A row of LAUNCHERS applies if its variables are set and agree with torch's rank and world size.
-Slurm sets SLURM_PROCID in batch scripts, too, and torchrun under srun inherits the agent's. Values
-that no row provides are None. They are found from the ranks that appear on a node.
-docs/guides/launchers.md has the source of each row.
+A row of LAUNCHERS applies if its variables are set and agree with torch's rank and world size. The
+variables alone are not enough. Slurm also sets SLURM_PROCID in batch scripts, and processes of
+torchrun under srun inherit the SLURM_PROCID of their agent.
+
+Values that the row does not provide are None. Other modules derive such values from the ranks that
+appear on a node. docs/guides/launchers.md lists the source of each row.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-# A longer number of a launcher is invalid.
+# A longer number in a launcher's variable is invalid.
 _MAX_DIGITS = 9
 _BACKEND = re.compile(r"--rdzv[-_]backend(?:=(.*))?")
 _STORE = ("MASTER_ADDR", "MASTER_PORT")
@@ -23,31 +25,29 @@ _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class LauncherVariables:
-    """The variables that a launcher sets. The first variable of a field that is set counts."""
+    """Variables that a launcher sets. If a field has several, the first one that is set is used."""
 
     name: str
     marks: tuple[str, ...]
-    """Variables that identify the launcher: all of them are set, and no later row has all of its
-    own set.
-    """
+    """Variables that identify the launcher if all of them are set. Earlier rows take precedence."""
     rank: str = "RANK"
     world_size: tuple[str, ...] = ("WORLD_SIZE",)
     local_rank: str = "LOCAL_RANK"
     local_world_size: str = ""
     node: tuple[str, ...] = ()
-    """Number of the node."""
+    """Index of the node."""
     nodes: tuple[str, ...] = ()
     """Number of nodes."""
     per_node: tuple[str, ...] = ()
     """Number of ranks on each node, in Slurm's format."""
     restarts: str = ""
     job: tuple[str, ...] = ()
-    """Variables whose values together identify the job, on all nodes and forever."""
+    """Variables whose values together identify the job on all nodes and differ for every job."""
 
 
 LAUNCHERS = (
-    # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate starts it, too. The
-    # agent counts the restarts of its own node: after a failure, that node has 1 and the others 0.
+    # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate also starts it. Each
+    # agent counts its own restarts. After a failure, the failed node has 1 and other nodes have 0.
     LauncherVariables(
         "torchrun",
         ("TORCHELASTIC_RUN_ID",),
@@ -71,7 +71,7 @@ LAUNCHERS = (
         node=("CROSS_RANK",),
         nodes=("CROSS_SIZE",),
     ),
-    # srun(1), OUTPUT ENVIRONMENT VARIABLES. A batch script has SLURM_PROCID, and no step.
+    # srun(1), OUTPUT ENVIRONMENT VARIABLES. A batch script has SLURM_PROCID but no SLURM_STEP_ID.
     LauncherVariables(
         "srun",
         ("SLURM_PROCID", "SLURM_STEP_ID"),
@@ -95,7 +95,7 @@ LAUNCHERS = (
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    # Intel MPI 2021.19, observed: variables of Hydra, and a job name that mpiexec makes.
+    # Observed with Intel MPI 2021.19: variables of Hydra, and a job name that mpiexec creates.
     LauncherVariables(
         "Intel MPI",
         ("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
@@ -114,13 +114,13 @@ LAUNCHERS = (
         local_rank="MPI_LOCALRANKID",
         local_world_size="MPI_LOCALNRANKS",
     ),
-    # lightning/fabric/strategies/launchers/subprocess_script.py sets no RANK. torch.distributed has
-    # it.
+    # lightning/fabric/strategies/launchers/subprocess_script.py sets no RANK. torch.distributed
+    # provides the rank.
     LauncherVariables(
         "Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)
     ),
-    # Only torch's env:// variables: a loop in a shell, Kubeflow's PyTorchJob with one process per
-    # pod, a JobSet.
+    # Only torch's env:// variables are set, for example by a shell loop, a JobSet, or Kubeflow's
+    # PyTorchJob with one process per pod.
     LauncherVariables(
         "environment",
         ("RANK", "WORLD_SIZE"),
@@ -133,7 +133,7 @@ _ALONE = LauncherVariables("", ())
 
 @dataclasses.dataclass(frozen=True)
 class JobPlace:
-    """Place of one rank in its job. None: not known."""
+    """Rank of one process in its job, and its launcher. Unknown values are None."""
 
     launcher: str
     rank: int
@@ -146,16 +146,15 @@ class JobPlace:
     elastic: bool
     """True if the launcher may restart its processes."""
     job: str
-    """Name of the job that is equal on all nodes and unique over time; "" without one."""
+    """Name that is equal on all nodes and differs for every job; "" if the job has no such name."""
     facts: str
-    """Values that are equal on all ranks of the job, but may recur in a later job; "" without any.
-    """
+    """Values that are equal on all ranks but may be the same in a later job; "" if not known."""
 
 
 def detect_place(
     environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()
 ) -> JobPlace:
-    """Return the place of this process in its job.
+    """Detect the rank of this process, its job and its launcher.
 
     distributed: rank and world size of torch.distributed if it is initialized. They override the
     environment. parent: command line of the parent process.
@@ -197,7 +196,7 @@ def detect_place(
 def _choose_launcher(
     environ: Mapping[str, str], distributed: tuple[int, int] | None
 ) -> tuple[LauncherVariables, int, int]:
-    """Return the launcher's row that applies to this process, its rank and its world size."""
+    """Return the launcher that started this process, and the process's rank and world size."""
     known = distributed or _read_rank_and_world_size(environ, "RANK", ("WORLD_SIZE",))
     for row in LAUNCHERS:
         if all(environ.get(mark) for mark in row.marks):
@@ -212,7 +211,7 @@ def _choose_launcher(
                 return row, *known
     if known is not None:
         return _ALONE, *known
-    # Only a part of torch's variables is set. Then only the program itself has the missing ones.
+    # Some of torch's variables are missing. Assume a job of one process.
     return _ALONE, _first_number(environ, "RANK") or 0, _first_number(environ, "WORLD_SIZE") or 1
 
 
@@ -222,9 +221,8 @@ def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequen
             environ.get("TORCHELASTIC_RUN_ID", "none"),
             [environ.get(name, "") for name in _STORE],
         )
-        # With c10d, node 0 has chosen a free port for this job and sent it to the others. A plain
-        # id, or the port of a static rendezvous, is configured by the user and recurs in the next
-        # job.
+        # With c10d, node 0 has chosen a free port for this job and sent it to other nodes. Without
+        # c10d, the user configures id and port, so the next job may have the same values.
         if elastic == "none" or not all(store) or _rendezvous_backend(environ, parent) != "c10d":
             return ""
         return f"{elastic[:60]}-{_hash_texts(elastic, *store)}"
@@ -235,10 +233,7 @@ def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequen
 
 
 def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> str:
-    """Return the rendezvous backend of torchrun's agents; "" if it is not set.
-
-    It is read from arguments or variables.
-    """
+    """Return the rendezvous backend in torchrun's arguments or variables; "" if it is not set."""
     for name, following in zip(parent, [*parent[1:], ""], strict=True):
         found = _BACKEND.fullmatch(name)
         if found:
@@ -258,7 +253,7 @@ def _shared_facts(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _ranks_on_node(per_node: str, node: int | None) -> int | None:
-    """Return the number of ranks of a node, from Slurm's list of all nodes."""
+    """Return the number of ranks on a node; None if not known. per_node: Slurm's list of counts."""
     counts: list[int] = []
     for part in filter(None, per_node.split(",")):
         found = _PER_NODE.fullmatch(part)

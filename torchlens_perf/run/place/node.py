@@ -1,8 +1,9 @@
-"""Name of a node in file names: its host name and the PID namespace.
+"""Name a node in file names by its host name, its boot and its PID namespace.
 
-Two pods on the host's network have the same host name. Containers may share memory. After a reboot,
-other processes get the same ids. The name thus ends in a digest of the boot and the PID namespace.
-Process ids are only compared within one of them.
+The host name alone is not unique. Two pods on the host's network have the same host name, and
+containers may share memory. After a reboot, other processes get the same ids. The name therefore
+ends in a digest of the boot and the PID namespace. Process ids are only compared if the digests are
+equal.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ _overriding_digest = ""  # see override_namespace_digest()
 
 
 def override_namespace_digest(digest: str) -> None:
-    """Use the digest of another boot or namespace, to process the files that it left."""
+    """Make namespace_digest() return the digest of another boot or namespace.
+
+    The drain program does so to process the files of that boot or namespace.
+    """
     global _overriding_digest
     _overriding_digest = digest
 
 
 def namespace_digest() -> str:
-    """Return a digest of this boot of the host and of this PID namespace."""
+    """Return a digest of the host's current boot and of this PID namespace."""
     if _overriding_digest:
         return _overriding_digest
     try:
@@ -50,11 +54,11 @@ def namespace_digest() -> str:
 
 
 def node_name(host: str | None = None) -> str:
-    """Return the name of this node in file names. host: by default the kernel's host name."""
+    """Return the name that this node has in file names. host: by default the host's name."""
     name = socket.gethostname() if host is None else host
     return f"{name[:_MAX_HOST].replace('/', '_')}-{namespace_digest()}"
 
 
 def host_of_node(node: str) -> str:
-    """Return the host name in the name of a node, for display."""
+    """Return the host name of a node for display. node: name of the node in file names."""
     return _DIGEST.sub("", node)

@@ -1,1 +1,1 @@
-"""Storage of ring files, and copying rings without a live reader into the run directory."""
+"""Allocate memory for ring files, and copy ring files into the run directory."""

@@ -1,7 +1,7 @@
-"""Copy a ring into the run directory, in a process that may wait for its disk.
+"""Copy a ring file into the run directory, in a separate process that may wait for the disk.
 
-This program imports nothing of this package. It inherits the ring's descriptor, so it can outlive
-the training process.
+This program imports nothing of this package. It inherits the ring file's descriptor, so the copy
+continues if the training process ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 def copy_ring(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
-    """Write the file, add its path to the node's list of rings, and remove the source's files.
+    """Write the ring file, add its path to the node's list of rings, and remove the source's paths.
 
-    Raise OSError; the source stays then.
+    descriptor: of the source. listed_in: path of the list. source: paths of the ring file and of
+    its registrations. Raise OSError if the ring file cannot be written. The source then stays.
     """
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     partial = f"{target}.partial"

@@ -1,6 +1,6 @@
-"""Kinds and flags of a ring's records, and the states of its writer.
+"""Kinds and flags of the records in a ring file, and the states of its writer.
 
-native/layout.h has the same values for C.
+native/layout.h defines the same values for C.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import IntEnum, IntFlag
 class Kind(IntEnum):
     """Kind of a record.
 
-    DATA to CLOSURE are phases. Their time is subtracted from the enclosing phase.
+    DATA to CLOSURE are phases. The time of a phase does not count for its enclosing phase.
     """
 
     STEP = 1
@@ -22,32 +22,33 @@ class Kind(IntEnum):
     OPTIMIZER = 5
     WAIT = 6
     RECOMPUTE = 7
-    # A function that an optimizer calls to evaluate the model. Its time outside of other phases is
-    # host time.
+    # A function that an optimizer calls to evaluate the model. The time of this function outside
+    # other phases is host time.
     CLOSURE = 8
     MODULE = 16
     MODULE_BACKWARD = 17
     SECTION = 18
     COLLECTIVE = 19
-    THREAD_TIME = 20  # of a step's own work: CPU time, and time runnable without a CPU
+    # CPU time of a step's own work, and the time that its thread was runnable but had no CPU.
+    THREAD_TIME = 20
     MERGED = 23  # one row of a window over all ranks, see device/merged_rows.py
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
-    # A span by the device's clock. value0: its kind. value1: how much later than on the host it
-    # ended on the device. With the kind WAIT it is a stall: the compute stream waited for
-    # communication, whose name it has. A step's stalls do not overlap. They come with its phases
-    # before the STEP record that completes the step. Without that record, some may be missing.
+    # A span by the device's clock. value0 is the kind of the span. value1 is the time by which its
+    # end on the device was later than on the host. A span of the kind WAIT is a stall: the compute
+    # stream waited for the communication of that name. The stalls of a step do not overlap. Device
+    # spans of a step precede its STEP record. Without that record, some of them may be missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
 
 @functools.cache
 def kind_name(kind: int) -> str:
-    """Return the lower-case name of a record kind; "kind 77" for a kind of a newer version."""
+    """Return the lower-case name of a record kind, or "kind 77" for an unknown kind."""
     return Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"kind {kind}"
 
 
 class Flag(IntFlag):
-    """Flags of a record. EVALUATED, CAPTURED and the upper eight are for STEP records."""
+    """Flags of a record. EVALUATED and the flags from CAPTURED on are used in STEP records."""
 
     EXCEPTION = 1
     ASYNC = 2
@@ -68,7 +69,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """End state of the writer. A writer that was killed leaves OPEN."""
+    """State of a ring file's writer. The state stays OPEN if the writer is killed."""
 
     OPEN = 0
     CLOSED = 1

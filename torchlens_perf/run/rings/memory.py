@@ -1,15 +1,17 @@
-"""Memory of a ring: a store into it must neither fail nor wait for a disk.
+"""Allocate memory for a ring file, so that writes neither fail nor wait for a disk.
 
-A process that stores into a mapped file gets SIGBUS if the file system has no room for the page or
-has lost its disk. In shared memory (tmpfs) the pages are allocated when the file is made. If it has
-no room, or is not a tmpfs, the ring is in anonymous memory (memfd_create(2)), a tmpfs without a
-size limit. The ring's path is then a link to the descriptor in the process that made it. The
-sidecar opens it on registration, which keeps the memory when the process is killed.
+A write to a mapped file causes SIGBUS if the file system has no space for the page or has lost its
+disk. In shared memory (tmpfs), all pages are allocated when the file is created. If shared memory
+has not enough space, or is not a tmpfs, anonymous memory is used instead (memfd_create(2)), which
+has no size limit. The path of the ring file is then a link to the descriptor of the process that
+made it. The sidecar opens this link on registration. The memory is thus kept if the process is
+killed.
 
-Both count as memory of the process's control group. At its limit the kernel frees other memory, or
-kills a process, as for any allocation. That can happen when the ring is made, never at a store.
+Shared and anonymous memory both count as memory of the process's control group. At the group's
+limit, the kernel frees other memory or kills a process. This can only happen when the ring file is
+created.
 
-Imports almost nothing, for a fast start of the sidecar (sidecar/start/wait.py).
+This module imports almost nothing, because the sidecar must start fast (sidecar/start/wait.py).
 """
 
 from __future__ import annotations
@@ -22,27 +24,25 @@ import os
 import time
 from collections.abc import Collection
 
-# Values of statfs(2). ext2, ext3 and ext4 have the same one.
+# File system types of statfs(2). ext2, ext3 and ext4 have the same type.
 TMPFS, EXT = 0x01021994, 0xEF53
 IN_MEMORY = frozenset({TMPFS})
 WITHOUT_SIGBUS = frozenset({TMPFS, EXT})
-"""File systems on which stores into reserved blocks succeeded even when the disk was full or had
-been lost.
-"""
+"""File systems on which writes to mapped and allocated blocks succeed on a full or lost disk."""
 _HELD = ".held"
-# MFD_NOEXEC_SEAL, which a machine may require. Kernels before 6.3 do not support it.
+# MFD_NOEXEC_SEAL. Some machines require this flag, but kernels before 6.3 do not support it.
 _NO_EXECUTION = 8
 _POLL_INTERVAL_S = 0.005
 
 
 def is_on_file_system(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
-    """Return True if the folder is on one of these file systems.
+    """Return True if a folder is on a file system of one of these types.
 
-    An overlay never matches, whatever is below it.
+    A folder on an overlay file system never matches.
     """
     import ctypes
 
-    # struct statfs begins with the type.
+    # The first field of struct statfs is the type.
     found = (ctypes.c_long * 64)()
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), ctypes.byref(found)):
         return False
@@ -50,11 +50,10 @@ def is_on_file_system(folder: str | os.PathLike[str], kinds: Collection[int]) ->
 
 
 def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Make a file, mode 0600, with all of its blocks allocated, and map it.
+    """Create a file with mode 0600, allocate all of its blocks, and map it.
 
-    Raise OSError; no file is left then.
-
-    A shared flock(2) on it lasts as long as a process has it mapped, see is_mapped().
+    A shared flock(2) on the file lasts as long as a process has it mapped, see is_mapped(). Raise
+    OSError if a call fails. No file is left then.
     """
     descriptor = os.open(
         path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -72,16 +71,16 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
-    """Map anonymous memory, with a link at `path`.
+    """Allocate and map anonymous memory, and create a link to it at `path`.
 
-    Return the map and the descriptor, which the caller closes.
+    Return the map and the descriptor of the memory. The caller closes both.
     """
     descriptor = _create_memfd(_ring_name(path))
     try:
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         place = f"/proc/{os.getpid()}/fd/{descriptor}"
-        # This raises an error if /proc is not usable.
+        # stat() raises an error if /proc is not usable.
         os.stat(place)
         mapped = mmap.mmap(descriptor, size)
         os.symlink(place, path)
@@ -102,12 +101,12 @@ def _create_memfd(name: str) -> int:
 
 
 def open_to_read(path: str) -> int:
-    """Open a ring in a file or in anonymous memory.
+    """Open a ring in a file or in anonymous memory, and return the descriptor.
 
-    Raise OSError: FileNotFoundError if its last process has ended.
+    Raise OSError. It is FileNotFoundError if no process has the memory open any more.
     """
     try:
-        # A FIFO is too short to be a ring.
+        # O_NONBLOCK keeps the call from waiting if the path is a FIFO.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -115,7 +114,7 @@ def open_to_read(path: str) -> int:
     for link in (path, _held_link_path(path)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             place = os.readlink(link)
-            # Another process may have this pid by now, with another file at the descriptor.
+            # Another process may have this pid now. Its descriptor then belongs to another file.
             if (
                 place.startswith("/proc/")
                 and os.readlink(place) == f"/memfd:{_ring_name(path)} (deleted)"
@@ -125,8 +124,9 @@ def open_to_read(path: str) -> int:
 
 
 def announce_open_ring(path: str, descriptor: int) -> None:
-    """Announce that this process has a ring in anonymous memory open. descriptor: must stay
-    open.
+    """Announce that this process has a ring in anonymous memory open.
+
+    descriptor: of the ring. It must stay open.
     """
     if os.path.islink(path):
         partial = f"{_held_link_path(path)}-{os.getpid()}"
@@ -136,11 +136,9 @@ def announce_open_ring(path: str, descriptor: int) -> None:
 
 
 def wait_until_opened_elsewhere(path: str, descriptor: int, timeout_s: float) -> bool:
-    """Wait until another process has the ring open, or has drained it.
+    """Wait until another process has opened the ring, or has drained and removed it.
 
-    Return False after `timeout_s`.
-
-    descriptor: this process's.
+    descriptor: this process's descriptor of the ring. Return False after `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -148,7 +146,7 @@ def wait_until_opened_elsewhere(path: str, descriptor: int, timeout_s: float) ->
             if os.path.samestat(os.stat(_held_link_path(path)), os.fstat(descriptor)):
                 return True
         if not os.path.lexists(path):
-            # The sidecar has read the ring to its end and removed it.
+            # The sidecar has read all records and removed the ring.
             return True
         if time.monotonic() >= deadline_s:
             return False
@@ -156,9 +154,9 @@ def wait_until_opened_elsewhere(path: str, descriptor: int, timeout_s: float) ->
 
 
 def remove_ring_paths(path: str) -> None:
-    """Remove a ring's file or link, and its mark of being held.
+    """Remove a ring's file or link, and the link of announce_open_ring().
 
-    Raise OSError, except for missing files.
+    Missing files are ignored. Raise OSError for other errors.
     """
     for each in (path, _held_link_path(path)):
         with contextlib.suppress(FileNotFoundError):
@@ -166,7 +164,10 @@ def remove_ring_paths(path: str) -> None:
 
 
 def is_mapped(path: str) -> bool:
-    """Return True if a ring file's maker, or its child, still has it mapped, in any container."""
+    """Return True if the process that made a ring file, or its child, still has the file mapped.
+
+    Processes in other containers count too.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
