@@ -30,7 +30,7 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
+from torchlens_perf.store.segments import RecordChunk, RecordOrigin, SegmentWriter
 
 RANKS, STEPS, LAYERS = 8, 250, 24
 # 25 times the maximum rate of a whole job.
@@ -113,10 +113,12 @@ def record(run: RunDirectory) -> int:
             records[field] = column
         records["value1"] = 1
         spans += len(rows) + (STEPS if rank == 0 else 0)
-        origin = Origin(
+        origin = RecordOrigin(
             f"rank{rank:05d}-attempt0-1", rank, 0, "node", Anchor(0, 1_700_000_000 * 10**9, 0)
         )
-        chunks.append(Chunk(origin, records, np.arange(len(rows)), names, assemble_steps(records)))
+        chunks.append(
+            RecordChunk(origin, records, np.arange(len(rows)), names, assemble_steps(records))
+        )
     SegmentWriter(run, "node", 1 << 30).write(chunks)
     return spans
 
@@ -165,7 +167,7 @@ def send_sdk(path: str) -> None:
     from torchlens_perf.analysis.statistics.steps import step_traces
     from torchlens_perf.exporters.otlp_spans import nest
     from torchlens_perf.store import segments
-    from torchlens_perf.store.file_names import nodes_of
+    from torchlens_perf.store.file_names import list_nodes
 
     provider = TracerProvider(shutdown_on_exit=False)
     processor = BatchSpanProcessor(
@@ -175,7 +177,7 @@ def send_sdk(path: str) -> None:
     tracer = provider.get_tracer("sdk")
     directory = RunDirectory(Path(path))
     with _timed():
-        for host in nodes_of(directory.spans):
+        for host in list_nodes(directory.spans):
             for origin, records, names, _ in segments.read_chunks(directory, host):
                 for trace in step_traces(records, names, set(range(STEPS))):
                     common = {

@@ -20,7 +20,7 @@ import torch
 
 import torchlens_perf as perf
 from benchmarks.measure import Table, interleaved, ratio_interval
-from torchlens_perf.results.alerts import Alerts
+from torchlens_perf.results.alerts import AlertCallbacks
 from torchlens_perf.sidecar import live_results
 
 LOOKS, ROUNDS, STEPS, ASKED = 20_000, 60, 400, 8
@@ -34,13 +34,13 @@ from torchlens_perf.results import notebook
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-took, update = [], notebook.Cell._update
+took, update = [], notebook.NotebookCell._update
 def timed(cell, session):
     before, began_s = cell._newest, time.perf_counter()
     update(cell, session)
     if cell._newest is not before:
         took.append(time.perf_counter() - began_s)
-notebook.Cell._update = timed
+notebook.NotebookCell._update = timed
 """,
     f"""
 with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0)) as w:
@@ -86,7 +86,7 @@ def _callbacks(table: Table, folder: str) -> None:
     """Time a poll for alerts that finds none, and the same loop with and without a callback,
     alternately.
     """
-    loop, alerts = _Loop(), Alerts()
+    loop, alerts = _Loop(), AlertCallbacks()
     alerts.callbacks.append(print)
     with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         session = watch._session

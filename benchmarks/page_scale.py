@@ -27,7 +27,7 @@ from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind, record_dtype
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
+from torchlens_perf.store.segments import RecordChunk, RecordOrigin, SegmentWriter
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
@@ -119,7 +119,7 @@ def write_run(
         state, writer = NodeState(node), SegmentWriter(run, node, 1 << 40)
         members = range(first, min(first + topology.node_size, topology.ranks))
         state.join.set_ranks(members)
-        chunks: list[list[Chunk]] = [[] for _ in range(segments)]
+        chunks: list[list[RecordChunk]] = [[] for _ in range(segments)]
         for rank in members:
             process, records = _process(run, topology, rank, blocks)
             state.processes[process.identity.key] = process
@@ -129,11 +129,13 @@ def write_run(
             warm = records[records["step"] >= WARM_UP_STEPS]
             state.join.add_records(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):
-                origin = Origin(
+                origin = RecordOrigin(
                     process.identity.key, rank, 0, process.identity.host, process.anchor
                 )
                 sequences = np.flatnonzero(np.isin(records["step"], np.unique(part["step"])))
-                chunks[at].append(Chunk(origin, part, sequences, _names(), assemble_steps(part)))
+                chunks[at].append(
+                    RecordChunk(origin, part, sequences, _names(), assemble_steps(part))
+                )
         state.join.join()
         for each in chunks:
             writer.write(each)

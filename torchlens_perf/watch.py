@@ -35,7 +35,7 @@ from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.results import last_report
-from torchlens_perf.results.methods import ShowsResults
+from torchlens_perf.results.methods import LiveResultMethods
 from torchlens_perf.run import children, dead_runs, directory, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import detect_identity as detect_identity
@@ -170,7 +170,7 @@ watch.__signature__ = _signature()  # type: ignore[attr-defined]
 _OLD_METHODS = {"steps": "step_table()", "close": "stop()"}
 
 
-class Watch(ShowsResults):
+class Watch(LiveResultMethods):
     """Recording of one run: a context manager to enter once, a pair of start() and stop(), or a
     decorator.
     """
@@ -528,7 +528,7 @@ class Watch(ShowsResults):
             look: dict[str, Any] = {}
             try:
                 if reports:
-                    look = last_report.wanted(mailbox, in_cell=cell is not None)
+                    look = last_report.build_report_request(mailbox, in_cell=cell is not None)
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no
             # record is lost.
             finally:
@@ -541,7 +541,7 @@ class Watch(ShowsResults):
                     sidecar.ensure(run, identity, self._config._exchange_token)
             if reports:
                 with guard("the report at the end"):
-                    shown = last_report.show(
+                    shown = last_report.show_report(
                         run, identity, self._config, mailbox, cell,
                         raised=ended_by is not None, can_wait=self._live_views is None, disk_answers=self._disk_answers,
                     )  # fmt: skip

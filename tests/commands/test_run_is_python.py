@@ -38,7 +38,7 @@ DIFFERENCES = (
         rb'\s*"TORCHLENS_PERF": "1",?',
         "the variable that switches recording on; children inherit it, to be recorded too",
     ),
-    (rb'\s*"sitecustomize.AfterTorch",', "the finder that awaits torch"),
+    (rb'\s*"sitecustomize.TorchImportHook",', "the finder that awaits torch"),
     (rb'\s*"_": "[^"]*",?', "bash's name of the program that it started"),
     (rb"0x[0-9a-f]+", "addresses of objects"),
 )

@@ -302,7 +302,7 @@ def test_rank_forked_from_the_kernel_prints_its_report(kernel: Kernel) -> None:
     output = kernel.run(
         "import os, sys\nchild = os.fork()\nif child == 0:\n"
         "    from torchlens_perf.results import last_report, notebook\n"
-        "    os._exit(0 if notebook.shell() is None and not last_report.in_notebook() else 1)\n"
+        "    os._exit(0 if notebook.find_notebook_shell() is None and not last_report.is_in_notebook() else 1)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
     assert output.text == "0\n"

@@ -35,8 +35,8 @@ from torchlens_perf.page.sections.overview import key_figures
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
-from torchlens_perf.results.figures import checked as checked_logger
+from torchlens_perf.results.figures import SLOW_RANK, VERDICT, FigureLoggers
+from torchlens_perf.results.figures import check_log_arguments as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
 from torchlens_perf.serve.run_list import find_runs, lines_of
@@ -263,7 +263,7 @@ def loggers_have_the_figures_of_the_rows(
     report: dict[str, Any], exporter: InMemoryExporter
 ) -> None:
     """Check the output of `log_to()`: the slow rank, each alert, and the report."""
-    board, figures = Board(), Figures()
+    board, figures = Board(), FigureLoggers()
     figures.add(checked_logger(board, 0.0, lambda: 1))
     for alert in exporter.alerts:
         figures.heard(alert)

@@ -15,7 +15,7 @@ from torchlens_perf.config import EXCHANGE_TOKEN, variables
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.instrumentation import environment_variables
-from torchlens_perf.instrumentation.resource_detector import resource_attributes
+from torchlens_perf.instrumentation.resource_detector import collect_resource_attributes
 from torchlens_perf.run.identity import Identity
 
 ALWAYS = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
@@ -35,7 +35,7 @@ def among(found: dict[str, str | int], names: str) -> dict[str, str | int]:
 
 def test_process_without_a_launcher_has_no_rank() -> None:
     """The process may be the launcher itself, or may not train at all."""
-    found = resource_attributes({})
+    found = collect_resource_attributes({})
     assert ALWAYS.items() <= found.items()
     assert among(found, "torch.") == {}
 
@@ -50,7 +50,7 @@ def test_rank_and_run_id_are_detected_under_torchrun() -> None:
 
 def test_rank_and_run_id_are_detected_under_srun() -> None:
     """The run has the same id on all nodes: the Slurm job and step."""
-    found = resource_attributes(SRUN)
+    found = collect_resource_attributes(SRUN)
     assert among(found, "torch.") == {
         semantics.RANK: 1, semantics.WORLD_SIZE: 2, semantics.LOCAL_RANK: 0, semantics.RESTART_COUNT: 0,
         semantics.RUN_ID: "slurm-77.0",
@@ -61,7 +61,7 @@ def test_rank_and_run_id_are_detected_under_srun() -> None:
 @pytest.mark.parametrize("environ", [{}, TORCHRUN, SRUN], ids=["alone", "torchrun", "srun"])
 def test_run_id_of_the_user_has_priority_over_the_launchers(environ: dict[str, str]) -> None:
     assert (
-        resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID]
+        collect_resource_attributes({**environ, "TORCHLENS_PERF_RUN_ID": "mine"})[semantics.RUN_ID]
         == "mine"
     )
 

@@ -8,7 +8,7 @@ import pytest
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
-from torchlens_perf.store.segments import Records
+from torchlens_perf.store.segments import ProcessRecords
 
 MS = 1_000_000
 NAMES = ["(other)", "allreduce group=0 dtype=float32"]
@@ -35,7 +35,7 @@ def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0
         row["value0"], row["value1"] = [4096, 0], [step, 0]
         row["start_ns"] = [begin_ns + arrives * MS, begin_ns]
         row["duration_ns"] = [end_ns - begin_ns - arrives * MS, 100 * MS]
-    return RankRecords(rank, node, 0, GROUPS, Records(records.reshape(-1), NAMES))  # type: ignore[arg-type]
+    return RankRecords(rank, node, 0, GROUPS, ProcessRecords(records.reshape(-1), NAMES))  # type: ignore[arg-type]
 
 
 def of_step(ranks: list[RankRecords], step: int) -> list[RankRecords]:

@@ -17,7 +17,7 @@ from tests.results.test_results import Loop, training
 from tests.support.ranks import Rank
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
-from torchlens_perf.results.alerts import Alerts
+from torchlens_perf.results.alerts import AlertCallbacks
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver_text
 from torchlens_perf.run.verdicts import Alert
@@ -98,7 +98,7 @@ def test_exception_of_a_callback_does_not_end_the_job(
 
     All callbacks are called again for later alerts.
     """
-    alerts, bad, good = Alerts(), Heard(ValueError("no \x1b[2J network")), Heard()
+    alerts, bad, good = AlertCallbacks(), Heard(ValueError("no \x1b[2J network")), Heard()
     alerts.callbacks += [bad, good]
     with caplog.at_level(logging.WARNING, "torchlens_perf"), alerts.listening(session):
         named(session, STARTED, ENDED)

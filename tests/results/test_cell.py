@@ -14,7 +14,7 @@ from tests.support.ranks import Rank
 from tests.support.recorders import FakeClock
 from torchlens_perf.results import notebook
 from torchlens_perf.results.ask import RunHandle
-from torchlens_perf.results.notebook import Cell
+from torchlens_perf.results.notebook import NotebookCell
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import VIEW, deliver_text
 
@@ -53,7 +53,7 @@ class Shown:
         self.clock = Clock()
         self.handle = Handle(self.clock, rank.clock)
         self.session = rank.session
-        self.cell = Cell(self.clock)
+        self.cell = NotebookCell(self.clock)
         self.cell._handle = self.handle
         self.live = self.cell._live(RunHandle(run, self.session, True, ""))
 

@@ -20,10 +20,15 @@ from torchlens_perf.results.figures import (
     SLOW_RANK_COST,
     STEP,
     VERDICT,
-    Figures,
-    checked,
+    FigureLoggers,
+    check_log_arguments,
 )
-from torchlens_perf.results.loggers import MlflowModule, SummaryWriter, WandbRun, logger_for
+from torchlens_perf.results.loggers import (
+    MlflowAdapter,
+    SummaryWriterAdapter,
+    WandbAdapter,
+    adapt_logger,
+)
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import FIGURES, deliver_text
 from torchlens_perf.run.verdicts import Alert
@@ -73,8 +78,8 @@ def summed(session: Session, steps: int, step_ns: int, data_ns: int) -> None:
 def test_logged_rows_are_means_since_the_previous_row(session: Session) -> None:
     """Each row has the step of the user's counter. Unchanged values are not written again."""
     now_s, board = [0.0], Board()
-    figures = Figures(lambda: now_s[0])
-    figures.add(checked(board, 10.0, lambda: 7))
+    figures = FigureLoggers(lambda: now_s[0])
+    figures.add(check_log_arguments(board, 10.0, lambda: 7))
     with figures.listening(session):
         figures.look()
         summed(session, 2, 4_000_000_000, 1_000_000_000)
@@ -122,9 +127,9 @@ def test_exception_of_a_logger_does_not_end_the_job(
     session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The exception is logged once, and the other loggers get their rows."""
-    bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), Figures()
-    figures.add(checked(bad, 0.0, None))
-    figures.add(checked(good, 0.0, None))
+    bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), FigureLoggers()
+    figures.add(check_log_arguments(bad, 0.0, None))
+    figures.add(check_log_arguments(good, 0.0, None))
     with caplog.at_level(logging.WARNING, "torchlens_perf"), figures.listening(session):
         for steps in (1, 2):
             summed(session, steps, 1, 0)
@@ -145,9 +150,9 @@ def test_logger_is_recognized_by_its_interface() -> None:
         "mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print}
     )()
 
-    assert isinstance(logger_for(Board()), SummaryWriter)
-    assert isinstance(logger_for(run), WandbRun)
-    assert isinstance(logger_for(module), MlflowModule)
+    assert isinstance(adapt_logger(Board()), SummaryWriterAdapter)
+    assert isinstance(adapt_logger(run), WandbAdapter)
+    assert isinstance(adapt_logger(module), MlflowAdapter)
 
 
 @pytest.mark.parametrize(

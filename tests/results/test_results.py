@@ -258,11 +258,11 @@ class TestChild:
     def test_error_line_of_the_results_process_is_shown(self, tmp_path: Path) -> None:
         """The line is shown without the process's name."""
         with pytest.raises(RunStoreError, match=r"^/.* is not a run directory"):
-            child.output("results", str(tmp_path), "cell")
+            child.run_and_capture("results", str(tmp_path), "cell")
 
     def test_results_process_is_killed_on_timeout_with_a_message(self, tmp_path: Path) -> None:
         with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
-            child.output("results", str(tmp_path), "cell", timeout_s=0.001)
+            child.run_and_capture("results", str(tmp_path), "cell", timeout_s=0.001)
 
     def test_results_process_is_not_a_training_process(
         self, monkeypatch: pytest.MonkeyPatch
@@ -282,10 +282,11 @@ def test_line_of_the_results_process_that_is_no_result_is_the_reason(
     """A sidecar that could not make a report writes the reason in a line."""
     monkeypatch.delenv(RAISE, raising=False)
     for text in ("torchlens_perf: no report: <disk> full\n", "[]", "{}", "12"):
-        found = ask.parsed(text)
+        found = ask.parse_results(text)
         assert found.summary == {}
         assert found.text.startswith("torchlens_perf: ")
         assert "<disk>" not in found.html
     assert (
-        ask.parsed("torchlens_perf: no report: <disk> full\n").missing == "no report: <disk> full"
+        ask.parse_results("torchlens_perf: no report: <disk> full\n").missing
+        == "no report: <disk> full"
     )

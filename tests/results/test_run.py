@@ -89,7 +89,7 @@ def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.M
         with monkeypatch.context() as impatient:
             impatient.setattr(
                 ask,
-                "wait_until_written",
+                "wait_until_run_is_written",
                 lambda run: pytest.fail("it waits for the end of a live run"),
             )
             live = perf.load(loop.watch.run_dir).summary()

@@ -162,7 +162,7 @@ def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory
     for _ in range(number):
         path.write_bytes(damaged(draw, whole))
         notes: list[str] = []
-        segments.last_sequences(run, HOST, notes)
+        segments.read_last_sequences(run, HOST, notes)
         if draw.random() < 0.2:
             wrong = replay(run, None)
             assert wrong.notes or (wrong.steps, wrong.records) == (

@@ -17,13 +17,13 @@ import pytest
 from tests.support.processes import ROOT
 from torchlens_perf.run import ownership
 from torchlens_perf.store.reader import (
-    Files,
     ParquetFile,
+    ParquetFolder,
     UnreadableFileError,
-    coded,
-    concatenated,
-    damage_noted_in,
-    noted_in,
+    add_damage_to,
+    add_errors_to,
+    concatenate_tables,
+    map_texts,
 )
 
 ROWS_PER_GROUP = 1000
@@ -56,7 +56,7 @@ def flip_a_bit(path: Path, row_group: int) -> None:
 
 
 def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
-    files = Files(folder, unreadable=noted_in(notes))
+    files = ParquetFolder(folder, unreadable=add_errors_to(notes))
     return [
         step
         for table in files.read(lambda file: file.table(["step"], {"step": steps}))
@@ -66,9 +66,9 @@ def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
 
 def test_filtered_rows_are_returned_in_file_order(folder: Path) -> None:
     where = {"step": [1500, 3, 4], "kind": ["data"]}
-    (table,) = Files(folder).read(lambda file: file.table(where=where))
+    (table,) = ParquetFolder(folder).read(lambda file: file.table(where=where))
     assert table.to_pylist() == [{"step": 3, "kind": "data"}]
-    assert coded(table["kind"], {"data": 7}, -1).tolist() == [7]
+    assert map_texts(table["kind"], {"data": 7}, -1).tolist() == [7]
 
 
 def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
 def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
     for row_group in (0, 1):
         flip_a_bit(folder / "node-000001.parquet", row_group)
-    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [
+    assert list(ParquetFolder(folder).read(lambda file: file.extremes("step"))) == [
         (0, 2 * ROWS_PER_GROUP - 1)
     ]
 
@@ -93,7 +93,9 @@ def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
 def test_large_file_is_read_in_batches(folder: Path) -> None:
     steps = np.arange(300_000)
     pq.write_table(pa.table({"step": steps}), folder / "node-000001.parquet")
-    (sizes,) = Files(folder).read(lambda file: [batch.num_rows for batch in file.batches(["step"])])
+    (sizes,) = ParquetFolder(folder).read(
+        lambda file: [batch.num_rows for batch in file.batches(["step"])]
+    )
     assert sum(sizes) == len(steps)
     assert max(sizes) <= 1 << 16
 
@@ -101,10 +103,10 @@ def test_large_file_is_read_in_batches(folder: Path) -> None:
 def test_files_of_selected_nodes_are_listed_in_order(folder: Path) -> None:
     for name in ("node-000002", "node-1-000001", "other-000001", ".hidden-000001", "node-x"):
         (folder / f"{name}.parquet").touch()
-    assert [path.stem for path in Files(folder, ["other", "node"]).paths] == [
+    assert [path.stem for path in ParquetFolder(folder, ["other", "node"]).paths] == [
         "other-000001", "node-000001", "node-000002",
     ]  # fmt: skip
-    assert len(Files(folder).paths) == 5
+    assert len(ParquetFolder(folder).paths) == 5
 
 
 def test_disk_error_is_not_reported_as_damage(
@@ -118,10 +120,12 @@ def test_disk_error_is_not_reported_as_damage(
     monkeypatch.setattr(ownership, "open_to_read", failing)
     notes: list[str] = []
     with pytest.raises(UnreadableFileError, match="Input/output error"):
-        list(Files(folder, unreadable=damage_noted_in(notes)).read(ParquetFile.table))
+        list(ParquetFolder(folder, unreadable=add_damage_to(notes)).read(ParquetFile.table))
     assert notes == []
-    # A page uses noted_in(), which treats disk errors like damage.
-    assert list(Files(folder, unreadable=noted_in(notes)).read(ParquetFile.table)) == []
+    # A page uses add_errors_to(), which treats disk errors like damage.
+    assert (
+        list(ParquetFolder(folder, unreadable=add_errors_to(notes)).read(ParquetFile.table)) == []
+    )
     assert len(notes) == 1
 
 
@@ -134,14 +138,14 @@ def test_file_without_a_wanted_column_is_reported(folder: Path) -> None:
 
 def test_column_missing_in_an_older_table_is_null() -> None:
     older, newer = pa.table({"step": [1]}), pa.table({"step": [2], "work_ns": [3]})
-    assert concatenated([older, newer])["work_ns"].to_pylist() == [None, 3]
+    assert concatenate_tables([older, newer])["work_ns"].to_pylist() == [None, 3]
 
 
 def test_reading_does_not_import_pandas(folder: Path) -> None:
     program = (
         "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import"
-        " main; main(); import pathlib; from torchlens_perf.store.reader import Files,"
-        f" ParquetFile; (table,) = Files(pathlib.Path({str(folder)!r})).read(ParquetFile.table);"
+        " main; main(); import pathlib; from torchlens_perf.store.reader import ParquetFolder,"
+        f" ParquetFile; (table,) = ParquetFolder(pathlib.Path({str(folder)!r})).read(ParquetFile.table);"
         " print(len(table), 'pandas' in sys.modules)"
     )
     done = subprocess.run(
@@ -156,11 +160,11 @@ def test_rows_are_decoded_on_one_thread(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "node-000001.parquet", row_group_size=20_000)
     program = f"""
 import os, pathlib, pyarrow as pa
-from torchlens_perf.store.reader import Files, ParquetFile
+from torchlens_perf.store.reader import ParquetFolder, ParquetFile
 pa.set_io_thread_count(1)
 pa.set_cpu_count(8)
 before = len(os.listdir("/proc/self/task"))
-(table,) = Files(pathlib.Path({str(tmp_path)!r})).read(ParquetFile.table)
+(table,) = ParquetFolder(pathlib.Path({str(tmp_path)!r})).read(ParquetFile.table)
 print(len(table), len(os.listdir("/proc/self/task")) - before)
 """
     done = subprocess.run(

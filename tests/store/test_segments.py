@@ -30,17 +30,23 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.store import frames
-from torchlens_perf.store.file_names import nodes_of
-from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter, last_sequences, read_chunks
+from torchlens_perf.store.file_names import list_nodes
+from torchlens_perf.store.segments import (
+    RecordChunk,
+    RecordOrigin,
+    SegmentWriter,
+    read_chunks,
+    read_last_sequences,
+)
 
 ANCHOR = Anchor(monotonic_ns=1_000, unix_ns=1_700_000_000_000_001_000, error_ns=50)
 
 
-def origin(rank: int = 0) -> Origin:
-    return Origin(f"rank{rank}", rank, 0, HOST, ANCHOR)
+def origin(rank: int = 0) -> RecordOrigin:
+    return RecordOrigin(f"rank{rank}", rank, 0, HOST, ANCHOR)
 
 
-def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
+def chunk(rig: Rig, steps: int, rank: int = 0) -> RecordChunk:
     """Record new steps in the rig's ring, and read them back as one chunk."""
     for _ in range(steps):
         rig.span(Kind.DATA, "data", 2 * MS)
@@ -49,7 +55,7 @@ def chunk(rig: Rig, steps: int, rank: int = 0) -> Chunk:
         rig.recorder.end(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.recorder.next_step(0, 77, 2)
     batch = rig.reader.read()
-    return Chunk(
+    return RecordChunk(
         origin(rank),
         batch.records,
         batch.sequences,
@@ -93,8 +99,8 @@ def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
         assert [names[i] for i in records["name_id"]] == [
             written.names[i] for i in written.records["name_id"]
         ]
-    assert last_sequences(run, HOST) == {"rank0": int(second.sequences[-1])}
-    assert nodes_of(run.spans) == [HOST]
+    assert read_last_sequences(run, HOST) == {"rank0": int(second.sequences[-1])}
+    assert list_nodes(run.spans) == [HOST]
 
 
 def test_segment_has_extremes_of_step_time_and_rank(rig: Rig, tmp_path: Path) -> None:
@@ -268,8 +274,8 @@ def test_host_whose_name_begins_with_another_hosts_name_has_its_own_segments(
     for host in ("gpu-1", "gpu-1-000001", "gpu"):
         SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
 
-    assert nodes_of(run.spans) == ["gpu", "gpu-1", "gpu-1-000001"]
-    assert [len(list(read_chunks(run, host))) for host in nodes_of(run.spans)] == [1, 1, 1]
+    assert list_nodes(run.spans) == ["gpu", "gpu-1", "gpu-1-000001"]
+    assert [len(list(read_chunks(run, host))) for host in list_nodes(run.spans)] == [1, 1, 1]
 
 
 def test_error_message_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
@@ -325,6 +331,6 @@ def test_killed_writer_leaves_only_complete_files(tmp_path: Path) -> None:
         run = make_run(folder, "run")
         total = sum(len(records) for _, records, _, _ in read_chunks(run, HOST))
 
-        assert total == last_sequences(run, HOST)["rank0"] + 1
+        assert total == read_last_sequences(run, HOST)["rank0"] + 1
         assert total > max(reported, default=0)
         assert all(path.suffix in (".parquet", ".partial") for path in run.spans.iterdir())

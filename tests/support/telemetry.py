@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     growth,
 )
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.store.file_names import files_of
+from torchlens_perf.store.file_names import list_node_files
 from torchlens_perf.store.samples import GPUS, LINKS
 
 
@@ -43,7 +43,7 @@ def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
 
 def _rows(run: RunDirectory, kind: str, host: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for path in files_of(run.path / kind, host):
+    for path in list_node_files(run.path / kind, host):
         table = pq.read_table(path)
         unix_ns = table.column("time").cast(pa.int64()).to_pylist()
         plain = table.drop_columns(["host", "time"]).to_pylist()

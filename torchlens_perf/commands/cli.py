@@ -16,7 +16,7 @@ from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.store.without_pandas import hide_pandas
+from torchlens_perf.store.without_pandas import block_pandas_import
 
 _INTERRUPTED = 128 + signal.SIGINT
 _GROUPS = {
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(_unknown_command(arguments[0]))
         options = parser.parse_args(arguments)
         if is_program and options.command is not _doctor:  # torch needs pandas to import Dynamo.
-            hide_pandas()
+            block_pandas_import()
         result: int = options.command(options)
         return result
     except TorchlensPerfError as error:

@@ -22,7 +22,7 @@ from torchlens_perf import autoload
 from torchlens_perf.config import SWITCH, is_on
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.instrumentation.environment_variables import PREFIX
-from torchlens_perf.startup.sitecustomize import AfterTorch
+from torchlens_perf.startup.sitecustomize import TorchImportHook
 
 
 class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the library is not followed
@@ -41,7 +41,7 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
 
     def _instrument(self, **kwargs: Any) -> None:
         with guard("switching on under opentelemetry-instrument"):
-            take_options(os.environ)
+            rename_option_variables(os.environ)
             try:
                 wanted = is_on(os.environ)
             except ConfigError:
@@ -56,7 +56,7 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
                 autoload.autoload()
             elif autoload.is_autoload_off(os.environ):
                 # torch does not load entry points, so watch for its import.
-                sys.meta_path.insert(0, AfterTorch())
+                sys.meta_path.insert(0, TorchImportHook())
 
     def _uninstrument(self, **kwargs: Any) -> None:
         """End the recording that this instrumentor started.
@@ -70,7 +70,7 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
             autoload.disarm()
 
 
-def take_options(environ: MutableMapping[str, str]) -> None:
+def rename_option_variables(environ: MutableMapping[str, str]) -> None:
     """Rename OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X.
 
     Options take precedence over variables.

@@ -33,7 +33,7 @@ class TorchlensPerfResourceDetector(ResourceDetector):
         empty.
         """
         with guard("detecting the OpenTelemetry resource"):
-            return Resource(resource_attributes(os.environ))
+            return Resource(collect_resource_attributes(os.environ))
         return Resource.get_empty()
 
     def is_process_dependent(self) -> bool:
@@ -41,7 +41,7 @@ class TorchlensPerfResourceDetector(ResourceDetector):
         return True
 
 
-def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
+def collect_resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
     """Return attributes of this process, by OpenTelemetry's names where they exist: host.name,
     process.pid, k8s.*.
 

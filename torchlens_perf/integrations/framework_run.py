@@ -28,9 +28,9 @@ class FrameworkRun:
         self._log_every_s = log_every_s
         self._watch: Watch | None = None
         if log_to is not None:
-            from torchlens_perf.results.figures import checked
+            from torchlens_perf.results.figures import check_log_arguments
 
-            checked(log_to, log_every_s, None)
+            check_log_arguments(log_to, log_every_s, None)
 
     @property
     def begun(self) -> bool:
@@ -85,6 +85,6 @@ class FrameworkRun:
         return {**self.__dict__, "_watch": None, "_log_to": None}
 
 
-def missing(framework: str, error: ImportError) -> ConfigError:
+def missing_framework_error(framework: str, error: ImportError) -> ConfigError:
     """Return an ImportError that names a framework that is not installed."""
     return ConfigError(f"{framework} cannot be imported: {error}. Next: pip install {framework}")

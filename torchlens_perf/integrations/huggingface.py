@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, guard
-from torchlens_perf.integrations.framework_run import FrameworkRun, missing
+from torchlens_perf.integrations.framework_run import FrameworkRun, missing_framework_error
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise missing("transformers", error) from None
+    raise missing_framework_error("transformers", error) from None
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -12,14 +12,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, guard
-from torchlens_perf.integrations.framework_run import FrameworkRun, missing
+from torchlens_perf.integrations.framework_run import FrameworkRun, missing_framework_error
 from torchlens_perf.recorder.recorder import Section, section
 
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.profilers import Profiler
 except ImportError as error:
-    raise missing("lightning", error) from None
+    raise missing_framework_error("lightning", error) from None
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Callback = Callable[[Alert], object]
 
 
-class Alerts:
+class AlertCallbacks:
     """Callbacks of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Results(NamedTuple):
     """Reason why results are missing; "" if they are not."""
 
 
-def nothing(why: str) -> Results:
+def missing_results(why: str) -> Results:
     """Return results that only state why they are missing."""
     import html
 
@@ -62,7 +62,7 @@ def nothing(why: str) -> Results:
     return Results(line, f"<div>{html.escape(line)}</div>", {}, why)
 
 
-def parsed(text: str) -> Results:
+def parse_results(text: str) -> Results:
     """Decode the results that page/notebook.py writes.
 
     Other text reports a failure and is shown unchanged.
@@ -71,33 +71,33 @@ def parsed(text: str) -> Results:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
     except (ValueError, KeyError, TypeError):
-        return nothing(text.removeprefix("torchlens_perf: ").strip())
+        return missing_results(text.removeprefix("torchlens_perf: ").strip())
 
 
-def results(recorded: RunHandle) -> Results:
+def request_results(recorded: RunHandle) -> Results:
     """Return the current results after at most ANSWER_TIMEOUT_S and child.TIMEOUT_S.
 
     Raise no internal errors.
     """
     run, session = recorded.run, recorded.session
     if run is None:
-        return nothing(recorded.missing)
-    with own_work(session):
-        text = ask(recorded, RESULTS)
+        return missing_results(recorded.missing)
+    with count_as_overhead(session):
+        text = ask_sidecar(recorded, RESULTS)
         if text:
-            return parsed(text)
+            return parse_results(text)
         if session is None and recorded.may_settle:
-            wait_until_written(run)
+            wait_until_run_is_written(run)
         try:
-            return parsed(child.output(COMMAND, str(run.path), "cell").decode())
+            return parse_results(child.run_and_capture(COMMAND, str(run.path), "cell").decode())
         except RunStoreError as error:
             why = str(error)
             if not recorded.has_sidecar:
                 why = f"no sidecar has read the records. Next: torchlens-perf sidecar {run.path}"
-            return nothing(why)
+            return missing_results(why)
 
 
-def ask(recorded: RunHandle, question: str) -> str | None:
+def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
     """Return the sidecar's answer, or None after a timeout.
 
     A sidecar that was killed is started again.
@@ -113,7 +113,9 @@ def ask(recorded: RunHandle, question: str) -> str | None:
         try:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
-                wake(recorded)  # A sidecar that is being killed may hold its lock a little longer.
+                restart_sidecar(
+                    recorded
+                )  # A sidecar that is being killed may hold its lock a little longer.
                 text = box.wait(min(left_s, _WAKE_INTERVAL_S))
             return text
         finally:
@@ -121,14 +123,14 @@ def ask(recorded: RunHandle, question: str) -> str | None:
     return None
 
 
-def wake(recorded: RunHandle) -> None:
+def restart_sidecar(recorded: RunHandle) -> None:
     """Start the node's sidecar again if it was killed. Raise RunStoreError if that fails."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session
         sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
 
 
-def wait_until_written(run: RunDirectory) -> None:
+def wait_until_run_is_written(run: RunDirectory) -> None:
     """Wait at most _WRITE_TIMEOUT_S until the node's sidecar has written a run that has ended."""
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
@@ -136,7 +138,7 @@ def wait_until_written(run: RunDirectory) -> None:
 
 
 @contextmanager
-def own_work(session: Session | None) -> Iterator[None]:
+def count_as_overhead(session: Session | None) -> Iterator[None]:
     """Context for work that the user requests on the training thread: its time counts as the
     tool's, not the step's.
     """

@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0  # Three times the duration of a report on 4096 ranks.
 
 
 @above_standard_streams()
-def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
+def run_and_capture(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """Run `torchlens-perf ARGUMENTS` and return its stdout. End the process after TIMEOUT_S.
 
     Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with

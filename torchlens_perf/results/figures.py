@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.errors import ConfigError, users_code
-from torchlens_perf.results.loggers import Logger, logger_for
+from torchlens_perf.results.loggers import Logger, adapt_logger
 from torchlens_perf.run.mailbox import FIGURES, Mailbox
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ VERDICT, REPORT = PREFIX + "verdict", PREFIX + "report"
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Asked(NamedTuple):
+class LogRequest(NamedTuple):
     """Arguments of one call of log_to()."""
 
     logger: Logger
@@ -38,7 +38,9 @@ class Asked(NamedTuple):
     name: str
 
 
-def checked(value: object, every_s: float, step: Callable[[], int] | None) -> Asked:
+def check_log_arguments(
+    value: object, every_s: float, step: Callable[[], int] | None
+) -> LogRequest:
     """Return the checked arguments of log_to(). Raise ConfigError for an invalid one."""
     if (
         isinstance(every_s, bool)
@@ -50,26 +52,26 @@ def checked(value: object, every_s: float, step: Callable[[], int] | None) -> As
         raise ConfigError(
             f"step={step!r}: must be a function without arguments, which returns the step's number"
         )
-    return Asked(logger_for(value), every_s, step, type(value).__name__)
+    return LogRequest(adapt_logger(value), every_s, step, type(value).__name__)
 
 
-class _Log:
+class _LoggerState:
     """One logger, and the figures that it has received so far."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: LogRequest) -> None:
         self.asked = asked
         self.due_s = float("-inf")
         self.sums: dict[str, int] = {}
         self.guard = users_code(asked.name, "passed to log_to()")
 
 
-class Figures:
+class FigureLoggers:
     """Loggers of one watch. Used on the training thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
         self._clock = clock
-        self._logs: list[_Log] = []
+        self._logs: list[_LoggerState] = []
         self._session: Session | None = None
         self._mailbox: Mailbox | None = None
         self._newest: dict[str, int] = {}
@@ -81,8 +83,8 @@ class Figures:
     def is_asked(self) -> bool:
         return bool(self._logs)
 
-    def add(self, asked: Asked) -> None:
-        self._logs.append(_Log(asked))
+    def add(self, asked: LogRequest) -> None:
+        self._logs.append(_LoggerState(asked))
 
     @contextmanager
     def listening(self, session: Session) -> Iterator[None]:
@@ -112,7 +114,7 @@ class Figures:
                 self._newest,
                 now_s + log.asked.every_s,
             )
-            self._write(log, _figures(values))
+            self._write(log, _figures_writer(values))
 
     def heard(self, alert: Alert) -> None:
         """Write an alert that has begun, changed or ended."""
@@ -153,7 +155,7 @@ class Figures:
         for log in self._logs:
             self._write(log, lambda to, step: to.text(name, text, step))
 
-    def _write(self, log: _Log, write: Callable[[Logger, int], None]) -> None:
+    def _write(self, log: _LoggerState, write: Callable[[Logger, int], None]) -> None:
         """Call a logger. One that raises is called again for the next row."""
         session, began_ns = self._session, time.monotonic_ns()
         try:
@@ -169,5 +171,5 @@ class Figures:
                 session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
 
-def _figures(values: dict[str, float]) -> Callable[[Logger, int], None]:
+def _figures_writer(values: dict[str, float]) -> Callable[[Logger, int], None]:
     return lambda to, step: to.figures(values, step)

@@ -21,7 +21,7 @@ from torchlens_perf.recorder import sidecar
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.sidecar import LateReport
-    from torchlens_perf.results.notebook import Cell
+    from torchlens_perf.results.notebook import NotebookCell
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.mailbox import Mailbox
@@ -33,22 +33,22 @@ on several nodes.
 _LONGEST_S = 10.0  # Longest wait while the sidecar makes progress.
 _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
-_at_exit: AtExit | None = None
+_at_exit: ReportAtExit | None = None
 
 CELL = "cell"
 """Name of the report format for notebooks (page/notebook.py). The default format is text."""
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Return True if this process is a notebook's kernel. Import nothing in other processes."""
     if "IPython" not in sys.modules:
         return False
     from torchlens_perf.results import notebook
 
-    return notebook.shell() is not None
+    return notebook.find_notebook_shell() is not None
 
 
-def wanted(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
+def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
     """Return how the report should look. The sidecar writes it but cannot see rank 0's terminal."""
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
@@ -60,12 +60,12 @@ def wanted(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
     }
 
 
-def show(
+def show_report(
     run: RunDirectory,
     identity: Identity,
     config: Config,
     mailbox: Mailbox | None,
-    cell: Cell | None,
+    cell: NotebookCell | None,
     *,
     raised: bool = False,
     can_wait: bool = True,
@@ -95,7 +95,7 @@ def show(
         found = (
             None
             if mailbox is None
-            else _wait(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
+            else _wait_for_report(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
         )
         if (
             found is None
@@ -106,29 +106,29 @@ def show(
             and not _is_interactive()
         ):
             # Other ranks notice the exception only when this process ends.
-            _at_exit = AtExit(
+            _at_exit = ReportAtExit(
                 mailbox, late, patient and identity.world_size == 1 and timeout_s is None
             )
             return None
-        text = found or _instead(late)
+        text = found or _explain_missing_report(late)
     if cell is None:
         output.say(text)
         return text
-    from torchlens_perf.results.ask import parsed
+    from torchlens_perf.results.ask import parse_results
 
-    results = parsed(text)
+    results = parse_results(text)
     cell.end(results)
     return results.text
 
 
-class AtExit:
+class ReportAtExit:
     """Show the report when the program ends.
 
     Printed earlier, it would look like the cause of the traceback.
     """
 
     def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
-        """patient: as in _wait()."""
+        """patient: as in _wait_for_report()."""
         self._mailbox, self._late, self._patient, self._pid = mailbox, late, patient, os.getpid()
         atexit.register(self._show)
 
@@ -144,8 +144,8 @@ class AtExit:
         with guard("the report at the end"):
             timeout_s = None if self._patient else 0.0
             output.say(
-                _wait(self._mailbox, self._late, timeout_s, True, quiet=False)
-                or _instead(self._late)
+                _wait_for_report(self._mailbox, self._late, timeout_s, True, quiet=False)
+                or _explain_missing_report(self._late)
             )
         self.close()
 
@@ -157,11 +157,11 @@ def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def _instead(late: LateReport) -> str:
+def _explain_missing_report(late: LateReport) -> str:
     return f"torchlens_perf: {printable(late.line())}\n"
 
 
-def _wait(
+def _wait_for_report(
     mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool
 ) -> str | None:
     """Wait for the report, see Config._exit_timeout_s. Return None if it has not come.

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.output import logger
-from torchlens_perf.results.alerts import Alerts
-from torchlens_perf.results.figures import Figures
-from torchlens_perf.results.notebook import Cell
+from torchlens_perf.results.alerts import AlertCallbacks
+from torchlens_perf.results.figures import FigureLoggers
+from torchlens_perf.results.notebook import NotebookCell
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.alerts import Callback
     from torchlens_perf.results.ask import RunHandle
-    from torchlens_perf.results.figures import Asked
+    from torchlens_perf.results.figures import LogRequest
 
 
 class LiveViews:
     """Live views of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
-        self.cell = Cell()
-        self._alerts = Alerts()
-        self._figures = Figures()
+        self.cell = NotebookCell()
+        self._alerts = AlertCallbacks()
+        self._figures = FigureLoggers()
         self._hears = self._writes = False
         self._attached = ExitStack()
 
@@ -42,7 +42,7 @@ class LiveViews:
         if recorded.session is not None:
             self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
 
-    def log_to(self, recorded: RunHandle, asked: Asked) -> None:
+    def log_to(self, recorded: RunHandle, asked: LogRequest) -> None:
         """See Watch.log_to(). A logger that is added early is used once the watch has begun."""
         self._figures.add(asked)
         if recorded.session is not None:

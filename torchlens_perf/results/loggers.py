@@ -30,7 +30,7 @@ class Logger(Protocol):
         """Write a sentence or a report. Loggers without texts ignore it."""
 
 
-class SummaryWriter:
+class SummaryWriterAdapter:
     """TensorBoard's SummaryWriter, of torch or tensorboardX."""
 
     def __init__(self, writer: Any) -> None:
@@ -47,7 +47,7 @@ class SummaryWriter:
         self._writer.flush()
 
 
-class WandbRun:
+class WandbAdapter:
     """A run of W&B, or the wandb module while a run is active."""
 
     def __init__(self, run: Any) -> None:
@@ -66,7 +66,7 @@ class WandbRun:
         (run or self._run).summary[name] = text
 
 
-class MlflowModule:
+class MlflowAdapter:
     """The run of mlflow that is active at the first figures. No run is started."""
 
     def __init__(self, mlflow: Any) -> None:
@@ -90,7 +90,7 @@ class MlflowModule:
             self._mlflow.MlflowClient().log_text(run_id, text, f"{name}.txt")
 
 
-class LightningLogger:
+class LightningAdapter:
     """A logger of Lightning or Fabric."""
 
     def __init__(self, logger: Any) -> None:
@@ -104,12 +104,12 @@ class LightningLogger:
         if hasattr(experiment, "log_text") and run_id:  # MLflow's client
             experiment.log_text(run_id, text, f"{name}.txt")
             return
-        writer = writer_of(experiment)
+        writer = adapt_plain_logger(experiment)
         if writer is not None:
             writer.text(name, text, step)
 
 
-class Several:
+class LoggerGroup:
     """All loggers that a trainer has at the time of writing."""
 
     def __init__(self, loggers: Callable[[], Iterable[Logger]]) -> None:
@@ -124,7 +124,7 @@ class Several:
             logger.text(name, text, step)
 
 
-class HuggingFaceTrainer:
+class HuggingFaceAdapter:
     """The loggers that `report_to` names. Trainer.log() is not called: derived trainers average and
     clear their own figures there, and it would print these figures."""
 
@@ -155,13 +155,13 @@ class HuggingFaceTrainer:
                 inner = (
                     getattr(callback, name, None) for name in ("tb_writer", "_wandb", "_ml_flow")
                 )
-                writer = next(filter(None, map(writer_of, inner)), None)
+                writer = next(filter(None, map(adapt_plain_logger, inner)), None)
                 if writer is not None:
                     self._texts.setdefault(id(callback), writer)
         return found
 
 
-class Accelerator:
+class AccelerateAdapter:
     """An Accelerator with the trackers that it has at the time of writing."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -172,12 +172,12 @@ class Accelerator:
 
     def text(self, name: str, text: str, step: int) -> None:
         for tracker in self._accelerator.trackers:
-            writer = writer_of(getattr(tracker, "tracker", None))
+            writer = adapt_plain_logger(getattr(tracker, "tracker", None))
             if writer is not None:
                 writer.text(name, text, step)
 
 
-class Function:
+class FunctionAdapter:
     """A function of the user. It receives no texts; w.on_verdict() has them."""
 
     def __init__(self, function: Callable[[dict[str, float], int], object]) -> None:
@@ -190,38 +190,38 @@ class Function:
         """Do nothing."""
 
 
-def writer_of(value: Any) -> Logger | None:
+def adapt_plain_logger(value: Any) -> Logger | None:
     """Return the adapter of a logger that is not a framework's; None for other objects."""
     if _has_attributes(value, "add_scalar", "add_text", "flush"):
-        return SummaryWriter(value)
+        return SummaryWriterAdapter(value)
     if _has_attributes(value, "log_metrics", "active_run", "MlflowClient"):
-        return MlflowModule(value)
+        return MlflowAdapter(value)
     if _has_attributes(value, "log", "summary"):
-        return WandbRun(value)
+        return WandbAdapter(value)
     return None
 
 
-def logger_for(value: Any) -> Logger:
+def adapt_logger(value: Any) -> Logger:
     """Return the adapter for an object that the user has passed.
 
     Raise ConfigError if it is not a logger.
     """
-    writer = writer_of(value)
+    writer = adapt_plain_logger(value)
     if writer is not None:
         return writer
     if isinstance(value, (list, tuple)) and value:
-        inner = [logger_for(each) for each in value]
-        return Several(lambda: inner)
+        inner = [adapt_logger(each) for each in value]
+        return LoggerGroup(lambda: inner)
     if _has_attributes(value, "callback_handler", "state", "log"):
-        return HuggingFaceTrainer(value)
+        return HuggingFaceAdapter(value)
     if _has_attributes(value, "trackers", "log", "prepare"):
-        return Accelerator(value)
+        return AccelerateAdapter(value)
     if _has_attributes(value, "log_metrics", "experiment"):
-        return LightningLogger(value)
+        return LightningAdapter(value)
     if _has_attributes(value, "loggers"):
-        return Several(lambda: [LightningLogger(each) for each in value.loggers])
+        return LoggerGroup(lambda: [LightningAdapter(each) for each in value.loggers])
     if callable(value):
-        return Function(value)
+        return FunctionAdapter(value)
     raise ConfigError(f"log_to: {type(value).__name__} is no logger: pass {KNOWN}")
 
 

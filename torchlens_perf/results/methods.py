@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torchlens_perf.results.alerts import Callback as OnVerdict
     from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.results.live_views import LiveViews
-    from torchlens_perf.results.notebook import Cell
+    from torchlens_perf.results.notebook import NotebookCell
     from torchlens_perf.results.summary import Summary
 
 Backend = Literal["pandas", "polars", "pyarrow"]
 _PAGE_TIMEOUT_S = 120.0
 
 
-class HasResults(abc.ABC):
+class ResultMethods(abc.ABC):
     """Results of a live or finished run. Each call reads them again."""
 
     run_dir: Path | None = None
@@ -38,9 +38,9 @@ class HasResults(abc.ABC):
         The call takes a fraction of a second, or a few seconds if the sidecar is busy. In a watch
         it counts as the tool's time. Missing values are None; `missing` gives the reason.
         """
-        from torchlens_perf.results.summary import summary
+        from torchlens_perf.results.summary import build_summary
 
-        return summary(self._recorded())
+        return build_summary(self._recorded())
 
     def step_table(self, backend: Backend | None = None) -> Any:
         """Return a frame with a row per step and rank; docs/reference/run-directory.md describes
@@ -50,9 +50,9 @@ class HasResults(abc.ABC):
         installed, then pyarrow. Without steps the frame is empty, and the reason is logged. The
         call takes as long as summary(). Raise ConfigError for a backend that is not installed.
         """
-        from torchlens_perf.results.tables import table
+        from torchlens_perf.results.tables import read_table
 
-        return table(self._recorded(), "steps", backend)
+        return read_table(self._recorded(), "steps", backend)
 
     def report_html(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return
@@ -71,7 +71,7 @@ class HasResults(abc.ABC):
                 " says why"
             )
         page = Path(path).absolute() if path is not None else self.run_dir / "report.html"
-        child.output(
+        child.run_and_capture(
             "report", str(self.run_dir.absolute()), "--html", str(page), timeout_s=_PAGE_TIMEOUT_S
         )
         return page
@@ -79,13 +79,13 @@ class HasResults(abc.ABC):
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from torchlens_perf.results import ask, notebook
 
-        return notebook.bundle(ask.results(self._recorded()))
+        return notebook.to_mime_bundle(ask.request_results(self._recorded()))
 
     def _repr_html_(self) -> str:
         return self._repr_mimebundle_()["text/html"]
 
 
-class ShowsResults(HasResults):
+class LiveResultMethods(ResultMethods):
     """Results and live views of Watch.
 
     Call them on the training thread between two steps, or after the end.
@@ -94,7 +94,7 @@ class ShowsResults(HasResults):
     _live_views: LiveViews | None = None
 
     @abc.abstractmethod
-    def _recording(self) -> ShowsResults:
+    def _recording(self) -> LiveResultMethods:
         """Return the watch that records: this one, or the one that it has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
@@ -128,9 +128,9 @@ class ShowsResults(HasResults):
         ranks the call does nothing. Exceptions of a logger are logged and training continues. Raise
         ConfigError for an object that is not a logger.
         """
-        from torchlens_perf.results.figures import checked
+        from torchlens_perf.results.figures import check_log_arguments
 
-        self._views().log_to(self._recorded(), checked(logger, every_s, step))
+        self._views().log_to(self._recorded(), check_log_arguments(logger, every_s, step))
 
     def _ipython_display_(self) -> None:
         """Show the run in a notebook cell, which is updated at the ends of steps, at most once a
@@ -145,7 +145,7 @@ class ShowsResults(HasResults):
         watch._live_views = watch._live_views or LiveViews()
         return watch._live_views
 
-    def _end_live(self) -> tuple[Cell | None, bool]:
+    def _end_live(self) -> tuple[NotebookCell | None, bool]:
         """End the live views.
 
         Return the notebook cell for the report, and True if it has been shown live there.
@@ -154,6 +154,6 @@ class ShowsResults(HasResults):
         if self._live_views is not None:
             self._live_views.end()
         with guard("looking for a notebook"):
-            if last_report.in_notebook():
+            if last_report.is_in_notebook():
                 return self._views().cell, was_live
         return None, False

@@ -16,7 +16,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.results.ask import Results, RunHandle, nothing, own_work, parsed, results, wake
+from torchlens_perf.results.ask import (
+    Results,
+    RunHandle,
+    count_as_overhead,
+    missing_results,
+    parse_results,
+    request_results,
+    restart_sidecar,
+)
 from torchlens_perf.run.mailbox import VIEW, Mailbox
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ _FIRST_S = 2.0  # Longest wait of a display for the first results, once there ar
 TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
 
-def shell() -> Any:
+def find_notebook_shell() -> Any:
     """Return IPython's shell if this process is a notebook's kernel, else None. Import nothing."""
     ipython = sys.modules.get("IPython")
     found = (
@@ -46,12 +54,12 @@ def shell() -> Any:
     )
 
 
-def bundle(found: Results) -> dict[str, str]:
+def to_mime_bundle(found: Results) -> dict[str, str]:
     """Return results by MIME type, as IPython's display expects them."""
     return {"text/plain": found.text, "text/html": found.html}
 
 
-class Cell:
+class NotebookCell:
     """The cell that shows one watch. Used on the training thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,24 +82,25 @@ class Cell:
         attach: enters a context for as long as the watch records. Raises NotImplementedError
         outside of a notebook, upon which IPython shows the text.
         """
-        if shell() is None:
+        if find_notebook_shell() is None:
             raise NotImplementedError
         session = recorded.session
         if session is None or not recorded.has_sidecar:
-            self._publish(results(recorded))
+            self._publish(request_results(recorded))
             return
-        with own_work(session):
+        with count_as_overhead(session):
             if self._mailbox is None:
                 with guard("showing the run while it goes on"):
                     attach(self._live(recorded))
             if self._newest is None:
                 self._take(_FIRST_S if session.step.training_steps else 0.0)
         if self._newest is not None and self._newest.missing == TOO_MANY:
-            self._publish(results(recorded))
+            self._publish(request_results(recorded))
             return
-        with own_work(session):
+        with count_as_overhead(session):
             self._publish(
-                self._newest or nothing("recording; the first results come with the next steps")
+                self._newest
+                or missing_results("recording; the first results come with the next steps")
             )
 
     @contextmanager
@@ -100,7 +109,7 @@ class Cell:
         assert session is not None
         self._mailbox = Mailbox(session.ring_path, VIEW)
         try:
-            wake(recorded)
+            restart_sidecar(recorded)
             with session.throttled("updating a notebook's cell", lambda: self._update(session)):
                 yield
         finally:
@@ -111,39 +120,39 @@ class Cell:
         """Read what the sidecar has written since the last call. Wait for it at most this long."""
         text = None if self._mailbox is None else self._mailbox.wait(timeout_s)
         if text is not None:
-            self._newest = parsed(text) if text else nothing(TOO_MANY)
+            self._newest = parse_results(text) if text else missing_results(TOO_MANY)
         return text is not None
 
     def _update(self, session: Session) -> None:
         now_s = self._clock()
         if now_s < self._due_s:
             return
-        with own_work(session):
+        with count_as_overhead(session):
             if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
-                self._handle.update(bundle(self._newest), raw=True)
+                self._handle.update(to_mime_bundle(self._newest), raw=True)
         self._due_s = now_s + max(_MIN_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - now_s))
 
     def end(self, found: Results) -> None:
         """Show the final results where the run is displayed, or else in the running cell."""
         if self._handle is not None:
-            self._handle.update(bundle(found), raw=True)
+            self._handle.update(to_mime_bundle(found), raw=True)
             return
         self._publish(found)
-        self._cell = _running_cell()
+        self._cell = _running_cell_id()
 
     def _publish(self, found: Results) -> None:
         from IPython.display import display
 
-        if self._cell is not None and self._cell == _running_cell():
+        if self._cell is not None and self._cell == _running_cell_id():
             self._handle.update(
                 {"text/plain": "", "text/html": ""}, raw=True
             )  # Clear the unrequested report.
         self._cell = None
-        self._handle = display(bundle(found), raw=True, display_id=True)
+        self._handle = display(to_mime_bundle(found), raw=True, display_id=True)
 
 
-def _running_cell() -> object:
+def _running_cell_id() -> object:
     """Return an identifier of the current execution of a cell; None outside of one."""
-    found = shell()
+    found = find_notebook_shell()
     parent = found.get_parent() if hasattr(found, "get_parent") else {}
     return (parent.get("header") or {}).get("msg_id")

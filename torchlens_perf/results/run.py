@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchlens_perf.errors import RingError, RunStoreError
 from torchlens_perf.results.ask import RunHandle
-from torchlens_perf.results.methods import Backend, HasResults
+from torchlens_perf.results.methods import Backend, ResultMethods
 from torchlens_perf.run.directory import RunDirectory, is_writer_running
 from torchlens_perf.run.ring import STATE, RingReader, State
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.results.summary import Verdict
 
 
-class Run(HasResults):
+class Run(ResultMethods):
     """Results of a run directory. Reading changes nothing in it."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -32,7 +32,9 @@ class Run(HasResults):
 
     def _recorded(self) -> RunHandle:
         run = RunDirectory(self.run_dir)
-        return RunHandle(run, None, True, "", may_settle=not any(map(_is_live, run.local_rings())))
+        return RunHandle(
+            run, None, True, "", may_settle=not any(map(_is_recording, run.local_rings()))
+        )
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -46,7 +48,9 @@ class Run(HasResults):
         """
         from torchlens_perf.results import child
 
-        found: dict[str, Any] = json.loads(child.output("report", str(self.run_dir), "--json"))
+        found: dict[str, Any] = json.loads(
+            child.run_and_capture("report", str(self.run_dir), "--json")
+        )
         return found
 
     def table(
@@ -60,12 +64,12 @@ class Run(HasResults):
 
         Raise ConfigError for another name.
         """
-        from torchlens_perf.results.tables import table
+        from torchlens_perf.results.tables import read_table
 
-        return table(self._recorded(), name, backend)
+        return read_table(self._recorded(), name, backend)
 
 
-def _is_live(ring: Path) -> bool:
+def _is_recording(ring: Path) -> bool:
     """Return True if a process still records into a ring file."""
     try:
         reader = RingReader(ring)

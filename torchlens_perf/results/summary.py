@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.results.ask import results
+from torchlens_perf.results.ask import request_results
 from torchlens_perf.run.verdicts import Summary as Summary
 from torchlens_perf.run.verdicts import Verdict as Verdict
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from torchlens_perf.results.ask import RunHandle
 
 
-def summary(recorded: RunHandle) -> Summary:
+def build_summary(recorded: RunHandle) -> Summary:
     """See Watch.summary()."""
-    found = results(recorded)
+    found = request_results(recorded)
     if not found.summary:
         return Summary(missing=found.missing, html=found.html)
     verdicts = tuple(Verdict(**row) for row in found.summary["verdicts"])

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
 from torchlens_perf.output import logger
 from torchlens_perf.results import child
-from torchlens_perf.results.ask import COMMAND, ask, own_work, wait_until_written
+from torchlens_perf.results.ask import (
+    COMMAND,
+    ask_sidecar,
+    count_as_overhead,
+    wait_until_run_is_written,
+)
 from torchlens_perf.run.directory import TABLES
 from torchlens_perf.run.mailbox import STEPS
 
@@ -20,32 +25,36 @@ if TYPE_CHECKING:
 BACKENDS = ("pandas", "polars", "pyarrow")
 
 
-def table(recorded: RunHandle, name: str, backend: str | None) -> Any:
+def read_table(recorded: RunHandle, name: str, backend: str | None) -> Any:
     """See Run.table()."""
     if name not in TABLES:
         raise ConfigError(
             f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}"
         )
-    chosen = _backend(backend)
-    with own_work(recorded.session):
-        return _frame(chosen, _read(recorded, name))
+    chosen = _choose_backend(backend)
+    with count_as_overhead(recorded.session):
+        return _build_frame(chosen, _request_table(recorded, name))
 
 
-def _read(recorded: RunHandle, name: str) -> bytes:
+def _request_table(recorded: RunHandle, name: str) -> bytes:
     """Return a table as an Arrow stream. If it is missing, log the reason and return b""."""
     why = recorded.missing
     if recorded.run is not None:
-        if ask(recorded, STEPS) is None and recorded.session is None and recorded.may_settle:
-            wait_until_written(recorded.run)
+        if (
+            ask_sidecar(recorded, STEPS) is None
+            and recorded.session is None
+            and recorded.may_settle
+        ):
+            wait_until_run_is_written(recorded.run)
         try:
-            return child.output(COMMAND, str(recorded.run.path), name)
+            return child.run_and_capture(COMMAND, str(recorded.run.path), name)
         except RunStoreError as error:
             why = str(error)
     logger.warning("torchlens_perf: there are no %s to show: %s", name, printable(why))
     return b""
 
 
-def _backend(name: str | None) -> str:
+def _choose_backend(name: str | None) -> str:
     """Return which of BACKENDS to use: by default the first one that is imported, or else
     installed.
 
@@ -68,7 +77,7 @@ def _is_installed(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _frame(backend: str, stream: bytes) -> Any:
+def _build_frame(backend: str, stream: bytes) -> Any:
     if backend == "polars":
         import polars
 

@@ -21,7 +21,7 @@ from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
 from torchlens_perf.serve.run_names import NoSuchError, ReadError
-from torchlens_perf.store.without_pandas import hide_pandas
+from torchlens_perf.store.without_pandas import block_pandas_import
 
 _LOWEST_PRIORITY = 19
 _START_S = 60.0
@@ -120,7 +120,7 @@ def _start(module: str) -> None:
     # Ctrl-C is handled by the server, which ends its readers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_memory()
-    hide_pandas()
+    block_pandas_import()
     importlib.import_module(module)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)

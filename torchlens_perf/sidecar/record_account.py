@@ -19,7 +19,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.telemetry.log import telemetry_disk_share
-from torchlens_perf.store.segments import Chunk, SegmentWriter
+from torchlens_perf.store.segments import RecordChunk, SegmentWriter
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,7 +55,7 @@ class RecordProcessor:
         self._monitor = monitor
         self._errors = errors
         self._exports = exports
-        self._unkept: list[Chunk] = []
+        self._unkept: list[RecordChunk] = []
         self._writer: SegmentWriter | None = None
         self._ooms = OomTableReader(run)
 
@@ -139,7 +139,7 @@ class RecordProcessor:
             same = np.array_equal(unkept, uncounted)
             kept = counted if same else records[unkept]
             kept_steps = steps if same else assemble_steps(kept)
-            self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, kept_steps))
+            self._unkept.append(RecordChunk(source.origin, kept, sequences[unkept], names, kept_steps))
         statistics.lost += source.drop_oldest_waiting(MAX_UNKEPT_RECORDS)
 
     def _join_collectives(

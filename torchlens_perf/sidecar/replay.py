@@ -17,7 +17,7 @@ from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.store import segments
-from torchlens_perf.store.file_names import files_of, nodes_of
+from torchlens_perf.store.file_names import list_node_files, list_nodes
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.latest_attempt import latest_attempt, links_of
@@ -29,7 +29,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
-    from torchlens_perf.store.segments import Origin
+    from torchlens_perf.store.segments import RecordOrigin
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -70,8 +70,8 @@ def replay(
     job, rebuilt_states, saved_states = JobGeneration(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
-    hosts = nodes_of(run.spans)
-    done, total = itertools.count(1), sum(len(files_of(run.spans, host)) for host in hosts)
+    hosts = list_nodes(run.spans)
+    done, total = itertools.count(1), sum(len(list_node_files(run.spans, host)) for host in hosts)
     for host in hosts:
         saved = node_state.load_or_new(run, host)
         saved_states.append(saved)
@@ -269,7 +269,7 @@ def _find_replaced_processes(saved: NodeState) -> set[str]:
 
 def _derive_identity(run: RunDirectory, origin: Origin) -> Identity:
     """Derive a rank's identity from the records alone."""
-    keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
+    keys = [key for host in nodes_of(run.spans) for key in segments.read_last_sequences(run, host, [])]
     # A key looks like "rank00003-attempt0-...".
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}
     world_size = 1 + max(ranks)

@@ -19,7 +19,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it is set
 
 
-class AfterTorch:
+class TorchImportHook:
     """Finder that starts recording after the import of torch, even if torch's autoload is off.
 
     The finder stays in sys.meta_path. Removing it during an import would make that import skip the
@@ -49,17 +49,17 @@ class AfterTorch:
         if spec is None or spec.submodule_search_locations is None:
             return None
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            _arm_after(spec.loader)
+            _autoload_after_import(spec.loader)
         return spec
 
 
-def _arm_after(loader: "SourceFileLoader") -> None:
+def _autoload_after_import(loader: "SourceFileLoader") -> None:
     load: Callable[[ModuleType], None] = loader.exec_module
 
     def load_and_arm(module: "ModuleType") -> None:
         vars(loader).pop("exec_module", None)  # Restore the loader to its earlier state.
         load(module)
-        _arm()
+        _autoload_or_report()
 
     # The import of torch can fail with a traceback for the user. CPython omits the frames of its
     # import system from tracebacks and recognizes them by this name.
@@ -69,7 +69,7 @@ def _arm_after(loader: "SourceFileLoader") -> None:
     loader.exec_module = load_and_arm  # type: ignore[method-assign]
 
 
-def _arm() -> None:
+def _autoload_or_report() -> None:
     try:
         from torchlens_perf.autoload import autoload
     # A broken installation of this package must not stop the script.
@@ -86,7 +86,7 @@ def _arm() -> None:
         autoload()
 
 
-def _restore() -> None:
+def _restore_paths() -> None:
     """Restore PYTHONPATH and sys.path."""
     if USERS_PATH in os.environ:
         os.environ["PYTHONPATH"] = os.environ.pop(USERS_PATH)
@@ -97,8 +97,8 @@ def _restore() -> None:
 
 
 if __name__ == "sitecustomize":
-    _restore()
-    sys.meta_path.insert(0, AfterTorch())
+    _restore_paths()
+    sys.meta_path.insert(0, TorchImportHook())
     del sys.modules["sitecustomize"]
     # Load the next sitecustomize on sys.path. Without one, this raises the ImportError that Python
     # expects.

@@ -8,7 +8,12 @@ from typing import IO, TYPE_CHECKING
 import pyarrow as pa
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.store.reader import Files, ParquetFile, concatenated, damage_noted_in
+from torchlens_perf.store.reader import (
+    ParquetFile,
+    ParquetFolder,
+    add_damage_to,
+    concatenate_tables,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -24,12 +29,14 @@ def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
     the log. Raise RunStoreError where there is no file, or the disk fails.
     """
     notes: list[str] = []
-    tables = list(Files(run.path / name, unreadable=damage_noted_in(notes)).read(ParquetFile.table))
+    tables = list(
+        ParquetFolder(run.path / name, unreadable=add_damage_to(notes)).read(ParquetFile.table)
+    )
     for note in notes:
         logger.warning("%s", note)
     if not tables:
         raise RunStoreError(f"{run.path} has no {name} yet")
-    table = concatenated(tables)
+    table = concatenate_tables(tables)
     table = table.sort_by([(key, "ascending") for key in _SORTED_BY if key in table.schema.names])
     with pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)

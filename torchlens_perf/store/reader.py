@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
-from torchlens_perf.store.file_names import files_of
-from torchlens_perf.store.writer import FOOTER, texts_of
+from torchlens_perf.store.file_names import list_node_files
+from torchlens_perf.store.writer import FOOTER, text_columns
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,7 +58,7 @@ class ParquetFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._opened = pq.ParquetFile(file)
-        _check_declared(self._opened.metadata)
+        _check_declared_size(self._opened.metadata)
         self.names: list[str] = self._opened.schema_arrow.names
 
     @property
@@ -104,7 +104,7 @@ class ParquetFile:
 
         fragment = ds.ParquetFileFormat(
             read_options=ds.ParquetReadOptions(
-                dictionary_columns=texts_of(self._opened.schema_arrow)
+                dictionary_columns=text_columns(self._opened.schema_arrow)
             ),
             default_fragment_scan_options=ds.ParquetFragmentScanOptions(
                 pre_buffer=False, page_checksum_verification=True
@@ -120,7 +120,7 @@ class ParquetFile:
         )
 
 
-class Files:
+class ParquetFolder:
     """The Parquet files of one folder, such as `run.spans`, in the order in which each node wrote
     them.
     """
@@ -137,7 +137,9 @@ class Files:
         if nodes is None:
             self.paths = sorted(folder.glob("[!.]*.parquet"))
         else:
-            self.paths = [path for node in dict.fromkeys(nodes) for path in files_of(folder, node)]
+            self.paths = [
+                path for node in dict.fromkeys(nodes) for path in list_node_files(folder, node)
+            ]
 
     def size_bytes(self) -> int:
         """Return the size of all files that are still there."""
@@ -163,12 +165,12 @@ class Files:
                 yield found
 
 
-def noted_in(notes: list[str]) -> Callable[[UnreadableFileError], None]:
+def add_errors_to(notes: list[str]) -> Callable[[UnreadableFileError], None]:
     """Return an `unreadable` for Files that adds a line for each file."""
     return lambda error: notes.append(error.in_run)
 
 
-def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
+def add_damage_to(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
     """Return an `unreadable` that adds a line for each damaged file, and raises the error of a
     failing disk.
 
@@ -183,7 +185,7 @@ def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], 
     return note
 
 
-def concatenated(tables: Collection[pa.Table]) -> pa.Table:
+def concatenate_tables(tables: Collection[pa.Table]) -> pa.Table:
     """Return the rows of all tables.
 
     Each text column has one dictionary; a column that a table lacks is null there.
@@ -191,17 +193,17 @@ def concatenated(tables: Collection[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
-def coded(
+def map_texts(
     column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int
 ) -> npt.NDArray[np.int64]:
     """Return the value of each row's text in `value_of`, or `missing`."""
-    codes, texts = dictionary(column)
+    codes, texts = split_dictionary(column)
     values = np.array([value_of.get(text, missing) for text in texts], np.int64)
     found: npt.NDArray[np.int64] = values[codes]
     return found
 
 
-def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:
+def split_dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:
     """Return a column of texts as codes, and the list of texts that the codes index."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if array.null_count:
@@ -209,7 +211,7 @@ def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32
     return array.indices.to_numpy(), array.dictionary.to_pylist()
 
 
-def numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
+def to_floats(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
     """Return a numeric or time column, NaN for missing values; None for other columns."""
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.int64())
@@ -226,7 +228,7 @@ def _check_metadata_size(descriptor: int) -> None:
         raise ValueError(f"its metadata have {length} bytes, more than {_MAX_METADATA_BYTES}")
 
 
-def _check_declared(metadata: pq.FileMetaData) -> None:
+def _check_declared_size(metadata: pq.FileMetaData) -> None:
     rows = metadata.num_rows
     if not 0 <= rows <= MAX_ROWS:
         raise ValueError(f"it declares {rows} rows, more than {MAX_ROWS}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from torchlens_perf.run.place.node import host_of_node
-from torchlens_perf.store.writer import Writer
+from torchlens_perf.store.writer import TableWriter
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -27,7 +27,7 @@ class SampleWriter:
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
         self._node = node
-        self._writer = Writer([run.path / folder for folder in (GPUS, LINKS, PROCESSES)], node)
+        self._writer = TableWriter([run.path / folder for folder in (GPUS, LINKS, PROCESSES)], node)
 
     @property
     def dropped_files(self) -> int:
@@ -42,13 +42,15 @@ class SampleWriter:
         """
         host = host_of_node(self._node)
         tables = {
-            self._run.path / folder: _table(host, each) for folder, each in samples.items() if each
+            self._run.path / folder: _build_table(host, each)
+            for folder, each in samples.items()
+            if each
         }
         if tables:
             self._writer.write(tables, cap_bytes)
 
 
-def schema_of(kind: type[Any]) -> pa.Schema:
+def build_schema(kind: type[Any]) -> pa.Schema:
     """Return the columns of all files of a kind of samples, also of those that this node's hardware
     does not report.
     """
@@ -58,6 +60,6 @@ def schema_of(kind: type[Any]) -> pa.Schema:
     return pa.schema([("host", pa.string()), *columns[:1], *times, *columns[1:]])
 
 
-def _table(host: str, samples: Sequence[Any]) -> pa.Table:
+def _build_table(host: str, samples: Sequence[Any]) -> pa.Table:
     rows = [{**vars(sample), "host": host, "time": sample.unix_ns} for sample in samples]
-    return pa.Table.from_pylist(rows, schema_of(type(samples[0])))
+    return pa.Table.from_pylist(rows, build_schema(type(samples[0])))

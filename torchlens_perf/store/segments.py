@@ -20,14 +20,14 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, kind_name, record_dtype
 from torchlens_perf.store.reader import (
-    Files,
     ParquetFile,
+    ParquetFolder,
     UnreadableFileError,
-    coded,
-    damage_noted_in,
-    dictionary,
+    add_damage_to,
+    map_texts,
+    split_dictionary,
 )
-from torchlens_perf.store.writer import Writer
+from torchlens_perf.store.writer import TableWriter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -57,7 +57,7 @@ SPANS = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class RecordOrigin:
     """The process that made records: constant columns of their rows."""
 
     key: str
@@ -68,17 +68,17 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class RecordChunk:
     """Records of one process, ending with a whole step, and the steps they finish."""
 
-    origin: Origin
+    origin: RecordOrigin
     records: npt.NDArray[np.void]
     sequences: npt.NDArray[np.int64]
     names: list[str]
     steps: StepTable
 
 
-class Records(NamedTuple):
+class ProcessRecords(NamedTuple):
     """Records of one process, in their order; a name_id is a position in `names`."""
 
     records: npt.NDArray[np.void]
@@ -91,14 +91,14 @@ class SegmentWriter:
     def __init__(self, run: RunDirectory, node: str, cap_bytes: int) -> None:
         self._run = run
         self._cap_bytes = cap_bytes
-        self._writer = Writer([run.spans, run.steps], node)
+        self._writer = TableWriter([run.spans, run.steps], node)
 
     @property
     def dropped_segments(self) -> int:
         """Number of segments that were removed for newer ones."""
         return self._writer.removed_numbers
 
-    def write(self, chunks: list[Chunk]) -> None:
+    def write(self, chunks: list[RecordChunk]) -> None:
         """Write the chunks as one segment: a file of spans and a file of steps.
 
         Raise OSError on a full disk.
@@ -113,13 +113,15 @@ class SegmentWriter:
             for chunk in chunks
         }
         tables = {
-            self._run.spans: pa.concat_tables([_span_table(chunk) for chunk in chunks]),
-            self._run.steps: pa.concat_tables([_step_table(chunk) for chunk in chunks]),
+            self._run.spans: pa.concat_tables([_build_span_table(chunk) for chunk in chunks]),
+            self._run.steps: pa.concat_tables([_build_step_table(chunk) for chunk in chunks]),
         }
         self._writer.write(tables, self._cap_bytes, footer)
 
 
-def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None) -> dict[str, int]:
+def read_last_sequences(
+    run: RunDirectory, node: str, notes: list[str] | None = None
+) -> dict[str, int]:
     """Return each process's last sequence number in the node's segments, to continue after a
     restart.
 
@@ -127,7 +129,7 @@ def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None)
     again if possible. None: damage is an error. Raise UnreadableFileError, also if the disk fails.
     """
     last: dict[str, int] = {}
-    for footer in Files(run.spans, [node], damage_noted_in(notes)).read(_footer):
+    for footer in ParquetFolder(run.spans, [node], add_damage_to(notes)).read(_read_footer):
         for key, kept in footer.items():
             last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
     return last
@@ -138,7 +140,7 @@ def read_chunks(
     node: str,
     notes: list[str] | None = None,
     segment_done: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
+) -> Iterator[tuple[RecordOrigin, npt.NDArray[np.void], list[str], int]]:
     """Yield a node's records as they were read from the rings: origin, records, names, and records
     lost before them.
 
@@ -147,10 +149,10 @@ def read_chunks(
     Raise UnreadableFileError, also where the disk fails.
     """
     expected: dict[str, int] = {}
-    segments = Files(
-        run.spans, [node], lambda error: (damage_noted_in(notes)(error), segment_done())
+    segments = ParquetFolder(
+        run.spans, [node], lambda error: (add_damage_to(notes)(error), segment_done())
     )
-    for chunks in segments.read(_chunks):
+    for chunks in segments.read(_read_segment):
         for origin, (records, names), sequences in chunks:
             lost = (
                 int(sequences[-1])
@@ -163,56 +165,58 @@ def read_chunks(
         segment_done()
 
 
-def kept_steps(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
+def find_kept_step_range(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
     """Return the first and last step that these nodes have span files of; None without files. The
     oldest may be gone.
 
     Unreadable files are left out: the reader of their rows reports them.
     """
-    found = Files(run.spans, nodes, lambda error: None).read(lambda file: file.extremes("step"))
+    found = ParquetFolder(run.spans, nodes, lambda error: None).read(
+        lambda file: file.extremes("step")
+    )
     extremes = [each for each in found if each is not None]
     return (
         (min(low for low, _ in extremes), max(high for _, high in extremes)) if extremes else None
     )
 
 
-def all_records(
+def iterate_records(
     run: RunDirectory,
     node_of: Mapping[str, str],
     unreadable: Callable[[UnreadableFileError], object],
     kinds: Collection[Kind] = SPANS,
     steps: Collection[int] | None = None,
-) -> Iterator[tuple[str, Records]]:
+) -> Iterator[tuple[str, ProcessRecords]]:
     """Yield the records of these processes, kinds and steps by key, in pieces in order of time.
 
     node_of: each process's node, as in names of files. steps: None for all.
     """
     where: dict[str, Collection[Any]] = {} if steps is None else {"step": steps}
     where = {**where, "process": list(node_of), "kind": [kind_name(kind) for kind in kinds]}
-    files = Files(run.spans, node_of.values(), unreadable)
-    for pieces in files.read(lambda file: _by_process(file.table(_RECORD, where))):
+    files = ParquetFolder(run.spans, node_of.values(), unreadable)
+    for pieces in files.read(lambda file: _split_by_process(file.table(_RECORD, where))):
         yield from pieces.items()
 
 
-def records_of(
+def read_records(
     run: RunDirectory,
     node_of: Mapping[str, str],
     steps: Collection[int],
     unreadable: Callable[[UnreadableFileError], object],
     kinds: Collection[Kind] = SPANS,
-) -> dict[str, Records]:
+) -> dict[str, ProcessRecords]:
     """Return the records of these processes, kinds and steps by key. Arguments as for
-    all_records().
+    iterate_records().
 
     Memory is bounded by the longest row group with one of the steps, and by what is returned.
     """
-    pieces: dict[str, list[Records]] = defaultdict(list)
-    for key, piece in all_records(run, node_of, unreadable, kinds, steps):
+    pieces: dict[str, list[ProcessRecords]] = defaultdict(list)
+    for key, piece in iterate_records(run, node_of, unreadable, kinds, steps):
         pieces[key].append(piece)
-    return {key: _joined(of_process) for key, of_process in pieces.items()}
+    return {key: _join_pieces(of_process) for key, of_process in pieces.items()}
 
 
-def _footer(file: ParquetFile) -> dict[str, Any]:
+def _read_footer(file: ParquetFile) -> dict[str, Any]:
     kept: dict[str, Any] = file.footer
     if not all(
         isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3
@@ -222,69 +226,71 @@ def _footer(file: ParquetFile) -> dict[str, Any]:
     return kept
 
 
-def _chunks(file: ParquetFile) -> list[tuple[Origin, Records, npt.NDArray[np.int64]]]:
+def _read_segment(
+    file: ParquetFile,
+) -> list[tuple[RecordOrigin, ProcessRecords, npt.NDArray[np.int64]]]:
     """Return a segment's records and their sequence numbers, by process."""
-    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(file).items()}
+    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _read_footer(file).items()}
     table = file.table([*_RECORD, *_ORIGIN, "sequence"])
-    codes, keys = dictionary(table.column("process"))
+    codes, keys = split_dictionary(table.column("process"))
     sequences = table.column("sequence").to_numpy()
     found = []
-    for key, records in _by_process(table).items():
+    for key, records in _split_by_process(table).items():
         rows = codes == keys.index(key)
         rank, attempt, host = (table.column(name)[int(rows.argmax())].as_py() for name in _ORIGIN)
-        origin = Origin(key, rank, attempt, host, anchors.get(key, Anchor(0, 0, 0)))
+        origin = RecordOrigin(key, rank, attempt, host, anchors.get(key, Anchor(0, 0, 0)))
         found.append((origin, records, sequences[rows]))
     return found
 
 
-def _by_process(table: pa.Table) -> dict[str, Records]:
+def _split_by_process(table: pa.Table) -> dict[str, ProcessRecords]:
     """Return the records in a table of spans by process, in the order in which the processes
     come.
     """
     records = np.zeros(table.num_rows, record_dtype())
     for column in _COPIED:
         records[column] = table.column(column).to_numpy()
-    records["kind"] = coded(table.column("kind"), _KINDS, 0)
-    records["name_id"], names = dictionary(table.column("name"))
-    codes, keys = dictionary(table.column("process"))
+    records["kind"] = map_texts(table.column("kind"), _KINDS, 0)
+    records["name_id"], names = split_dictionary(table.column("name"))
+    codes, keys = split_dictionary(table.column("process"))
     _, firsts = np.unique(codes, return_index=True)
     return {
-        keys[code]: Records(records[codes == code], names)
+        keys[code]: ProcessRecords(records[codes == code], names)
         for code in codes[np.sort(firsts)].tolist()
     }
 
 
-def _joined(pieces: list[Records]) -> Records:
+def _join_pieces(pieces: list[ProcessRecords]) -> ProcessRecords:
     records, names = [], list[str]()
     for piece in pieces:
         piece.records["name_id"] += len(names)
         names += piece.names
         records.append(piece.records)
-    return Records(np.concatenate(records), names)
+    return ProcessRecords(np.concatenate(records), names)
 
 
-def _span_table(chunk: Chunk) -> pa.Table:
+def _build_span_table(chunk: RecordChunk) -> pa.Table:
     records = chunk.records
     kinds, kind_codes = np.unique(records["kind"], return_inverse=True)
     columns: dict[str, Any] = {
-        **_origin_columns(chunk.origin, len(records)),
-        "kind": _texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
-        "name": _texts(
+        **_build_origin_columns(chunk.origin, len(records)),
+        "kind": _encode_texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
+        "name": _encode_texts(
             np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]
         ),
-        "time": _times(records["start_ns"], chunk.origin.anchor),
+        "time": _to_timestamps(records["start_ns"], chunk.origin.anchor),
         "sequence": chunk.sequences,
     }
     columns.update({name: np.ascontiguousarray(records[name]) for name in _COPIED})
     return pa.table(columns)
 
 
-def _step_table(chunk: Chunk) -> pa.Table:
+def _build_step_table(chunk: RecordChunk) -> pa.Table:
     steps = chunk.steps
     columns: dict[str, Any] = {
-        **_origin_columns(chunk.origin, len(steps)),
+        **_build_origin_columns(chunk.origin, len(steps)),
         "step": steps.step,
-        "time": _times(steps.start_ns, chunk.origin.anchor),
+        "time": _to_timestamps(steps.start_ns, chunk.origin.anchor),
         "start_ns": steps.start_ns,
         "duration_ns": steps.duration_ns,
         "own_ns": steps.own_ns,
@@ -296,33 +302,33 @@ def _step_table(chunk: Chunk) -> pa.Table:
     columns.update(
         memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags
     )
-    columns["workload"] = _known(steps.workload)
+    columns["workload"] = _null_if_negative(steps.workload)
     for name in ("cpu_ns", "ready_ns"):
         times = getattr(steps, name)
-        columns[name] = _known(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
+        columns[name] = _null_if_negative(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
     return pa.table(columns)
 
 
-def _known(values: npt.NDArray[np.int64]) -> pa.Array:
+def _null_if_negative(values: npt.NDArray[np.int64]) -> pa.Array:
     """Return the values, with null where nothing was measured."""
     return pa.array(values, mask=values < 0)
 
 
-def _origin_columns(origin: Origin, rows: int) -> dict[str, Any]:
+def _build_origin_columns(origin: RecordOrigin, rows: int) -> dict[str, Any]:
     return {
         "rank": np.full(rows, origin.rank, np.int32),
         "attempt": np.full(rows, origin.attempt, np.int32),
-        "host": _texts(np.zeros(rows), [origin.host]),
-        "process": _texts(np.zeros(rows), [origin.key]),
+        "host": _encode_texts(np.zeros(rows), [origin.host]),
+        "process": _encode_texts(np.zeros(rows), [origin.key]),
     }
 
 
-def _texts(codes: npt.NDArray[Any], texts: list[str]) -> pa.DictionaryArray:
+def _encode_texts(codes: npt.NDArray[Any], texts: list[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(
         pa.array(codes.astype(np.int32)), pa.array(texts, pa.string())
     )
 
 
-def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
+def _to_timestamps(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
     unix_ns = np.asarray(monotonic_ns, np.int64) + anchor.offset_ns
     return pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlens_perf.run import ownership
-from torchlens_perf.store.file_names import files_of, number, path_of
+from torchlens_perf.store.file_names import build_file_path, list_node_files, parse_file_number
 
 FOOTER = b"torchlens_perf"
 """The key of a file's footer in its metadata."""
 _SOUGHT_BY = ("rank", "step", "time")
 
 
-class Writer:
+class TableWriter:
     """Write one node's tables as files, with the same number into several folders. One thread."""
 
     def __init__(self, folders: Sequence[Path], node: str) -> None:
@@ -29,10 +29,10 @@ class Writer:
         # No other process writes or removes these files, so a shared disk is asked for their sizes
         # only once.
         self._sizes: dict[Path, int] = {}
-        for path in (path for folder in folders for path in files_of(folder, node)):
+        for path in (path for folder in folders for path in list_node_files(folder, node)):
             with contextlib.suppress(FileNotFoundError):
                 self._sizes[path] = path.stat().st_size
-        self._number = max(map(number, self._sizes), default=0)
+        self._number = max(map(parse_file_number, self._sizes), default=0)
         self.removed_numbers = 0
         """Number of file numbers whose files were removed to stay below the cap."""
         self.removed_files = 0
@@ -54,10 +54,10 @@ class Writer:
         try:
             for folder, table in tables.items():
                 folder.mkdir(exist_ok=True)
-                path = path_of(folder, self._node, self._number)
+                path = build_file_path(folder, self._node, self._number)
                 partials[path] = path.with_suffix(".partial")
                 os.close(ownership.create_private_file(partials[path]))
-                _write(table, partials[path], footer)
+                _write_file(table, partials[path], footer)
             sizes = {path: partial.stat().st_size for path, partial in partials.items()}
             self._make_room(sum(sizes.values()), cap_bytes)
             for path, partial in partials.items():
@@ -72,7 +72,7 @@ class Writer:
         """Remove the oldest files, one number at a time, until the new ones fit below the cap."""
         numbered: dict[int, list[Path]] = {}
         for path in self._sizes:
-            numbered.setdefault(number(path), []).append(path)
+            numbered.setdefault(parse_file_number(path), []).append(path)
         total = sum(self._sizes.values()) + needed_bytes
         for each in sorted(numbered):
             if total <= cap_bytes:
@@ -84,7 +84,7 @@ class Writer:
             self.removed_files += len(numbered[each])
 
 
-def texts_of(schema: pa.Schema) -> list[str]:
+def text_columns(schema: pa.Schema) -> list[str]:
     """Return the columns of texts.
 
     Their values repeat, so they are kept as dictionaries, in files and in memory.
@@ -93,7 +93,7 @@ def texts_of(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
 
 
-def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> None:
+def _write_file(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> None:
     table = table.unify_dictionaries()
     if footer is not None:
         table = table.replace_schema_metadata({FOOTER: json.dumps(footer).encode()})
@@ -105,7 +105,7 @@ def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> Non
             compression_level=1,
             # Times are all different: dictionaries make files two thirds larger, and writing takes
             # 50 % longer.
-            use_dictionary=texts_of(table.schema),
+            use_dictionary=text_columns(table.schema),
             write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
             write_page_checksum=True,  # Without a checksum, a changed bit would go unnoticed and change a time.
         )

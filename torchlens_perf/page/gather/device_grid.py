@@ -13,8 +13,8 @@ from torchlens_perf.analysis.statistics.step_bins import concatenate
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.page.gather.step_grid import Batch, StepGrid
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.store.reader import noted_in
-from torchlens_perf.store.segments import all_records
+from torchlens_perf.store.reader import add_errors_to
+from torchlens_perf.store.segments import iterate_records
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
 
@@ -65,7 +65,7 @@ def device_grid(
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
     joins = {key: DeviceSteps() for key in rank_of}
     found: dict[int, list[StepTable]] = defaultdict(list)
-    for key, (records, _) in all_records(run, nodes, noted_in(notes), _KINDS):
+    for key, (records, _) in iterate_records(run, nodes, add_errors_to(notes), _KINDS):
         table = joins[key].add(records, assemble_steps(records))
         if len(table):
             found[rank_of[key]].append(table)

@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import Columns, Series
 from torchlens_perf.page.gather.thinning import size_bytes
-from torchlens_perf.store.reader import Files, concatenated, noted_in, numbers
+from torchlens_perf.store.reader import ParquetFolder, add_errors_to, concatenate_tables, to_floats
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
 if TYPE_CHECKING:
@@ -99,16 +99,20 @@ def hardware_series(
     nodes = {node_of[rank] for rank in ranks}
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
     found = []
-    for (_, uuid), table in _tables(Files(run.path / GPUS, nodes, noted_in(notes)), "uuid", _GPU):
+    for (_, uuid), table in _tables(
+        ParquetFolder(run.path / GPUS, nodes, add_errors_to(notes)), "uuid", _GPU
+    ):
         if uuid in rank_of:
             found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
     for (host, port), table in _tables(
-        Files(run.path / LINKS, nodes, noted_in(notes)), "device", _LINK
+        ParquetFolder(run.path / LINKS, nodes, add_errors_to(notes)), "device", _LINK
     ):
         found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
     hosts = set[str]()
     for (host, rank), table in _tables(
-        Files(run.path / PROCESSES, nodes, noted_in(notes)), "rank", _PROCESS | _NAMESPACE
+        ParquetFolder(run.path / PROCESSES, nodes, add_errors_to(notes)),
+        "rank",
+        _PROCESS | _NAMESPACE,
     ):
         if int(rank) in ranks:
             found += _series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
@@ -175,7 +179,7 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
 
 
 def _tables(
-    files: Files, named_by: str, quantities: Collection[str]
+    files: ParquetFolder, named_by: str, quantities: Collection[str]
 ) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
     """Yield the columns of numbers in time order for each pair of host and name."""
     needed = ["host", named_by, "time"]
@@ -184,11 +188,11 @@ def _tables(
     )
     if not tables:
         return
-    table = concatenated(tables)
+    table = concatenate_tables(tables)
     columns = {
         name: found
         for name in table.column_names
-        if (found := numbers(table.column(name))) is not None
+        if (found := to_floats(table.column(name))) is not None
     }
     names = [str(name) for name in table.column(named_by).to_pylist()]
     if "port" in columns:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.identity import ProcessGroup
-    from torchlens_perf.store.segments import Records
+    from torchlens_perf.store.segments import ProcessRecords
 
 # Two nodes' clocks can be aligned if the nodes share at least this many collectives.
 MIN_ENDS = 3
@@ -42,7 +42,7 @@ class RankRecords(NamedTuple):
     unix_offset_ns: int
     """Offset from the times in the records to the wall clock of the node."""
     groups: Mapping[str, ProcessGroup]
-    records: Records
+    records: ProcessRecords
 
 
 class CommonClock(NamedTuple):

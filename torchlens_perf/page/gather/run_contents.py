@@ -27,7 +27,7 @@ from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinne
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import report_and_states
-from torchlens_perf.store.segments import kept_steps
+from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.verdicts.latest_attempt import latest_attempt
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.version import VERSION
@@ -84,7 +84,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     series = within(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
         left = budget_bytes - sum(map(size_bytes, (shown, matrices, series)))
-        kept = kept_steps(run, {node_of[rank] for rank in ranks})
+        kept = find_kept_step_range(run, {node_of[rank] for rank in ranks})
         steps = chosen_steps(grid, slow, int(grid.warm_from.max(initial=0)), kept)
         traces = whole_steps(
             run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True

@@ -14,7 +14,7 @@ from torchlens_perf.page.matrix import encoded
 from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.store.reader import Files, ParquetFile, coded, noted_in
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, add_errors_to, map_texts
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
@@ -88,7 +88,7 @@ def step_grid(
         for batch in file.batches(dict.fromkeys([*_COLUMNS, work])):
             grid.add(_batch(batch, work, row_of, begins))
 
-    for _ in Files(run.steps, unreadable=noted_in(notes)).read(add):
+    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read(add):
         pass
     return grid if grid.steps.any() else None
 
@@ -99,7 +99,7 @@ def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[st
     row_of: the grid's row, by process key. begin_ns: the start of the run by the process's clock,
     by process key.
     """
-    row = coded(rows.column("process"), row_of, -1)
+    row = map_texts(rows.column("process"), row_of, -1)
     ours = row >= 0
 
     def numbers(name: str) -> npt.NDArray[np.int64]:
@@ -110,7 +110,7 @@ def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[st
     return Batch(
         row=row[ours],
         step=numbers("step"),
-        start_ns=numbers("start_ns") - coded(rows.column("process"), begin_ns, 0)[ours],
+        start_ns=numbers("start_ns") - map_texts(rows.column("process"), begin_ns, 0)[ours],
         duration_ns=numbers("duration_ns"),
         work_ns=numbers(work),
         parts_ns=np.stack([numbers(name) for name in _PARTS], axis=1),

@@ -13,7 +13,7 @@ from torchlens_perf.run.ring import Flag, Kind, kind_name
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.store.segments import Records
+    from torchlens_perf.store.segments import ProcessRecords
 
 HOST, DEVICE = "host", "device"
 _LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
@@ -25,7 +25,7 @@ MAX_SPANS = 600
 
 
 def rank_trace(
-    rank: int, of: Records, index_of: dict[str, int], offset_us: float | None
+    rank: int, of: ProcessRecords, index_of: dict[str, int], offset_us: float | None
 ) -> tuple[RankTrace, int] | None:
     """Return the trace of the step in these records and the number of left-out spans.
 

@@ -13,8 +13,8 @@ from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_trace import rank_trace
 from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.store.reader import Files, noted_in
-from torchlens_perf.store.segments import SPANS, Records, records_of
+from torchlens_perf.store.reader import ParquetFolder, add_errors_to
+from torchlens_perf.store.segments import SPANS, ProcessRecords, read_records
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -51,7 +51,7 @@ def whole_steps(
     if (
         with_others
         and len(ranks) < len(processes)
-        and Files(run.spans).size_bytes() <= MAX_SPAN_BYTES
+        and ParquetFolder(run.spans).size_bytes() <= MAX_SPAN_BYTES
     ):
         others = [rank for rank in processes if rank not in ranks]
         of_ranks += _rank_records(run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE])
@@ -99,8 +99,8 @@ def _rank_records(
 ) -> list[RankRecords]:
     """Return the records of these ranks in these steps. Ranks without records are left out."""
     keys = {rank: processes[rank].identity.key for rank in ranks}
-    read = records_of(
-        run, {keys[rank]: node_of[rank] for rank in ranks}, steps, noted_in(notes), kinds
+    read = read_records(
+        run, {keys[rank]: node_of[rank] for rank in ranks}, steps, add_errors_to(notes), kinds
     )
     return [
         RankRecords(
@@ -115,11 +115,11 @@ def _rank_records(
     ]
 
 
-def _by_step(read: Records) -> dict[int, Records]:
+def _by_step(read: ProcessRecords) -> dict[int, ProcessRecords]:
     """Return the records by step, for steps whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
     return {
-        step: Records(read.records[steps == step], read.names)
+        step: ProcessRecords(read.records[steps == step], read.names)
         for step in np.unique(steps[ends]).tolist()
     }
 

@@ -13,7 +13,7 @@ import numpy as np
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
-from torchlens_perf.store.segments import Origin
+from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.verdicts.node_state import Activity
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ class RingSource:
         return (self.reader.cursor - 1 - self.kept) / self.reader.capacity
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> RecordOrigin:
         identity = self.state.identity
-        return Origin(
+        return RecordOrigin(
             identity.key, identity.rank, identity.attempt, identity.host, self.state.anchor
         )

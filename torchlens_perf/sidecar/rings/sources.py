@@ -21,7 +21,7 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import RingSource
-from torchlens_perf.store.segments import last_sequences
+from torchlens_perf.store.segments import read_last_sequences
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
@@ -75,7 +75,7 @@ class RingSources:
         self._local_changes_ns: list[int] = []
         self._listed_s = -_LIST_INTERVAL_S
         damaged: list[str] = []
-        self._saved_before = last_sequences(run, host, damaged)
+        self._saved_before = read_last_sequences(run, host, damaged)
         state.notes += [note for note in damaged if note not in state.notes]
         self._generations = generations
         self._waiting = waiting

@@ -12,7 +12,7 @@ from torchlens_perf.run.place.node import override_namespace_digest
 from torchlens_perf.run.ring import HEAD, RingReader
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start import process
-from torchlens_perf.store.without_pandas import hide_pandas
+from torchlens_perf.store.without_pandas import block_pandas_import
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 

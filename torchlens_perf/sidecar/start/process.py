@@ -30,8 +30,8 @@ from torchlens_perf.run.ring import RingReader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
-from torchlens_perf.store.file_names import nodes_of
-from torchlens_perf.store.without_pandas import hide_pandas
+from torchlens_perf.store.file_names import list_nodes
+from torchlens_perf.store.without_pandas import block_pandas_import
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
@@ -114,7 +114,7 @@ def read_or_replay(
         run.create()
         move_log(run, host)
         with ownership.restrict_new_files_like(run.nodes):
-            if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(
+            if not any(path.exists() for path in run.registered_rings(host)) and list_nodes(
                 run.spans
             ):
                 return _replay_records(run, lock, replaying, quiet=quiet)
