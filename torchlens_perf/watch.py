@@ -444,7 +444,7 @@ class Watch(LiveResultMethods):
                 children.check_sidecar_can_start()
             identity = self._identity = detect_identity(os.environ, directory.claim_run_id, earlier)
             run = RunDirectory(_absolute(config.dir) / identity.run_id, shared=config.is_shared)
-            cleanup.callback(run.leave_local)
+            cleanup.callback(run.remove_empty_local_folders)
             folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
                 cleanup.callback(make_folders.remove_empty_folders, [*run.create(), str(run.rings)])

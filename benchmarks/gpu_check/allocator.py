@@ -86,7 +86,7 @@ def _little_left() -> Iterator[None]:
 def _recorded(folder: str) -> tuple[MemoryStatistics, Any]:
     """Check the readings and their records."""
     reader, statistics = RingReader(last_rings(folder)), MemoryStatistics()
-    records = reader.read(final=True).records
+    records = reader.read_records(final=True).records
     statistics.add(records, reader.names())
     reader.close()
     return statistics, records[records["kind"] == Kind.MEMORY]

@@ -73,7 +73,7 @@ def merging(checks: Checks) -> None:
 def _merged_work(ring: Path) -> list[MergedRow]:
     """Return the device's work of a step for each window."""
     reader = RingReader(ring)
-    records = reader.read(final=True).records
+    records = reader.read_records(final=True).records
     rows = [unpack_row(each, reader.names()) for each in records[records["kind"] == Kind.MERGED]]
     reader.close()
     return [row for row in rows if row.row == StepPart.WORK]

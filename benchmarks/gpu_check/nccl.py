@@ -224,7 +224,7 @@ def _joined(folder: Path) -> dict[str, Any] | None:
     join = CollectiveJoin()
     for path in folder.glob("*/rings/*.ring"):
         reader = RingReader(path)
-        metadata, records = reader.metadata(), reader.read(final=True).records
+        metadata, records = reader.read_metadata(), reader.read_records(final=True).records
         rank = int(metadata["identity"]["rank"])
         join.set_ranks([rank])
         join.add_records(rank, records[records["step"] > 0], reader.names(), metadata["groups"])

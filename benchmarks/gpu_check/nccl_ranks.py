@@ -61,7 +61,7 @@ def _lone(folder: str, wish: str) -> None:
             watch.step()
         torch.cuda.synchronize()
     reader = RingReader(last_rings(folder))
-    records = reader.read(final=True).records
+    records = reader.read_records(final=True).records
     reader.close()
     collectives = records[records["kind"] == Kind.COLLECTIVE]
     ended = int((collectives["flags"] & Flag.COMPLETED != 0).sum())

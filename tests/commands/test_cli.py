@@ -147,11 +147,11 @@ def test_empty_run_no_run_and_folder_of_runs_have_different_messages(
 def test_damaged_state_file_gives_one_line_and_exit_code_2(
     finished: RunDirectory, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished.node_state(HOST).write_text(text)
+    finished.node_state_path(HOST).write_text(text)
     assert main(["report", str(finished.path)]) == 2
     err = capsys.readouterr().err
 
-    assert err.startswith(f"torchlens-perf: {finished.node_state(HOST)}")
+    assert err.startswith(f"torchlens-perf: {finished.node_state_path(HOST)}")
     assert err.count("\n") == 1
 
 

@@ -153,7 +153,7 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
 def test_read_error_is_printed_once_to_a_pipe(live: LiveSimulation) -> None:
     """The run cannot be read for a longer time."""
     file, rests = io.StringIO(), []
-    path = live.run.node_state("node-0000")
+    path = live.run.node_state_path("node-0000")
     good = path.read_bytes()
 
     def next_state() -> None:

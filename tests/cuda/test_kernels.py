@@ -203,13 +203,13 @@ def test_merged_rows_equal_a_sketch_of_all_durations(kernels: ShimKernels) -> No
         whole.add(durations[1, : 200 + seed].astype(np.int64))
     sums = np.sum([row.sums for row in rows], axis=0)
     largest = np.max([row.largest for row in rows], axis=0)
-    assert to_sketch(sums[1], largest[1]).numbers() == whole.numbers()
+    assert to_sketch(sums[1], largest[1]).to_numbers() == whole.to_numbers()
 
 
 def test_reduction_of_no_durations_is_an_empty_sketch(kernels: ShimKernels) -> None:
     """Merging an empty sketch changes nothing."""
     found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
-    assert to_sketch(found.sums[0], found.largest[0]).numbers() == Sketch().numbers()
+    assert to_sketch(found.sums[0], found.largest[0]).to_numbers() == Sketch().to_numbers()
 
 
 def test_quantiles_of_merged_rows_equal_those_of_the_numpy_twin(kernels: ShimKernels) -> None:

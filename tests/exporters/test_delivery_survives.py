@@ -82,7 +82,7 @@ def test_partially_written_state_does_not_replace_the_old_one(tmp_path: Path) ->
     state.notes = [SPAN] * 20
     with room_for(4000), pytest.raises(OSError, match="large"):
         state.save(run)
-    assert load(run.node_state("node-a")).notes == []
+    assert load(run.node_state_path("node-a")).notes == []
 
 
 # -- unexpected failures

@@ -372,7 +372,7 @@ def test_replay_without_the_nodes_state_sends_the_same_ids(
         if span.name != semantics.SPAN_RUN
     }
     receiver.clear()
-    run.node_state(node_name()).unlink()
+    run.node_state_path(node_name()).unlink()
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
     assert whole == {(span.trace_id, span.span_id) for span in receiver.spans()}
     assert {len(RANKS)} == {span.resource[semantics.WORLD_SIZE] for span in receiver.spans()}
@@ -381,5 +381,5 @@ def test_replay_without_the_nodes_state_sends_the_same_ids(
 
 def test_report_and_log_do_not_mention_otlp_if_everything_was_delivered(exported: Exported) -> None:
     assert "OTLP" not in exported.run.report.read_text()
-    log = exported.run.node_log(node_name()).read_text()
+    log = exported.run.node_log_path(node_name()).read_text()
     assert [line for line in log.splitlines() if "WARNING" in line or "ERROR" in line] == []

@@ -190,8 +190,8 @@ def test_large_job_sends_only_the_ranks_that_explain_the_step() -> None:
     (chosen,) = chooser.choose(0, of_job, 1.0)
     assert chosen.roles == (("slow", (17,)), ("arrived last", (4095,)), ("reference", (2047,)))
     assert 200 <= chosen.max_spans <= 225
-    assert chosen.role(17) == "slow"
-    assert chosen.role(16) is None
+    assert chosen.role_of_rank(17) == "slow"
+    assert chosen.role_of_rank(16) is None
 
 
 def test_step_with_very_many_spans_is_sent_in_part() -> None:

@@ -41,7 +41,7 @@ def test_process_without_a_launcher_has_no_rank() -> None:
 
 
 def test_rank_and_run_id_are_detected_under_torchrun() -> None:
-    found = resource_attributes(TORCHRUN)
+    found = collect_resource_attributes(TORCHRUN)
     assert among(found, "torch.") == {
         semantics.RANK: 3, semantics.WORLD_SIZE: 4, semantics.LOCAL_RANK: 1, semantics.RESTART_COUNT: 2,
         "torch.elastic.run_id": "job",

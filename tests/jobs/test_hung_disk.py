@@ -247,7 +247,7 @@ def test_sidecar_retries_and_reports_a_disk_error_after_the_start(
     assert (
         done.stderr == f"torchlens_perf: no report: cannot write to {run.path}: Permission denied\n"
     )
-    assert list(run._local_files("*")) == []
+    assert list(run._find_local_files("*")) == []
 
 
 # -- the child process that creates folders

@@ -94,7 +94,7 @@ def test_ring_list_keeps_non_utf8_paths(tmp_path: Path) -> None:
     made.create()
     made.register_ring("node", made.rings / "a.ring")
 
-    assert made.kept_rings("node") == [made.rings / "a.ring"]
+    assert made.rings_in_run_directory("node") == [made.rings / "a.ring"]
 
 
 def test_non_utf8_scheduler_variable_is_converted_to_exportable_text() -> None:

@@ -38,9 +38,9 @@ def only_run(folder: Path) -> RunDirectory | None:
 def counted(folder: Path) -> int:
     """Return the number of steps in the live state, or 0 without one."""
     run = only_run(folder)
-    if run is None or not run.node_state(node_name()).exists():
+    if run is None or not run.node_state_path(node_name()).exists():
         return 0
-    (process,) = node_state.load(run.node_state(node_name())).processes.values()
+    (process,) = node_state.load(run.node_state_path(node_name())).processes.values()
     return process.statistics.counted_steps
 
 
@@ -97,7 +97,7 @@ def test_setting_the_wall_clock_changes_no_step_and_no_deadline(
     value, steps, log = (
         report(run),
         pd.read_parquet(run.steps),
-        run.node_log(node_name()).read_text(),
+        run.node_log_path(node_name()).read_text(),
     )
 
     days = {line[:13] for line in log.splitlines() if line[:2] == "20"}

@@ -241,9 +241,9 @@ class Fuzz:
             self.recorder.close()
             self.closed += 1
             reader = RingReader(self.ring.path)
-            reader.read(final=True)
-            reader.open_spans()
-            reader.groups()
+            reader.read_records(final=True)
+            reader.read_open_spans()
+            reader.read_group_progress()
             reader.close()
             self.ring.close()
             self.ring.path.unlink()

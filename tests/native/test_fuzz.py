@@ -128,7 +128,7 @@ def test_reader_of_random_bytes_raises_ring_error_or_answers(
     made = RingFile(tmp_path / "whole", CAPACITY)
     for number in range(40):
         made.intern(f"name {number}")
-    made.add_group("group")
+    made.add_group_row("group")
     made.set_metadata({"rank": 1})
     made.close()
     whole, path, chosen = (
@@ -150,12 +150,12 @@ def test_reader_of_random_bytes_raises_ring_error_or_answers(
         except RingError:
             continue
         opened += 1
-        assert isinstance(reader.metadata(), dict)
+        assert isinstance(reader.read_metadata(), dict)
         for _ in range(2):
             assert len(reader.names()) <= ring.NAMES_BYTES
-            assert len(reader.open_spans()) <= ring.MAX_FRAMES
-            assert len(reader.groups()) <= ring.MAX_GROUPS
-            batch = reader.read(final=chosen.random() < 0.5)
+            assert len(reader.read_open_spans()) <= ring.MAX_FRAMES
+            assert len(reader.read_group_progress()) <= ring.MAX_GROUPS
+            batch = reader.read_records(final=chosen.random() < 0.5)
             assert len(batch.records) == len(batch.sequences) <= CAPACITY
             assert batch.lost >= 0
         reader.close()

@@ -63,7 +63,7 @@ def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
     issued_ns = rig.recorder.now_ns()
     task = rig.collective(7, channels=3)
     assert rig.collectives() == []
-    assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(8, 0)]
+    assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(8, 0)]
     first_ns = rig.device_ns()
     for channel in range(3):
         rig.nccl.kernel_began(rig.context, task, channel, first_ns + 10 * (2 - channel))
@@ -76,7 +76,7 @@ def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
     assert issued_ns <= record["start_ns"] + record["duration_ns"] <= learnt_ns
     # Host time of the issuing call.
     assert 0 < record["nested_ns"] < learnt_ns - issued_ns
-    assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(8, 8)]
+    assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(8, 8)]
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
 
 
@@ -153,7 +153,7 @@ def test_operation_without_reported_end_has_none_after_its_communicator(rig: Ncc
 
     assert ends(rig) == [(0, TIMED), (1, Flag.ASYNC)]
     assert rig.nccl.plugin.counters().lost == rig.recorder.lost_ends == 1
-    assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(2, 1)]
+    assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(2, 1)]
 
 
 def test_oldest_running_operations_are_recorded_without_an_end(rig: NcclRig) -> None:
@@ -192,7 +192,7 @@ def test_oldest_records_of_a_full_ring_are_overwritten_and_counted(rig: NcclRig)
     """The proxy thread writes the records, and readers count the lost ones."""
     for number in range(20_000):
         rig.kernel(rig.collective(number, channels=1))
-    batch = rig.reader.read()
+    batch = rig.reader.read_records()
     assert len(batch.records) == rig.reader.capacity == 1 << 14
     assert batch.lost == 20_000 - (1 << 14)
     assert (batch.records["flags"] == int(TIMED)).all()
@@ -378,7 +378,7 @@ def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None
     """A hanging rank has a kernel that has not begun."""
 
     def begun() -> list[int]:
-        return [each.began for each in rig.reader.groups()]
+        return [each.began for each in rig.reader.read_group_progress()]
 
     first = rig.collective(7, channels=2)
     second = rig.collective(8, channels=2)

@@ -64,7 +64,8 @@ value = tensor.tolist() if place == "describe" else []
 tap.detach()
 made.close()
 reader = RingReader(ring.path)
-print(json.dumps({"raised": raised, "asked": len(asked), "value": value, "records": reader.counter(HEAD)}), flush=True)
+records = reader.read_counter(HEAD)
+print(json.dumps({"raised": raised, "asked": len(asked), "value": value, "records": records}), flush=True)
 os._exit(0)  # gloo's threads may abort a process that ends while they work, see tests/scripts/train.py
 """
 

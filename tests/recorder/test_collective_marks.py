@@ -92,11 +92,11 @@ def native(tmp_path: Path) -> Iterator[CollectiveRig]:
 def test_operation_ends_when_its_backends_thread_reports_the_end(native: CollectiveRig) -> None:
     """The record has the issuer's step and depth, and lasts until the reported end."""
     marks = NativeMarks(native.implementation, gil=True)
-    native.ring.add_group("0")
+    native.ring.add_group_row("0")
     operation = marks.start(native.ring.intern(NAME), 3)
     native.recorder.next_step()
     native.clock.advance(70)
-    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 0)]
+    assert [(each.issued, each.ended) for each in native.reader.read_group_progress()] == [(4, 0)]
     assert [each["kind"] for each in native.records()] == [Kind.STEP]
     on_thread(marks.completed, operation)
     (record,) = native.records()
@@ -104,7 +104,7 @@ def test_operation_ends_when_its_backends_thread_reports_the_end(native: Collect
     assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
     # The thread that ends the operation has no influence on the flags.
     assert record["flags"] == Flag.COMPLETED
-    assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
+    assert [(each.issued, each.ended) for each in native.reader.read_group_progress()] == [(4, 4)]
 
 
 def test_operation_written_by_close_is_not_written_again_at_its_end(native: CollectiveRig) -> None:
@@ -252,7 +252,7 @@ def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
                 rig.recorder.end(Kind.SECTION, section)
         for thread in threads:
             assert libc.pthread_join(thread, None) == 0
-    batch = rig.reader.read()
+    batch = rig.reader.read_records()
     written = batch.records[batch.records["kind"] == int(Kind.COLLECTIVE)]
 
     assert batch.lost == 0

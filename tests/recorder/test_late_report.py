@@ -129,7 +129,7 @@ def test_message_for_a_killed_sidecar_has_its_log_and_the_next_command(
     log = sidecar_log_path(find_sidecar_lock(watch.run_dir.name))
     # The sidecar had started before it was stopped.
     if not log.exists():
-        log = RunDirectory(watch.run_dir).node_log(node_name())
+        log = RunDirectory(watch.run_dir).node_log_path(node_name())
     printed = line(capfd)
     begin, _, command = printed.partition(" Next: ")
     by_hand = read_by_hand(watch.run_dir, tmp_path)

@@ -103,7 +103,7 @@ def test_charged_time_is_subtracted_from_the_open_span(rig: Rig) -> None:
     (record,) = rig.records()
 
     assert (record["duration_ns"], record["phase_ns"], record["nested_ns"]) == (30, 12, 12)
-    assert rig.reader.counter(ring.TOOL_NS) == 12
+    assert rig.reader.read_counter(ring.TOOL_NS) == 12
 
 
 def test_interval_of_a_phase_is_credited_to_the_open_span(rig: Rig) -> None:
@@ -139,7 +139,7 @@ def test_span_without_an_end_is_dropped_and_counted(rig: Rig) -> None:
 
     assert (forward["kind"], forward["duration_ns"]) == (Kind.FORWARD, 8)
     assert data["depth"] == 1
-    assert rig.reader.counter(ring.UNBALANCED) == 2
+    assert rig.reader.read_counter(ring.UNBALANCED) == 2
     assert recorder.backwards == 0
 
 
@@ -159,7 +159,7 @@ def test_dropped_span_and_spans_inside_it_leave_no_record(rig: Rig) -> None:
     (data,) = rig.records()
 
     assert data["depth"] == 1
-    assert rig.reader.counter(ring.UNBALANCED) == 2
+    assert rig.reader.read_counter(ring.UNBALANCED) == 2
     # The step itself is never dropped.
     recorder.drop(Kind.STEP, 0)
     assert rig.recorder.next_step() == 1
@@ -177,7 +177,7 @@ def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Ri
 
     assert [record["depth"] for record in records] == list(range(63, 0, -1))
     assert records[-1]["duration_ns"] == 100
-    assert rig.reader.counter(ring.TOO_DEEP) == 100 - 63
+    assert rig.reader.read_counter(ring.TOO_DEEP) == 100 - 63
 
     def recurse(module: None, left: int) -> None:
         if left:
@@ -187,8 +187,8 @@ def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Ri
     call(None, 99)
 
     assert len(rig.records()) == 63
-    assert rig.reader.counter(ring.TOO_DEEP) == 2 * (100 - 63)
-    assert rig.reader.counter(ring.UNBALANCED) == 0
+    assert rig.reader.read_counter(ring.TOO_DEEP) == 2 * (100 - 63)
+    assert rig.reader.read_counter(ring.UNBALANCED) == 0
     rig.span(Kind.DATA, "data", 1)
     assert rig.records()[0]["depth"] == 1
 
@@ -211,7 +211,7 @@ def test_marks_after_close_do_nothing(rig: Rig) -> None:
     assert recorder.next_step() == 0
     assert (recorder.closed, recorder.written, recorder.step) == (True, 0, 0)
     assert rig.records() == []
-    assert rig.reader.counter(ring.STATE) == ring.State.CLOSED
+    assert rig.reader.read_counter(ring.STATE) == ring.State.CLOSED
 
 
 def test_abandoned_recorder_does_not_change_the_file(rig: Rig) -> None:
@@ -314,7 +314,7 @@ class TestSection:
         records = rig.records()
 
         assert [record["name"] for record in records] == ["first"]
-        assert rig.reader.counter(ring.UNBALANCED) == 1
+        assert rig.reader.read_counter(ring.UNBALANCED) == 1
 
     def test_section_names_beyond_the_limit_share_one_name(
         self, implementation: ModuleType
@@ -335,7 +335,7 @@ class TestSection:
 
 def parts_of_step(rig: Rig) -> dict[str, int]:
     """Return the non-zero parts of the first step in nanoseconds."""
-    (parts,) = assemble_steps(rig.reader.read().records).parts_ns.tolist()
+    (parts,) = assemble_steps(rig.reader.read_records().records).parts_ns.tolist()
     return {
         part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"
     }
@@ -589,7 +589,7 @@ class TestThreads:
 
         assert names.count("shared") == 8000
         assert sorted(set(names) - {"shared"}) == [f"thread {index}" for index in range(8)]
-        assert rig.reader.counter(ring.UNBALANCED) == 0
+        assert rig.reader.read_counter(ring.UNBALANCED) == 0
         rig.close()
 
 
@@ -689,7 +689,7 @@ class TestModuleCall:
 
         assert seen == [((2,), {"key": 3}), "result"]
         assert [record["duration_ns"] for record in rig.records()] == [0, 0]
-        assert rig.reader.counter(ring.TOOL_NS) == 110
+        assert rig.reader.read_counter(ring.TOOL_NS) == 110
 
     def test_outermost_forward_passes_are_reported_in_every_step(self, rig: Rig) -> None:
         """Calls by another watched module or in a backward pass are not reported."""

@@ -202,7 +202,7 @@ def test_timed_wait_passes_arguments_result_and_exception_on(rig: CollectiveRig)
     assert [(each["duration_ns"], each["flags"]) for each in rig.records()] == [(25, 0)] * 3 + [
         (25, Flag.EXCEPTION)
     ]
-    assert rig.reader.counter(DEPTH) == 1
+    assert rig.reader.read_counter(DEPTH) == 1
     rig.recorder.close()
     assert work.wait(3.0) == (work, 3.0)
 
@@ -338,7 +338,11 @@ def test_wait_inside_a_wait_counts_once(rig: CollectiveRig) -> None:
     rig.recorder.end_wait()
     (wait,) = rig.records()
 
-    assert (wait["duration_ns"], rig.recorder.waited_ns, rig.reader.counter(DEPTH)) == (15, 15, 1)
+    assert (wait["duration_ns"], rig.recorder.waited_ns, rig.reader.read_counter(DEPTH)) == (
+        15,
+        15,
+        1,
+    )
 
 
 def test_wait_that_started_before_the_watch_is_not_recorded(rig: CollectiveRig) -> None:
@@ -369,24 +373,24 @@ def test_progress_of_each_group_is_in_the_file_header(rig: CollectiveRig) -> Non
     """An operation is issued on entry and ended at its end, so other processes can see that it
     hangs.
     """
-    assert [rig.ring.add_group(name) for name in ("0", "1")] == [0, 1]
+    assert [rig.ring.add_group_row(name) for name in ("0", "1")] == [0, 1]
     issued = rig.issue(4, group=1)
-    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
+    assert rig.reader.read_group_progress() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
     rig.recorder.returned(issued, int(End.BY_WAIT))
-    assert rig.reader.groups()[1] == GroupProgress("1", 5, 0)
+    assert rig.reader.read_group_progress()[1] == GroupProgress("1", 5, 0)
     rig.wait(5)
 
-    assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
+    assert rig.reader.read_group_progress() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
 
 
 def test_highest_ended_number_of_a_group_never_decreases(rig: CollectiveRig) -> None:
     """Operations of a group may end out of order."""
-    rig.ring.add_group("0")
+    rig.ring.add_group_row("0")
     early, late = rig.issue(0), rig.issue(1)
     rig.recorder.returned(late, int(End.UNKNOWN))
     rig.recorder.returned(early, int(End.UNKNOWN))
 
-    assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(2, 2)]
+    assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(2, 2)]
 
 
 @pytest.mark.parametrize("slot", [MAX_GROUPS, 1 << 16])
@@ -394,7 +398,7 @@ def test_groups_beyond_the_table_are_recorded_without_progress(
     slot: int, rig: CollectiveRig
 ) -> None:
     """The field after the table is not overwritten."""
-    slots = [rig.ring.add_group(str(number)) for number in range(MAX_GROUPS + 3)]
+    slots = [rig.ring.add_group_row(str(number)) for number in range(MAX_GROUPS + 3)]
     assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
     table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
     beyond = bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024])
@@ -404,7 +408,9 @@ def test_groups_beyond_the_table_are_recorded_without_progress(
 
     assert [sequence(each) for each in rig.collectives()] == [0, 1, 2, 9]
     assert bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024]) == beyond
-    assert [each.issued for each in rig.reader.groups()] == [0] * (MAX_GROUPS - 1) + [10]
+    assert [each.issued for each in rig.reader.read_group_progress()] == [0] * (MAX_GROUPS - 1) + [
+        10
+    ]
 
 
 # -- other threads
@@ -573,7 +579,7 @@ def test_abandoned_recorder_does_not_write_running_operations(rig: CollectiveRig
 
     A forked child may store nothing in its parent's file.
     """
-    rig.ring.add_group("0")
+    rig.ring.add_group_row("0")
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK)
     rig.call(1, End.BY_WAIT)

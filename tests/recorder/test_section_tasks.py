@@ -61,14 +61,14 @@ def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
     run(rig, 5, 70)
 
     assert durations(rig) == [5]
-    assert rig.reader.counter(ring.UNBALANCED) == 1
+    assert rig.reader.read_counter(ring.UNBALANCED) == 1
 
 
 def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
     run(rig, 5, 70, 300)
 
     assert durations(rig) == [5]
-    assert rig.reader.counter(ring.UNBALANCED) == 2
+    assert rig.reader.read_counter(ring.UNBALANCED) == 2
 
 
 def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
@@ -86,7 +86,7 @@ def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
     asyncio.run(all_tasks())
 
     assert durations(rig) == [3, 6, 40, 80]
-    assert rig.reader.counter(ring.UNBALANCED) == 0
+    assert rig.reader.read_counter(ring.UNBALANCED) == 0
 
 
 def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
@@ -105,7 +105,7 @@ def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
         asyncio.run(parent())
 
     assert durations(rig) == [4, 5, 5]
-    assert rig.reader.counter(ring.UNBALANCED) == 0
+    assert rig.reader.read_counter(ring.UNBALANCED) == 0
 
 
 def test_section_may_set_the_first_context_variable_of_a_thread(tmp_path: Path) -> None:
@@ -141,4 +141,4 @@ def test_section_that_ends_in_another_context_is_counted_as_lost(rig: Rig) -> No
         second.run(lambda: next(running, None))
 
     assert durations(rig) == [3]
-    assert rig.reader.counter(ring.UNBALANCED) == 1
+    assert rig.reader.read_counter(ring.UNBALANCED) == 1

@@ -115,7 +115,7 @@ def imported(run: RunDirectory) -> list[str]:
     The sidecar's log has the imports because PYTHONPROFILEIMPORTTIME is 1.
     """
     # The log starts in the second file.
-    logs = [run.node_log(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]
+    logs = [run.node_log_path(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][
         1:
@@ -175,7 +175,7 @@ def test_ring_that_fills_during_the_initial_wait_loses_no_record(run: RunDirecto
 
 def counted(run: RunDirectory) -> int:
     """Return the number of records in the saved state."""
-    path = run.node_state(HOST)
+    path = run.node_state_path(HOST)
     processes = json.loads(path.read_text())["processes"].values() if path.exists() else ()
     return sum(int(process["counted"]) + 1 for process in processes)
 

@@ -140,7 +140,7 @@ with perf.watch(dir={str(tmp_path / "runs")!r}):
     assert "not ready" not in report
     (run,) = (tmp_path / "runs").iterdir()
     wait_for_sidecar(RunDirectory(run), 240)
-    assert not list(RunDirectory(run).local_mailboxes(REPORT))
+    assert not list(RunDirectory(run).find_local_mailboxes(REPORT))
 
 
 def test_next_watch_ends_the_wait_for_the_previous_report(
@@ -157,7 +157,7 @@ def test_next_watch_ends_the_wait_for_the_previous_report(
         pass
 
     assert last_report._at_exit is None
-    assert not list(RunDirectory(first.run_dir).local_mailboxes(REPORT))
+    assert not list(RunDirectory(first.run_dir).find_local_mailboxes(REPORT))
     wait_for_sidecar(RunDirectory(first.run_dir), 120)
 
 

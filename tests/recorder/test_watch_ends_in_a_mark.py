@@ -269,7 +269,7 @@ def test_next_watch_may_start_while_the_recorder_runs_python_code(
 
     assert {each["name"] for each in records} == {section.name}
     assert len(records) >= 2
-    assert second.reader.counter(ring.UNBALANCED) == 0
+    assert second.reader.read_counter(ring.UNBALANCED) == 0
     assert first.records() == []
     first.close()
     second.close()
@@ -308,7 +308,7 @@ def test_section_whose_name_has_no_id_is_recorded_as_other(
         (ring.OTHER_NAMES, 2)
     ] * 3
     assert asked == [section.name]
-    assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
+    assert rig.reader.read_counter(ring.INTERNAL_ERRORS) == 1
     rig.close()
 
 
@@ -332,7 +332,7 @@ def test_section_without_an_id_is_logged_by_the_python_recorder(
     assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [
         (ring.OTHER_NAMES, 2)
     ]
-    assert rig.reader.counter(ring.INTERNAL_ERRORS) == 1
+    assert rig.reader.read_counter(ring.INTERNAL_ERRORS) == 1
     rig.close()
 
 

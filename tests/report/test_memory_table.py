@@ -81,7 +81,7 @@ def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
     """Write the file that the process of a rank leaves when it runs out of memory."""
     run.oom.mkdir(exist_ok=True)
     value = oom(process=rank.identity.key, rank=rank.identity.rank, **changed)
-    run.oom_table(rank.identity.rank, value["step"]).write_text(json.dumps(value))
+    run.oom_table_path(rank.identity.rank, value["step"]).write_text(json.dumps(value))
 
 
 def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
@@ -311,7 +311,7 @@ def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -
     first.count_records()
     first.save_records()
     first.close()
-    loaded = node_state.load(run.node_state(HOST))
+    loaded = node_state.load(run.node_state_path(HOST))
     assert [
         process.out_of_memory and process.out_of_memory["step"]
         for process in loaded.processes.values()

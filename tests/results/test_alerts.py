@@ -78,7 +78,7 @@ def look(session: Session) -> None:
 
 def test_each_callback_receives_each_alert_once_and_in_order(session: Session) -> None:
     """Alerts found before a callback was registered are included."""
-    alerts, first, second = Alerts(), Heard(), Heard()
+    alerts, first, second = AlertCallbacks(), Heard(), Heard()
     alerts.callbacks += [first, second]
     with alerts.listening(session):
         named(session, STARTED)
@@ -116,7 +116,7 @@ def test_exception_of_a_callback_does_not_end_the_job(
 
 def test_callback_may_end_the_job_with_system_exit_or_ctrl_c(session: Session) -> None:
     """The exception is raised in the user's code."""
-    alerts = Alerts()
+    alerts = AlertCallbacks()
     alerts.callbacks.append(Heard(SystemExit(3)))
     with alerts.listening(session):
         named(session, STARTED)

@@ -98,8 +98,8 @@ def test_logged_rows_are_means_since_the_previous_row(session: Session) -> None:
 
 def test_slow_rank_is_logged_until_it_is_no_longer_slow(session: Session) -> None:
     """A text with the action is also written, and the report without colours."""
-    board, figures = Board(), Figures()
-    figures.add(checked(board, 0.0, None))
+    board, figures = Board(), FigureLoggers()
+    figures.add(check_log_arguments(board, 0.0, None))
     with figures.listening(session):
         figures.heard(SLOW)
         summed(session, 1, 1_000_000_000, 0)

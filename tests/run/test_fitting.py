@@ -28,7 +28,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         rank = Rank(run, 0)
         rank.session.note("something is not measured")
         reader = RingReader(rank.ring_path)
-        metadata = reader.metadata()
+        metadata = reader.read_metadata()
         reader.close()
         rank.close()
     return metadata

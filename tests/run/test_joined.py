@@ -15,7 +15,7 @@ from torchlens_perf.run.place.joined import join_run
 def made(folder: Path, name: str, of_node: str) -> RunDirectory:
     run = RunDirectory(folder / name)
     run.create()
-    run.node_state(of_node).write_text(of_node)
+    run.node_state_path(of_node).write_text(of_node)
     (run.steps / f"{of_node}-000001.parquet").write_text("steps")
     return run
 
@@ -23,22 +23,22 @@ def made(folder: Path, name: str, of_node: str) -> RunDirectory:
 def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> None:
     """All known paths stay valid, also for later files."""
     first, other = made(tmp_path, "run-0", "node-a"), made(tmp_path, "run-1", "node-b")
-    log = open(other.node_log("node-b"), "w")  # noqa: SIM115  as a sidecar's
+    log = open(other.node_log_path("node-b"), "w")  # noqa: SIM115  as a sidecar's
 
     assert join_run(other.path, "run-0")
     log.write("said later")
     log.close()
-    other.oom_table(3, 1).parent.mkdir()
-    other.oom_table(3, 1).write_text("{}")
+    other.oom_table_path(3, 1).parent.mkdir()
+    other.oom_table_path(3, 1).write_text("{}")
 
     assert {path.name for path in first.nodes.iterdir()} == {
         "node-a.json",
         "node-b.json",
         "node-b.log",
     }
-    assert first.node_log("node-b").read_text() == "said later"
-    assert other.node_state("node-b").read_text() == "node-b"
-    assert first.oom_table(3, 1).exists()
+    assert first.node_log_path("node-b").read_text() == "said later"
+    assert other.node_state_path("node-b").read_text() == "node-b"
+    assert first.oom_table_path(3, 1).exists()
     # A repeated call has no effect.
     assert not join_run(other.path, "run-0")
 
@@ -47,7 +47,7 @@ def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> No
     other = made(tmp_path, "run-1", "node-b")
     assert not join_run(other.path, "run-0")
     assert not join_run(other.path, "run-0")
-    assert RunDirectory(tmp_path / "run-0").node_state("node-b").read_text() == "node-b"
+    assert RunDirectory(tmp_path / "run-0").node_state_path("node-b").read_text() == "node-b"
 
 
 @pytest.mark.parametrize("name", ["../away", "", ".", "a/b", ".hidden", "x" * 200])

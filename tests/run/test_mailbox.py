@@ -30,13 +30,13 @@ def ring(tmp_path: Path) -> Path:
 def test_each_delivered_text_is_returned_once(ring: Path) -> None:
     """A second delivery of an equal text counts as a change."""
     box = Mailbox(ring, VIEW)
-    assert box.news() is None
+    assert box.read_new_message() is None
 
     deliver_text(str(box.path), "first")
     os.utime(box.path, ns=(1, 1))
-    assert (box.news(), box.news()) == ("first", None)
+    assert (box.read_new_message(), box.read_new_message()) == ("first", None)
     deliver_text(str(box.path), "first")
-    assert (box.news(), box.news()) == ("first", None)
+    assert (box.read_new_message(), box.read_new_message()) == ("first", None)
     box.close()
 
 
@@ -44,19 +44,19 @@ def test_partial_text_is_returned_once_it_is_complete(ring: Path) -> None:
     box = Mailbox(ring, VIEW)
     with open(box.path, "wb", buffering=0) as file:
         file.write(b"ha")
-        assert box.news() is None
+        assert box.read_new_message() is None
         file.write(b"lf\0")
-    assert box.news() == "half"
+    assert box.read_new_message() == "half"
     box.close()
 
 
 def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
     """The reader never receives the question as its own answer."""
     box = Mailbox(ring, ANSWER, RESULTS)
-    assert (read_question(box.path), box.news()) == (RESULTS, None)
+    assert (read_question(box.path), box.read_new_message()) == (RESULTS, None)
 
     deliver_text(str(box.path), "")
-    assert (read_question(box.path), box.wait(0.0)) == (None, "")
+    assert (read_question(box.path), box.wait_for_message(0.0)) == (None, "")
     box.close()
     assert read_question(box.path) is None
 

@@ -64,7 +64,7 @@ def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     reader = ring.RingReader(made.path)
     assert read_device_mark(reader) is None
     mark = DeviceMark(0, 300, int(ring.Kind.MODULE), made.intern("blocks.3"), True, 5, 1 << 60)
-    made.set_device_mark(mark.words())
+    made.set_device_mark(mark.to_words())
     assert read_device_mark(reader) == (mark, "blocks.3")
     reader.close()
     made.close()
@@ -123,7 +123,7 @@ def test_names_beyond_the_table_share_id_0_and_are_counted(tmp_path: Path) -> No
     kept = sum(name_id > 0 for name_id in ids)
 
     assert kept == (ring.NAMES_BYTES - 2 - len(ring.OTHER_NAMES)) // 252
-    assert reader.counter(ring.NAMES_LOST) == 2000 - kept
+    assert reader.read_counter(ring.NAMES_LOST) == 2000 - kept
     assert made.intern(f"{5:0250d}") == ids[5]
     reader.close()
     made.close()
@@ -134,21 +134,21 @@ def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
     made = RingFile(tmp_path / "r", 1024)
     reader = RingReader(made.path)
 
-    assert reader.metadata() == {}
+    assert reader.read_metadata() == {}
     made.set_metadata({"rank": 3})
     made.set_metadata({"rank": 4, "host": "a"})
-    assert reader.metadata() == {"rank": 4, "host": "a"}
+    assert reader.read_metadata() == {"rank": 4, "host": "a"}
 
     made._words[ring.METADATA_REVISION] += 1
-    assert reader.metadata() == {}
+    assert reader.read_metadata() == {}
     made.set_metadata({"rank": 5})
-    assert reader.metadata() == {"rank": 5}, "an odd revision is repaired"
+    assert reader.read_metadata() == {"rank": 5}, "an odd revision is repaired"
 
     # The content differs from the stored one, whatever the revision is.
     made.buffer[ring.METADATA_OFFSET + 2] ^= 1
-    assert reader.metadata() == {}
+    assert reader.read_metadata() == {}
     made.set_metadata({"rank": 6})
-    assert reader.metadata() == {"rank": 6}
+    assert reader.read_metadata() == {"rank": 6}
     reader.close()
     made.close()
 
@@ -182,9 +182,9 @@ def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
     made = RingFile(tmp_path / "r", 1024)
     reader = RingReader(made.path)
 
-    assert reader.counter(ring.STATE) == State.OPEN
+    assert reader.read_counter(ring.STATE) == State.OPEN
     made.close()
-    assert reader.counter(ring.STATE) == State.CLOSED
+    assert reader.read_counter(ring.STATE) == State.CLOSED
     reader.close()
 
 
@@ -196,13 +196,13 @@ class TestReading:
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "a", 5)
         rig.span(Kind.DATA, "b", 5)
-        first = rig.reader.read()
+        first = rig.reader.read_records()
         rig.span(Kind.DATA, "c", 5)
-        second = rig.reader.read()
+        second = rig.reader.read_records()
 
         assert first.sequences.tolist() == [0, 1]
         assert second.sequences.tolist() == [2]
-        assert (first.lost, second.lost, len(rig.reader.read().records)) == (0, 0, 0)
+        assert (first.lost, second.lost, len(rig.reader.read_records().records)) == (0, 0, 0)
         rig.close()
 
     def test_overwritten_records_are_counted_as_missed(
@@ -210,10 +210,10 @@ class TestReading:
     ) -> None:
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "first", 5)
-        rig.reader.read()
+        rig.reader.read_records()
         for _ in range(3000):
             rig.span(Kind.DATA, "a", 5)
-        batch = rig.reader.read()
+        batch = rig.reader.read_records()
 
         assert len(batch.records) == 1024
         assert batch.lost == 3000 - 1024
@@ -230,12 +230,12 @@ class TestReading:
         slot = ring.RECORDS_OFFSET + 3 * ring.RECORD_BYTES
         stamp = rig.ring.buffer[slot : slot + 4]
         rig.ring.buffer[slot : slot + 4] = b"\0\0\0\0"
-        early = rig.reader.read()
+        early = rig.reader.read_records()
 
         assert (len(early.records), early.lost, rig.reader.cursor) == (3, 0, 3)
 
         rig.ring.buffer[slot : slot + 4] = stamp
-        late = rig.reader.read()
+        late = rig.reader.read_records()
 
         assert (late.sequences.tolist(), late.lost) == ([3, 4], 0)
 
@@ -254,7 +254,7 @@ class TestReading:
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.clock.advance(7)
         rig.recorder.begin(Kind.WAIT, rig.ring.intern("wait"))
-        spans = rig.reader.open_spans()
+        spans = rig.reader.read_open_spans()
 
         assert [(span.kind, span.name) for span in spans[1:]] == [
             (Kind.FORWARD, "forward Net"),
@@ -262,7 +262,7 @@ class TestReading:
         ]
         assert spans[2].start_ns - spans[1].start_ns == 7
         rig.recorder.end(Kind.WAIT, rig.ring.intern("wait"))
-        assert [span.name for span in rig.reader.open_spans()[1:]] == ["forward Net"]
+        assert [span.name for span in rig.reader.read_open_spans()[1:]] == ["forward Net"]
         rig.close()
 
 
@@ -298,7 +298,7 @@ def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: P
     reader, seen, lost, batches = RingReader(path), 0, 0, 0
     while True:
         ended = writer.poll() is not None
-        batch = reader.read(final=ended)
+        batch = reader.read_records(final=ended)
         start = batch.records["start_ns"]
         assert (start == batch.sequences).all()
         for offset, field in enumerate(("duration_ns", "value0", "value1"), start=1):

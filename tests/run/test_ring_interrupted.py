@@ -70,11 +70,11 @@ def test_group_added_by_several_threads_has_one_row(made: RingFile, often_switch
 
     def use(number: int) -> None:
         for i in range(ring.MAX_GROUPS + 10):
-            rows[number][f"group {i}"] = made.add_group(f"group {i}")
+            rows[number][f"group {i}"] = made.add_group_row(f"group {i}")
 
     in_threads(8, use)
     reader = RingReader(made.path)
-    groups = [group.name for group in reader.groups()]
+    groups = [group.name for group in reader.read_group_progress()]
     reader.close()
 
     assert all(each == rows[0] for each in rows)
@@ -97,13 +97,13 @@ def test_metadata_published_by_several_threads_are_complete(
             made.set_metadata(
                 {"rank": number, "again": number, "notes": ["x" * ((number * 37 + i) % 200)]}
             )
-            found = reader.metadata()
+            found = reader.read_metadata()
             seen.append(1 if not found or found["rank"] == found["again"] else 0)
 
     in_threads(6, publish)
 
     assert all(seen)
-    assert reader.metadata()["rank"] in range(6)
+    assert reader.read_metadata()["rank"] in range(6)
     reader.close()
 
 
@@ -119,11 +119,11 @@ def test_metadata_stay_complete_if_a_signal_handler_raises(longer: bool, made: R
     cases = 0
     made.set_metadata(old)
     for _ in interrupted_at_each_line(SETTING, lambda: made.set_metadata(new), interrupt):
-        assert reader.metadata() in (old, new)
+        assert reader.read_metadata() in (old, new)
         made.set_metadata(old)
         cases += 1
     assert cases >= 10
-    assert reader.metadata() == old
+    assert reader.read_metadata() == old
     reader.close()
 
 
@@ -139,7 +139,7 @@ def test_metadata_published_by_a_signal_handler_are_kept(made: RingFile) -> None
         SETTING, work, lambda: made.set_metadata({"rank": 2, "from": "a handler"})
     ):
         # The handler may have run before the change started.
-        assert reader.metadata()["rank"] in (1, 2)
+        assert reader.read_metadata()["rank"] in (1, 2)
         assert made._words[ring.METADATA_REVISION] % 2 == 0
         cases += 1
     assert cases >= 8
@@ -190,7 +190,7 @@ def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
             except Interruption:
                 raised += 1
             signal.setitimer(signal.ITIMER_REAL, 0)
-            found = reader.metadata()
+            found = reader.read_metadata()
             assert not found or found["rank"] == found["again"]
             assert found or i < 50, "a reader waits for ever"
     except Interruption:

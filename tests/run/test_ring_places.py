@@ -89,7 +89,7 @@ for value in range(2, 8):
 if sys.argv[2] != "anywhere":
     made.set_metadata({"whose": "a rank's"})
     reader = ring.RingReader(path)
-    assert reader.metadata() == {"whose": "a rank's"}
+    assert reader.read_metadata() == {"whose": "a rank's"}
 print("survived", flush=True)
 """
 

@@ -43,13 +43,13 @@ def test_bucket_bounds_are_exact() -> None:
 @given(durations, durations)
 def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: list[int]) -> None:
     """Order and a conversion to JSON before merging make no difference."""
-    together = sketch_of(first + second).numbers()
+    together = sketch_of(first + second).to_numbers()
     one, other = sketch_of(first), sketch_of(second)
     one.merge(sketch_of(second))
     other.merge(sketch_of(first))
 
-    assert one.numbers() == other.numbers() == together
-    assert Sketch.from_numbers(together).numbers() == saved(one).numbers() == together
+    assert one.to_numbers() == other.to_numbers() == together
+    assert Sketch.from_numbers(together).to_numbers() == saved(one).to_numbers() == together
 
 
 @given(durations)
@@ -89,7 +89,9 @@ def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: b
             sketch.add(np.array([value], np.int64))
     add_to_sketches(at_once, values, starts)
 
-    assert [sketch.numbers() for sketch in at_once] == [sketch.numbers() for sketch in one_by_one]
+    assert [sketch.to_numbers() for sketch in at_once] == [
+        sketch.to_numbers() for sketch in one_by_one
+    ]
 
 
 def test_empty_sketch_has_no_quantile_and_no_mean() -> None:
@@ -112,10 +114,10 @@ def test_sketch_of_similar_durations_is_small() -> None:
     sketch = sketch_of([1_000_000, 900_000, 1_100_000])
     sketch.merge(sketch_of([800_000]))
 
-    assert len(sketch.numbers()) < 30
+    assert len(sketch.to_numbers()) < 30
     assert sketch.counts.shape == (BUCKETS,)
     assert sketch.counts.sum() == sketch.count == 4
-    assert Sketch.from_numbers(sketch.numbers()).numbers() == sketch.numbers()
+    assert Sketch.from_numbers(sketch.to_numbers()).to_numbers() == sketch.to_numbers()
 
 
 @pytest.mark.parametrize("first", [-1, BUCKETS])
@@ -129,11 +131,11 @@ def test_usual_mean_ignores_up_to_a_tenth_of_outliers(outliers: list[int]) -> No
     """More frequent modes count."""
     sketch = Sketch()
     sketch.add(np.array([1000, 1000, 10_000] * 20 + outliers, np.int64))
-    assert sketch.usual_mean_ns() == pytest.approx(4000, rel=0.011)
+    assert sketch.mean_without_outliers_ns() == pytest.approx(4000, rel=0.011)
 
 
 def test_usual_mean_without_outliers_is_the_mean() -> None:
     sketch = Sketch()
     sketch.add(np.array([90, 100, 113], np.int64))
-    assert sketch.usual_mean_ns() == sketch.mean_ns() == 101
-    assert math.isnan(Sketch().usual_mean_ns())
+    assert sketch.mean_without_outliers_ns() == sketch.mean_ns() == 101
+    assert math.isnan(Sketch().mean_without_outliers_ns())

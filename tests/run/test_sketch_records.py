@@ -33,7 +33,7 @@ def test_window_is_restored_from_its_records() -> None:
     assert stray == 0
     assert [name_id for name_id, _ in found] == [0, 1, 2]
     for (_, back), window in zip(found, windows, strict=True):
-        assert back.sketch.numbers() == window.sketch.numbers()
+        assert back.sketch.to_numbers() == window.sketch.to_numbers()
         assert back[1:] == window[1:]
     second = next(at for at, row in enumerate(rows) if row[0] == 1)
     found, stray = from_records(np.delete(records, second))

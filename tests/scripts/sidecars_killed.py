@@ -50,7 +50,7 @@ def one(run_directory: RunDirectory) -> None:
 def saved(run_directory: RunDirectory) -> int | None:
     """Return the time at which the sidecar last saved its state, or None."""
     try:
-        return run_directory.node_state("node-a").stat().st_mtime_ns
+        return run_directory.node_state_path("node-a").stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
@@ -92,7 +92,7 @@ with run_without_traces(folder) as run:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "a sidecar ended by itself"
-        states += run.node_state("node-a").exists()
+        states += run.node_state_path("node-a").exists()
         partial += bool(half_written(run) - before)
     rank.close()
     segments = len(list(run.spans.glob("*.parquet")))

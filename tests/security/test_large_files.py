@@ -161,15 +161,15 @@ def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
 def test_sizes_of_other_files_are_limited(run: RunDirectory, tmp_path: Path) -> None:
     """The files are neither tables nor states."""
     (state,) = run.nodes.glob("*.json")
-    sparse(run.node_rings(state.stem))
-    assert run.kept_rings(state.stem) == []
+    sparse(run.node_rings_path(state.stem))
+    assert run.rings_in_run_directory(state.stem) == []
     sparse(run.oom / "rank00000-3.json")
     OomTableReader(run).add_new_tables({}, at_once=True)
     sparse(tmp_path / "outbox" / f"{state.stem}.traces.0000000001.7.otlp")
     box = Outbox(tmp_path / "outbox", state.stem, "traces")
     assert (box.oldest(), box.dropped) == (None, 7)
     sparse(tmp_path / "tap.failed")
-    assert FailureRecord(tmp_path, "tap.so").remembered([sys.executable]) is None
+    assert FailureRecord(tmp_path, "tap.so").read_error([sys.executable]) is None
 
 
 # -- the live page

@@ -179,8 +179,9 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
     """The file is one that a sidecar or a report reads or writes."""
     places = [
-        run.node_state(HOST), run.node_rings(HOST), run.node_log(HOST), run.spans / f"{HOST}-000001.parquet",
-        run.captures / "one.request.json", run.node_state(HOST).with_suffix(".partial"), run.path / "some.ring",
+        run.node_state_path(HOST), run.node_rings_path(HOST), run.node_log_path(HOST),
+        run.spans / f"{HOST}-000001.parquet",
+        run.captures / "one.request.json", run.node_state_path(HOST).with_suffix(".partial"), run.path / "some.ring",
         run.report.with_suffix(".partial"),
     ]  # fmt: skip
     for path in places:
@@ -189,10 +190,10 @@ def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
 
     def look() -> None:
         with pytest.raises(node_state.DamagedStateError, match="is not a regular file"):
-            node_state.load(run.node_state(HOST))
-        assert run.kept_rings(HOST) == []
+            node_state.load(run.node_state_path(HOST))
+        assert run.rings_in_run_directory(HOST) == []
         with pytest.raises(OSError, match=r"."):
-            ownership.open_to_append(run.node_log(HOST))
+            ownership.open_to_append(run.node_log_path(HOST))
         assert list(segments.read_chunks(run, HOST, notes)) == []
         (why,) = captures.read_requests(run.captures)[1]
         assert "is not a regular file" in why
@@ -208,7 +209,7 @@ def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
 
 
 def test_report_of_a_run_of_fifos_ends_with_one_line(run: RunDirectory) -> None:
-    os.mkfifo(run.node_state(HOST))
+    os.mkfifo(run.node_state_path(HOST))
     command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
 

@@ -129,12 +129,12 @@ def test_mailbox_is_private_even_in_a_shared_folder(tmp_path: Path) -> None:
         mailboxes = [Mailbox(tmp_path / "rank.ring", kind) for kind in KINDS]
         shared = RunDirectory(tmp_path / "runs" / "one", shared=True)
         shared.create()
-        os.close(ownership.open_to_append(shared.node_log("host")))
+        os.close(ownership.open_to_append(shared.node_log_path("host")))
     finally:
         os.umask(before)
 
     assert {stat.S_IMODE(mailbox.path.stat().st_mode) for mailbox in mailboxes} == {0o600}
-    assert stat.S_IMODE(shared.node_log("host").stat().st_mode) == 0o640
+    assert stat.S_IMODE(shared.node_log_path("host").stat().st_mode) == 0o640
     assert stat.S_IMODE(shared.path.parent.stat().st_mode) & 0o777 == 0o750
     for mailbox in mailboxes:
         mailbox.close()

@@ -107,11 +107,11 @@ def test_texts_of_a_node_state_are_escaped_in_all_outputs(
     value = planted(planted(state, where, text), ("notes",), [note, text])  # type: ignore[arg-type]
     for changed in (value, {**value, "schema": schema}):
         with contextlib.suppress(UnicodeEncodeError):
-            run.node_state(HOST).write_text(json.dumps(changed))
+            run.node_state_path(HOST).write_text(json.dumps(changed))
         assert_harmless(_printed("report", str(run.path)))
         assert_harmless(_printed("report", "--json", str(run.path)))
         assert_harmless(_printed("capture", str(run.path), "--rank", "0", "--timeout", "1"))
-    run.node_state(HOST).write_text(json.dumps(value))
+    run.node_state_path(HOST).write_text(json.dumps(value))
     with contextlib.suppress(RunStoreError):  # Some texts must be ranks or numbers.
         for color in (False, True):
             shown = render(run_report(run), str(run.path), columns=100, color=color)
@@ -132,7 +132,7 @@ def test_hostile_notes_and_names_are_escaped_in_the_report(
     ]  # JSON cannot contain a lone surrogate.
     for process in value["processes"].values():
         process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
-    run.node_state(HOST).write_text(json.dumps(value))
+    run.node_state_path(HOST).write_text(json.dumps(value))
     shown = render(run_report(run), str(run.path), columns=100, color=False)
 
     assert_harmless(shown, 100 + len(str(run.path)))

@@ -64,7 +64,7 @@ def test_report_lists_the_ranks_of_an_unreadable_node_as_missing(
     """The report still contains the other nodes."""
     finished(run)
     broken = run.nodes / "zz.json"
-    broken.write_bytes(DAMAGE[damage](run.node_state(HOST).read_bytes()))
+    broken.write_bytes(DAMAGE[damage](run.node_state_path(HOST).read_bytes()))
     assert main(["report", str(run.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
 
@@ -85,7 +85,7 @@ def test_report_fails_with_one_line_if_no_node_is_readable(
 def test_node_with_contradictory_state_is_left_out_of_the_report(run: RunDirectory) -> None:
     """Each value has a valid type, but the values contradict each other."""
     finished(run)
-    state = json.loads(run.node_state(HOST).read_bytes())
+    state = json.loads(run.node_state_path(HOST).read_bytes())
     state["host"] = "zz"
     (process,) = state["processes"].values()
     process["identity"]["rank"] = 1
@@ -104,7 +104,7 @@ def test_report_is_built_or_fails_with_one_line_if_state_bytes_change(
 ) -> None:
     began_s, number = time.monotonic(), states if states < STATES else share(STATES)
     finished(run)
-    text, draw = run.node_state(HOST).read_bytes(), random.Random(states)
+    text, draw = run.node_state_path(HOST).read_bytes(), random.Random(states)
     broken = run.nodes / "zz.json"
     for _ in range(number):
         damaged = bytearray(
@@ -132,7 +132,7 @@ def test_damaged_state_is_renamed_and_noted(damage: str, run: RunDirectory) -> N
     """Records that are still in the rings are counted again."""
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
-    run.node_state(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
+    run.node_state_path(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
     rank.close()
     finish(run)
     report = run_report(run)
@@ -200,11 +200,11 @@ def test_disk_errors_for_some_seconds_lose_no_records(
     error: int, run: RunDirectory, failing: Callable[..., Path]
 ) -> None:
     # The log can still be written.
-    flag = failing(error, run.spans, run.steps, run.node_state(HOST))
+    flag = failing(error, run.spans, run.steps, run.node_state_path(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     sidecar.ensure(run, rank.identity)
-    assert eventually(run.node_state(HOST).exists)
+    assert eventually(run.node_state_path(HOST).exists)
     flag.touch()
     rank.steps(30, **WORK)
     time.sleep(8)  # The errors last longer than the interval of segments.
@@ -216,7 +216,7 @@ def test_disk_errors_for_some_seconds_lose_no_records(
 
     assert (report["ranks"][0]["steps"], report["quality"]["lost"]) == (90, 0)
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(90 * 5))
-    assert os.strerror(error) in run.node_log(HOST).read_text()
+    assert os.strerror(error) in run.node_log_path(HOST).read_text()
 
 
 def test_unreadable_state_is_read_again_after_a_disk_error(
@@ -227,18 +227,21 @@ def test_unreadable_state_is_read_again_after_a_disk_error(
     first.steps(20, **WORK)
     first.close()
     finish(run)
-    flag = failing(errno.EIO, run.node_state(HOST))
+    flag = failing(errno.EIO, run.node_state_path(HOST))
     flag.touch()
     rank = Rank(run, 0, 1, identity={"attempt": 1})
     rank.steps(30, **WORK)
     sidecar.ensure(run, rank.identity)
     assert eventually(
-        lambda: run.node_log(HOST).exists() and "restarts in" in run.node_log(HOST).read_text()
+        lambda: (
+            run.node_log_path(HOST).exists()
+            and "restarts in" in run.node_log_path(HOST).read_text()
+        )
     )
     flag.unlink()
     rank.close()
     wait_for_sidecar(run)
-    state = node_state.load(run.node_state(HOST))
+    state = node_state.load(run.node_state_path(HOST))
 
     assert sorted(process.statistics.counted_steps for process in state.processes.values()) == [
         20,
@@ -248,6 +251,6 @@ def test_unreadable_state_is_read_again_after_a_disk_error(
 
 
 def test_load_or_new_raises_after_a_disk_error(run: RunDirectory) -> None:
-    run.node_state(HOST).mkdir()
+    run.node_state_path(HOST).mkdir()
     with pytest.raises(RunStoreError, match="Is a directory"):
         node_state.load_or_new(run, HOST)

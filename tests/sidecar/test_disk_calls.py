@@ -41,7 +41,7 @@ def test_sidecar_makes_few_file_system_calls_while_a_job_trains(
     with everything_ended(str(log)):
         rank = Rank(run, 0, 1, ring_records=1 << 16)
         sidecar.ensure(run, rank.identity)
-        assert eventually(run.node_state(HOST).exists)
+        assert eventually(run.node_state_path(HOST).exists)
 
         def train(seconds: float) -> None:
             until_s = time.monotonic() + seconds

@@ -102,15 +102,15 @@ def read_all(path: Path) -> str:
         return "refused"
     try:
         for final in (False, True):
-            batch = reader.read(final=final)
+            batch = reader.read_records(final=final)
             assert len(batch.records) == len(batch.sequences) <= reader.capacity
             assert (np.diff(batch.sequences) > 0).all()
             assert batch.lost >= 0
             for record in batch.records["name_id"].tolist():
                 ring.lookup_name(reader.names(), record)
-        assert isinstance(reader.metadata(), dict)
-        reader.open_spans()
-        reader.groups()
+        assert isinstance(reader.read_metadata(), dict)
+        reader.read_open_spans()
+        reader.read_group_progress()
     except RingError:
         return "ended"
     finally:

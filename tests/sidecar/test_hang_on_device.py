@@ -28,7 +28,7 @@ def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
     mark = DeviceMark(
         STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS
     )
-    rank.ring.set_device_mark(mark.words())
+    rank.ring.set_device_mark(mark.to_words())
 
 
 def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:
@@ -70,7 +70,7 @@ def test_missing_kernel_is_found_from_groups_in_the_rings(run: RunDirectory) -> 
     """NCCL's thread writes the rows of groups into the rings' headers."""
     ranks = stopped(run)
     for rank, begun in zip(ranks, (8, 8, 7), strict=True):
-        slot = rank.ring.add_group("0")
+        slot = rank.ring.add_group_row("0")
         rank.session.metadata.add_group("0", [0, 1, 2], "")
         words = rank.ring._words
         row = 282 + 3 * slot

@@ -70,7 +70,7 @@ def test_no_results_and_no_state_are_written_without_a_request(live: Live) -> No
         assert live.round(now_s) == frozenset()
 
     assert live.made == live.sidecar.monitor.alerts.raised == 0
-    assert not live.run.node_state("node-a").exists()
+    assert not live.run.node_state_path("node-a").exists()
 
 
 def test_answer_contains_all_steps_before_the_request(live: Live) -> None:
@@ -82,7 +82,7 @@ def test_answer_contains_all_steps_before_the_request(live: Live) -> None:
         box = Mailbox(live.ranks[1].ring_path, ANSWER, RESULTS)
         assert live.round(1.0) == {RESULTS}
         assert live.round(2.0) == frozenset()
-        value = json.loads(box.wait(0.0) or "")
+        value = json.loads(box.wait_for_message(0.0) or "")
         box.close()
         assert (value["summary"]["steps"], value["summary"]["running"]) == (steps, True)
         assert f"{steps} steps" in value["text"]
@@ -96,7 +96,7 @@ def test_requested_steps_are_written_before_the_answer(live: Live) -> None:
     box = Mailbox(live.ranks[0].ring_path, ANSWER, STEPS)
     assert live.round(1.0) == {STEPS}
 
-    assert box.wait(0.0)
+    assert box.wait_for_message(0.0)
     assert len(pd.read_parquet(live.run.steps)) == 32
     box.close()
 
@@ -107,14 +107,14 @@ def test_view_is_updated_once_a_second(live: Live) -> None:
     view = Mailbox(live.ranks[0].ring_path, VIEW)
     assert live.round(100.0) == frozenset()
     assert live.results.is_watched
-    assert view.news()
+    assert view.read_new_message()
     live.steps(8)
     live.round(100.9)
-    assert view.news() is None
+    assert view.read_new_message() is None
     live.round(200.0)
-    assert json.loads(view.news() or "")["summary"]["steps"] == 16
+    assert json.loads(view.read_new_message() or "")["summary"]["steps"] == 16
     live.round(300.0)
-    assert view.news() is None
+    assert view.read_new_message() is None
     view.close()
     live.steps(8)
     live.round(400.0)
@@ -134,7 +134,7 @@ def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
     results.poll_requests()
     results.deliver_due(100.0)
 
-    assert view.news() is None
+    assert view.read_new_message() is None
     view.close()
     for rank in (died, lives):
         rank.close()
@@ -150,7 +150,7 @@ def test_slow_view_is_updated_less_often(live: Live) -> None:
     for now_s in (0.0, 9.9, 10.1):
         live.steps(4)
         live.round(now_s)
-        due.append(view.news() is not None)
+        due.append(view.read_new_message() is not None)
 
     assert due == [True, False, True]
     view.close()
@@ -171,7 +171,7 @@ def test_requesting_process_computes_the_results_of_a_large_job(
     )
     live.round(1.0)
 
-    assert (box.wait(0.0), view.wait(0.0), live.made) == ("", "", 0)
+    assert (box.wait_for_message(0.0), view.wait_for_message(0.0), live.made) == ("", "", 0)
     assert json.loads(results_of(live.run))["summary"]["steps"] == 8
     box.close()
     view.close()
@@ -187,7 +187,7 @@ def test_failed_results_are_answered_with_an_empty_text(live: Live) -> None:
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
     with pytest.raises(RunStoreError, match="damaged"):
         live.round(1.0)
-    assert box.wait(0.0) == ""
+    assert box.wait_for_message(0.0) == ""
     box.close()
 
 
@@ -197,20 +197,23 @@ def test_each_listener_receives_the_alerts(run: RunDirectory, exports: bool) -> 
     live = Live(run, InMemoryExporter() if exports else None)
     early = Mailbox(live.ranks[0].ring_path, ALERTS)
     live.round(0.0)
-    assert early.news() is None
+    assert early.read_new_message() is None
     live.steps(60, forward=9)
     live.round(1.0)
-    (started,) = json.loads(early.news() or "")
+    (started,) = json.loads(early.read_new_message() or "")
     assert (started["change"], started["kind"], started["rank"]) == ("started", "straggler", 1)
     assert started["text"]
     assert started["next"]
     late = Mailbox(live.ranks[1].ring_path, ALERTS)
     live.round(2.0)
-    assert [row["id"] for row in json.loads(late.news() or "")] == [started["id"]]
+    assert [row["id"] for row in json.loads(late.read_new_message() or "")] == [started["id"]]
     live.steps(240)
     live.round(3.0)
     for box in (early, late):
-        assert [row["change"] for row in json.loads(box.news() or "")] == ["started", "ended"]
+        assert [row["change"] for row in json.loads(box.read_new_message() or "")] == [
+            "started",
+            "ended",
+        ]
         box.close()
     live.round(4.0)
     live.close()

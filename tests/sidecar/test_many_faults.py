@@ -85,11 +85,11 @@ def test_memory_and_cpu_time_of_the_sidecar_stay_bounded_on_a_full_disk(
 ) -> None:
     """All unwritten records are counted."""
     began_s, full_s = time.monotonic(), seconds if seconds < SOAK_S else share(SOAK_S)
-    flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state(HOST))
+    flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state_path(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     sidecar.ensure(run, rank.identity)
-    assert eventually(run.node_state(HOST).exists)
+    assert eventually(run.node_state_path(HOST).exists)
     pid, steps = read_status(str(run_lock(run)))[0], 20
     flag.touch()
     growth_kb, before_kb, cpu_s = 0, 0, process_cpu_time_s(pid)

@@ -156,7 +156,7 @@ def test_restarted_sidecar_counts_every_record_once(run: RunDirectory, saved: st
     rank.steps(10, **WORK)
     first.read_rings()
     first.count_records()
-    state_path = run.node_state(HOST)
+    state_path = run.node_state_path(HOST)
     if saved == "state only":
         first.save_state()
     else:
@@ -245,7 +245,7 @@ def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
     rank.steps(30, **WORK)
     rank.close()
     finish(run, exporter=live)
-    state = run.node_state(HOST).read_text()
+    state = run.node_state_path(HOST).read_text()
     done = replay(run, again)
 
     def columns(exporter: InMemoryExporter, field: str) -> list[Any]:
@@ -256,7 +256,7 @@ def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
         assert columns(again, field) == columns(live, field)
     assert [trace.step for trace in again.traces] == list(range(FIRST_TRACED_STEPS))
     assert again.traces == live.traces
-    assert run.node_state(HOST).read_text() == state
+    assert run.node_state_path(HOST).read_text() == state
 
 
 def test_replay_rebuilds_a_lost_state_from_the_segments(run: RunDirectory) -> None:
@@ -265,7 +265,7 @@ def test_replay_rebuilds_a_lost_state_from_the_segments(run: RunDirectory) -> No
     rank.close()
     finish(run)
     before = report(run)
-    run.node_state(HOST).unlink()
+    run.node_state_path(HOST).unlink()
     replay(run, None)
     after = report(run)
 
@@ -383,7 +383,7 @@ def test_findings_about_a_rank_end_when_it_is_restarted(run: RunDirectory) -> No
     made.read_rings()
     made.export_results()  # The new processes have not been judged yet.
     made.save_state()
-    state = node_state.load(run.node_state(HOST))
+    state = node_state.load(run.node_state_path(HOST))
     assert (state.findings.episodes, state.findings.groups) == ((), ())
     for count in (0, 2, 8, 50):
         for rank in after:
@@ -441,7 +441,7 @@ def test_straggler_has_one_alert_across_a_restart_of_the_sidecar(run: RunDirecto
         made.save_records()
         made.close()
         alerts += exporter.alerts
-    (only,) = node_state.load(run.node_state(HOST)).findings.episodes
+    (only,) = node_state.load(run.node_state_path(HOST)).findings.episodes
 
     assert [alert.change for alert in alerts] == ["started", "ended"]
     assert alerts[0].about == alerts[1].about
@@ -736,7 +736,7 @@ def test_sidecar_can_be_started_by_hand_after_a_kill(run: RunDirectory) -> None:
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     rank.steps(40, **WORK)
     deadline = time.monotonic() + 20
-    while not run.node_state(HOST).exists() and time.monotonic() < deadline:
+    while not run.node_state_path(HOST).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     second = subprocess.run(command, capture_output=True, text=True)
     first.kill()
@@ -748,7 +748,7 @@ def test_sidecar_can_be_started_by_hand_after_a_kill(run: RunDirectory) -> None:
     assert (second.returncode, "runs on this node already" in second.stderr) == (2, True)
     assert third.returncode == 0
     assert (
-        json.loads(run.node_state(HOST).read_text())["processes"][rank.identity.key]["ended"]
+        json.loads(run.node_state_path(HOST).read_text())["processes"][rank.identity.key]["ended"]
         == "closed"
     )
     assert report(run)["ranks"][0]["steps"] == 80

@@ -166,7 +166,7 @@ def test_watch_registers_its_ring_together_with_metadata(
 
     def register(self: RunDirectory, host: str, ring: Path) -> None:
         reader = RingReader(ring)
-        seen.append(reader.metadata()["identity"]["pid"])
+        seen.append(reader.read_metadata()["identity"]["pid"])
         reader.close()
 
     monkeypatch.setattr(RunDirectory, "register_ring", register)
@@ -184,7 +184,7 @@ def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirector
     ended, living = Rank(run, 0), Rank(run, 1)
     ended.steps(10, **WORK)
     ended.close()
-    run.node_state("node-b").write_text("{")
+    run.node_state_path("node-b").write_text("{")
     tried = []
 
     def build_report(run: RunDirectory, settings: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirector
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, None)
-    run.node_state("node-b").unlink()
+    run.node_state_path("node-b").unlink()
 
     assert len(tried) == 2
     assert [rank["steps"] for rank in report(run)["ranks"]] == [10, 30]
@@ -506,7 +506,7 @@ def test_state_size_does_not_grow_with_restarts(
         made.count_records()
         made.save_records()
         made.close()
-    known = node_state.load(run.node_state(HOST)).processes.values()
+    known = node_state.load(run.node_state_path(HOST)).processes.values()
 
     assert [process.identity.attempt for process in known] == [3, 4]
     assert len(pd.read_parquet(run.steps)) == 50

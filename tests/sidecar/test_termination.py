@@ -73,7 +73,7 @@ class Job:
 
     def steps(self) -> int:
         """Return the number of finished steps."""
-        return self.reader.counter(STEP)
+        return self.reader.read_counter(STEP)
 
     def kept_steps(self) -> int:
         """Return the number of steps in segments, up to the first gap."""
@@ -187,7 +187,10 @@ def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
     assert (rank["state"], rank["lost"]) == ("closed", 0)
     assert job.kept_steps() == rank["steps"]
     assert output.startswith("torchlens_perf")
-    assert "Traceback" not in job.run.node_log(next(job.run.nodes.glob("*.json")).stem).read_text()
+    assert (
+        "Traceback"
+        not in job.run.node_log_path(next(job.run.nodes.glob("*.json")).stem).read_text()
+    )
     assert not folder.exists()
 
 
@@ -225,4 +228,4 @@ def test_rings_stay_open_across_an_exec_of_the_sidecar(run: RunDirectory) -> Non
 
 def report_of(run: RunDirectory) -> object:
     """Return the first rank of the state, once there is a state."""
-    return next(iter(report(run)["ranks"]), None) if run.node_state(HOST).exists() else None
+    return next(iter(report(run)["ranks"]), None) if run.node_state_path(HOST).exists() else None

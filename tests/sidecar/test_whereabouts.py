@@ -64,7 +64,7 @@ def test_report_shows_the_current_activity_of_running_ranks_only(run: RunDirecto
     sidecar.count_records()
     sidecar.save_state()
     live = run_report(run)
-    saved_s = node_state.load(run.node_state(HOST)).saved_unix_ns / 1e9
+    saved_s = node_state.load(run.node_state_path(HOST)).saved_unix_ns / 1e9
     rank.close()
     sidecar.read_rings()
     sidecar.count_records()

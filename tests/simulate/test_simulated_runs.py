@@ -64,10 +64,10 @@ def test_recorded_steps_equal_the_simulated_ones(tmp_path: Path) -> None:
         simulated.close()
         reader = RingReader(path)
         table, expected = (
-            assemble_steps(reader.read(final=True).records),
+            assemble_steps(reader.read_records(final=True).records),
             table_of(steps, rank, 10**12),
         )
-        described = {group["description"] for group in reader.metadata()["groups"].values()}
+        described = {group["description"] for group in reader.read_metadata()["groups"].values()}
         reader.close()
 
         assert described == {"default_pg", "mesh_tp", "mesh_dp", "mesh_pp"}
@@ -98,7 +98,7 @@ def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None
         simulated.record(Timeline.of(steps))
         simulated.close()
         reader = RingReader(path)
-        records, names = reader.read(final=True).records, list(reader.names())
+        records, names = reader.read_records(final=True).records, list(reader.names())
         reader.close()
         for name_id in np.unique(records["name_id"][records["kind"] == Kind.COLLECTIVE]):
             chosen = records[(records["kind"] == Kind.COLLECTIVE) & (records["name_id"] == name_id)]
@@ -125,7 +125,7 @@ def test_simulated_metadata_has_the_same_keys_as_that_of_a_real_rank(tmp_path: P
     metadata = []
     for path in (real.ring_path, run.registered_rings("node-0000")[-1]):
         reader = RingReader(path)
-        metadata.append(reader.metadata())
+        metadata.append(reader.read_metadata())
         reader.close()
     real.close()
     simulated.close()

@@ -54,7 +54,7 @@ def chunk(rig: Rig, steps: int, rank: int = 0) -> RecordChunk:
         rig.span(Kind.MODULE, "block", 5 * MS)
         rig.recorder.end(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.recorder.next_step(0, 77, 2)
-    batch = rig.reader.read()
+    batch = rig.reader.read_records()
     return RecordChunk(
         origin(rank),
         batch.records,

@@ -86,7 +86,9 @@ def spans_of(run: RunDirectory, every: int) -> int:
 def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
     """Wait until no sidecar reads the run. Return the seconds of waiting."""
     started_s = time.monotonic()
-    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(node_name()).read_text()
+    assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log_path(
+        node_name()
+    ).read_text()
     return time.monotonic() - started_s
 
 
@@ -173,7 +175,7 @@ def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
     """Return a finished run of two ranks whose ring files are unread. All its steps are traced."""
     run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
     shutil.copytree(_recorded.path, run.path)
-    rings = run.node_rings(node_name())
+    rings = run.node_rings_path(node_name())
     rings.write_text(rings.read_text().replace(str(_recorded.path), str(run.path)))
     return run
 

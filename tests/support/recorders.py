@@ -46,7 +46,7 @@ class Rig:
     def records(self) -> list[dict[str, Any]]:
         """Return the records since the last call, with names and kinds as text."""
         names = self.reader.names()
-        batch = self.reader.read()
+        batch = self.reader.read_records()
         rows = []
         for record in batch.records:
             row = {field: int(record[field]) for field in batch.records.dtype.names}

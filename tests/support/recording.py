@@ -61,9 +61,9 @@ class Recording:
         """Read a ring file from its beginning. No record may have been overwritten."""
         reader = RingReader(ring)
         names = reader.names()
-        batch = reader.read(final=True)
+        batch = reader.read_records(final=True)
         assert batch.lost == 0, (
-            f"{reader.counter(HEAD)} records do not fit into the ring: ask for more"
+            f"{reader.read_counter(HEAD)} records do not fit into the ring: ask for more"
         )
         fields = [field for field in Record._fields if field != "name"]
         self.records = []
@@ -71,12 +71,12 @@ class Recording:
             values: dict[str, Any] = {field: int(row[field]) for field in fields}
             values["kind"], values["flags"] = Kind(values["kind"]), Flag(values["flags"])
             self.records.append(Record(name=names[int(row["name_id"])], **values))
-        self.metadata = reader.metadata()
+        self.metadata = reader.read_metadata()
         self.known_names, self.interned = set(names), list(names)
-        self.groups = reader.groups()
+        self.groups = reader.read_group_progress()
         self.unbalanced, self.internal_errors = (
-            reader.counter(UNBALANCED),
-            reader.counter(INTERNAL_ERRORS),
+            reader.read_counter(UNBALANCED),
+            reader.read_counter(INTERNAL_ERRORS),
         )
         reader.close()
 

@@ -53,7 +53,7 @@ def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
 
 def add_node(run: RunDirectory, number: int) -> Path:
     """Add a node's file, whose ranks behave like those of the first node, and return its path."""
-    first = run.node_state("node-0000")
+    first = run.node_state_path("node-0000")
     state = node_state.load(first)
     state.host = f"node-{number:04d}"
     for process in state.processes.values():
@@ -63,4 +63,4 @@ def add_node(run: RunDirectory, number: int) -> Path:
         )
     state.findings = NOTHING
     state.save(run)
-    return run.node_state(state.host)
+    return run.node_state_path(state.host)

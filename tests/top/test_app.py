@@ -135,7 +135,7 @@ def test_last_view_stays_if_files_are_removed_or_damaged(live: LiveSimulation) -
         live.goes_on(2)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
             await drawn.sees("64 steps")
-            path = live.run.node_state("node-0000")
+            path = live.run.node_state_path("node-0000")
             good = path.read_bytes()
             path.write_bytes(good[:-10])
             lines = await drawn.sees("cannot be read")

@@ -32,7 +32,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("hostile")
     with LiveSimulation(folder / "run", 4, "constant:rank=3,share=0.3", node_size=2) as live:
         live.goes_on(3)
-        return dict(json.loads(live.run.node_state(HOST).read_bytes()))
+        return dict(json.loads(live.run.node_state_path(HOST).read_bytes()))
 
 
 def all_lines(view: View, width: int, terminal: Terminal) -> list[Text]:
@@ -69,7 +69,7 @@ def test_any_text_of_a_state_is_drawn_as_text(
     value = planted(state, data.draw(st.sampled_from(texts_in(state))), text)
     value["notes"] = [note, text]
     with contextlib.suppress(UnicodeEncodeError):
-        run.node_state(HOST).write_text(json.dumps(value))
+        run.node_state_path(HOST).write_text(json.dumps(value))
     for line in all_lines(RunReader(run).look(), width, Terminal(ascii_only)):
         assert_harmless(line.plain)
         assert "\n" not in line.plain
@@ -92,7 +92,7 @@ def test_hostile_names_cannot_control_the_terminal(
         names = process["statistics"]["modules"]
         process["statistics"]["modules"] = {f"{text} {name}": each for name, each in names.items()}
         process["open_spans"] = [text]
-    run.node_state(HOST).write_text(json.dumps(value))
+    run.node_state_path(HOST).write_text(json.dumps(value))
     view = RunReader(run).look()
     assert view.report is not None, view.trouble
     assert view.report["run"]["program"] == text

@@ -89,7 +89,7 @@ def test_damaged_node_is_named_and_others_are_shown(live: LiveSimulation) -> Non
 def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: str) -> None:
     """Without an earlier view, only the problem is shown."""
     live.goes_on()
-    path = live.run.node_state(HOST)
+    path = live.run.node_state_path(HOST)
     reader, good = RunReader(live.run, monotonic=Clock()), path.read_bytes()
     report = report_of(reader.look())
     path.write_text(text)
@@ -103,7 +103,7 @@ def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: st
 
 def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> None:
     live.goes_on()
-    path = live.run.node_state(HOST)
+    path = live.run.node_state_path(HOST)
     good = path.read_bytes()
     state = json.loads(good)
     for process in state["processes"].values():

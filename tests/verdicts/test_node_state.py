@@ -122,11 +122,11 @@ def empty(value: dict[str, Any]) -> set[str]:
 def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState) -> None:
     """A state that is read and saved again gives the same file and the same report."""
     state.save(run)
-    written = run.node_state(HOST).read_bytes()
-    loaded = node_state.load(run.node_state(HOST))
+    written = run.node_state_path(HOST).read_bytes()
+    loaded = node_state.load(run.node_state_path(HOST))
     loaded.save(run)
 
-    assert run.node_state(HOST).read_bytes() == written
+    assert run.node_state_path(HOST).read_bytes() == written
     assert build("run", [loaded]) == build("run", [state])
     value = msgspec.json.decode(written)
     process = next(iter(value["processes"].values()))
@@ -159,7 +159,7 @@ def test_values_of_the_state_are_read_back_with_their_types(
 ) -> None:
     """The values are sketches, arrays, and mutable and immutable collections."""
     state.save(run)
-    loaded = node_state.load(run.node_state(HOST))
+    loaded = node_state.load(run.node_state_path(HOST))
     (process, *_), (before, *_) = loaded.processes.values(), state.processes.values()
 
     assert isinstance(loaded.join, CollectiveJoin)
@@ -179,17 +179,17 @@ def test_values_of_the_state_are_read_back_with_their_types(
 
 @pytest.mark.parametrize("schema", [b"12", b"99"])
 def test_state_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
-    run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
+    run.node_state_path(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
     with pytest.raises(
         RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"
     ):
-        node_state.load(run.node_state(HOST))
+        node_state.load(run.node_state_path(HOST))
 
 
 def test_damaged_state_file_is_refused(run: RunDirectory, state: NodeState) -> None:
     """The file ends early, lacks a field, or has a value of another type."""
     state.save(run)
-    path = run.node_state(HOST)
+    path = run.node_state_path(HOST)
     text = path.read_bytes()
     sketch = b'"issue":['
     damaged = [
@@ -220,7 +220,7 @@ def test_values_that_are_not_finite_become_null_in_the_state_file(run: RunDirect
         assert (b"null" in encode(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)
         state.save(run)
         if math.isfinite(cpu_s):
-            assert node_state.load(run.node_state(HOST)).findings == state.findings
+            assert node_state.load(run.node_state_path(HOST)).findings == state.findings
         else:
             with pytest.raises(RunStoreError, match="sidecar_cpu_s"):
-                node_state.load(run.node_state(HOST))
+                node_state.load(run.node_state_path(HOST))

@@ -327,7 +327,7 @@ def test_rank_0_prints_the_short_report(html: bool, run: RunDirectory, tmp_path:
     write_report(
         run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html}
     )
-    text = mailbox.wait(5)
+    text = mailbox.wait_for_message(5)
     mailbox.close()
 
     assert text is not None

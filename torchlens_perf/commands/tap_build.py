@@ -71,7 +71,7 @@ def build_in_background(name: str) -> Path:
     compiler, place = _what_builds(tap_requirements.tap_folders()[::-1])
     failure = FailureRecord(place, name)
     with _lock(place):
-        said = failure.remembered(compiler)
+        said = failure.read_error(compiler)
         if said is not None:
             raise BuildError(said)
         if native_tap.file_name() != name:
@@ -85,9 +85,9 @@ def build_in_background(name: str) -> Path:
         try:
             built = _built(compiler, place, timeout_s=None)
         except _CompilerError as error:
-            failure.remember(compiler, str(error))
+            failure.save_error(compiler, str(error))
             raise
-        failure.forget()
+        failure.delete()
         return built
 
 

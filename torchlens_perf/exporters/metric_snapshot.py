@@ -137,7 +137,7 @@ class MetricSnapshot:
 
 def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
     """Split the buckets of a series into pieces. Empty pieces are left out."""
-    first, counts = sketch.used
+    first, counts = sketch.stored_buckets
     of_all, found = (sketch.sum_ns, sketch.min_ns, sketch.max_ns), []
     for place in range(
         first // _PIECE_BUCKETS * _PIECE_BUCKETS, first + len(counts), _PIECE_BUCKETS

@@ -190,7 +190,9 @@ class OtlpExporter:
             step
             for (attempt, step), chosen in self._traced.items()
             if attempt == alert.attempt
-            and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
+            and (
+                chosen is None or alert.rank is None or chosen.role_of_rank(alert.rank) is not None
+            )
         )
         return min(filter(alert.covers, steps), default=None)
 

@@ -257,7 +257,7 @@ class StepSeries:
 
 def _is_rank_sent(batch: ExportBatch, step: int) -> bool:
     chosen = batch.chosen.get(step)
-    return chosen is None or chosen.role(batch.identity.rank) is not None
+    return chosen is None or chosen.role_of_rank(batch.identity.rank) is not None
 
 
 class DeviceMemory:

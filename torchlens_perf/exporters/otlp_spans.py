@@ -147,7 +147,7 @@ class _RankSpans:
         if rank == 0:
             why = {**common, **_sampling_attributes(chosen, self.identity.world_size)}
             found.append(self._span(_root_name(trace), root, None, why, times, links=self._links))
-        role = chosen.role(rank) if chosen is not None else ""
+        role = chosen.role_of_rank(rank) if chosen is not None else ""
         if role is None:
             return found, in_trace, root.span_id
         kept = _longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)

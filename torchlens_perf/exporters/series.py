@@ -133,7 +133,7 @@ class Histogram:
                 "exemplars": [_exemplar(each) for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
-                first, used = sketch.used
+                first, used = sketch.stored_buckets
                 after = len(self._meter.bounds) + 1 - first - len(used)
                 counts = [0] * first + used.tolist() + [0] * after
                 points.append(
@@ -158,7 +158,7 @@ def _buckets(sketch: Sketch) -> dict[str, Any]:
 
     The sketch's first bucket has no lower bound, so its count becomes `zero_count`.
     """
-    first, counts = sketch.used
+    first, counts = sketch.stored_buckets
     zeros = int(counts[0]) if first == 0 and len(counts) else 0
     if first == 0:
         end, counts = len(counts), np.trim_zeros(counts[1:], "f")

@@ -59,7 +59,9 @@ class Groups:
         if peer >= 0:
             text += f" {'peer' if point_to_point else 'root'}={peer}"
         row = f"{operation} group={group} peer={peer}" if point_to_point else group
-        slot = MAX_GROUPS if self._session.recorder.closed else self._session.ring.add_group(row)
+        slot = (
+            MAX_GROUPS if self._session.recorder.closed else self._session.ring.add_group_row(row)
+        )
         if group not in self._session.metadata.groups:
             self._session.metadata.add_group(group, *torch_groups.members_of_group(group))
         return self._session.intern(text), slot

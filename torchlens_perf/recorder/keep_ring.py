@@ -33,7 +33,7 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     descriptor = memory.open_to_read(str(ring.path))
     try:
         command = children.build_script_command(
-            copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings(host)),
+            copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings_path(host)),
             *map(str, run.ring_files(ring.path)),
         )  # fmt: skip
         process = children.start_child(

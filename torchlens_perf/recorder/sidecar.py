@@ -68,7 +68,7 @@ def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
                 command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor]
             )
     except BaseException:
-        run.clear_local()
+        run.remove_local_leftovers()
         lock.remove()
         raise
     lock.close()
@@ -85,7 +85,7 @@ class LateReport:
 
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
-        self._log = run.node_log(node)
+        self._log = run.node_log_path(node)
         self._began_s = time.monotonic()
         self._cpu_time_s = self._sidecars_cpu_time_s()
 

@@ -58,7 +58,7 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
         "phases": {
             phase: {
                 "p50_s": sketch.quantile_ns(0.5) / 1e9,
-                "s_per_step": sketch.usual_mean_ns() / 1e9 * sketch.count / device.steps,
+                "s_per_step": sketch.mean_without_outliers_ns() / 1e9 * sketch.count / device.steps,
             }
             for phase, sketch in device.phases.items()
             if phase != "step"
@@ -82,7 +82,10 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
     if not statistics.usual_steps:
         return {}
     whole_s = {
-        name: sketch.usual_mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
+        name: sketch.mean_without_outliers_ns()
+        / 1e9
+        * statistics.modules[name].count
+        / statistics.usual_steps
         for name, sketch in statistics.device.modules.items()
         if sketch.count and name in statistics.modules
     }

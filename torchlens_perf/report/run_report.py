@@ -75,5 +75,5 @@ def _problem(run: RunDirectory, state: NodeState) -> str:
     try:
         build(run.run_id, [state])
     except DAMAGED_DATA as error:
-        return f"{run.node_state(state.host)} cannot be used: {type(error).__name__}: {error}"
+        return f"{run.node_state_path(state.host)} cannot be used: {type(error).__name__}: {error}"
     return ""

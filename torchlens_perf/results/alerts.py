@@ -47,7 +47,7 @@ class AlertCallbacks:
 
     def look(self) -> None:
         """Call the callbacks with new alerts."""
-        text = None if self._mailbox is None else self._mailbox.news()
+        text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is None or self._session is None:
             return
         session = self._session

@@ -116,7 +116,7 @@ def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
                 restart_sidecar(
                     recorded
                 )  # A sidecar that is being killed may hold its lock a little longer.
-                text = box.wait(min(left_s, _WAKE_INTERVAL_S))
+                text = box.wait_for_message(min(left_s, _WAKE_INTERVAL_S))
             return text
         finally:
             box.close()

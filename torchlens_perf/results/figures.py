@@ -101,7 +101,7 @@ class FigureLoggers:
 
     def look(self, *, last: bool = False) -> None:
         """Write new figures to loggers that are due. last: write to all loggers."""
-        text = None if self._mailbox is None else self._mailbox.news()
+        text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is not None:
             self._newest = json.loads(text)
         now_s = self._clock()

@@ -175,7 +175,7 @@ def _wait_for_report(
     progress, said = late.progress(), quiet
     try:
         while (
-            text := mailbox.wait(
+            text := mailbox.wait_for_message(
                 min(_POLL_INTERVAL_S, max(0.0, began_s + longest_s - time.monotonic()))
             )
         ) is None:
@@ -191,5 +191,5 @@ def _wait_for_report(
                 said = True
                 output.say("torchlens_perf: writing the report ... (Ctrl-C to skip)\n")
     except KeyboardInterrupt:
-        return mailbox.news()
+        return mailbox.read_new_message()
     return text

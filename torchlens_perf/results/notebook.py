@@ -118,7 +118,7 @@ class NotebookCell:
 
     def _take(self, timeout_s: float) -> bool:
         """Read what the sidecar has written since the last call. Wait for it at most this long."""
-        text = None if self._mailbox is None else self._mailbox.wait(timeout_s)
+        text = None if self._mailbox is None else self._mailbox.wait_for_message(timeout_s)
         if text is not None:
             self._newest = parse_results(text) if text else missing_results(TOO_MANY)
         return text is not None

@@ -76,4 +76,4 @@ def _is_recording(ring: Path) -> bool:
     except (OSError, RingError):
         return False
     with contextlib.closing(reader):
-        return is_writer_running(ring) and reader.counter(STATE) != State.CLOSED
+        return is_writer_running(ring) and reader.read_counter(STATE) != State.CLOSED

@@ -70,7 +70,7 @@ class DeviceMark(NamedTuple):
     looked_ns: int
     """Time of the last poll."""
 
-    def words(self) -> tuple[int, int, int, int]:
+    def to_words(self) -> tuple[int, int, int, int]:
         """Encode the mark as the words of the ring file's header."""
         mark = self.kind | (_IS_END if self.is_end else 0) | self.name_id << _HALF
         return self.since_ns, (self.step + 1) | self.place << _HALF, mark, self.looked_ns
@@ -81,7 +81,7 @@ def read_device_mark(reader: RingReader) -> tuple[DeviceMark, str] | None:
 
     The training process may update the mark during the call, so the values may be inconsistent.
     """
-    since_ns, where, mark, looked_ns = map(reader.counter, DEVICE_MARK)
+    since_ns, where, mark, looked_ns = map(reader.read_counter, DEVICE_MARK)
     if not where:
         return None
     found = DeviceMark(

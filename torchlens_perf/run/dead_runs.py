@@ -67,7 +67,7 @@ def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
     except (OSError, RingError):
         return None
     try:
-        metadata = reader.metadata()
+        metadata = reader.read_metadata()
     finally:
         reader.close()
     run_dir, node = metadata.get("run_dir"), metadata.get("identity", {}).get("node")

@@ -116,16 +116,16 @@ class RunDirectory:
             )
         return f"{self.path} is not a run directory: it has no folder nodes"
 
-    def node_state(self, node: str) -> Path:
+    def node_state_path(self, node: str) -> Path:
         return self.nodes / f"{node}.json"
 
-    def node_rings(self, node: str) -> Path:
+    def node_rings_path(self, node: str) -> Path:
         return self.nodes / f"{node}.rings"
 
-    def node_log(self, node: str) -> Path:
+    def node_log_path(self, node: str) -> Path:
         return self.nodes / f"{node}.log"
 
-    def oom_table(self, rank: int, step: int) -> Path:
+    def oom_table_path(self, rank: int, step: int) -> Path:
         return self.oom / f"rank{rank:05d}-{step}.json"
 
     @property
@@ -152,24 +152,24 @@ class RunDirectory:
             _call_in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
         with open(
-            self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append
+            self.node_rings_path(node), "ab", buffering=0, opener=ownership.open_to_append
         ) as file:
             try:
                 # write(2) of a short line is atomic, so lines of several ranks cannot interleave.
                 file.write(os.fsencode(ring) + b"\n")
             except OSError:
                 if not file.tell():
-                    self.node_rings(node).unlink()
+                    self.node_rings_path(node).unlink()
                 raise
 
     def registered_rings(self, node: str) -> list[Path]:
         """Return the paths of the node's ring files in the order of their registration."""
-        return self.kept_rings(node) + self.local_rings()
+        return self.rings_in_run_directory(node) + self.local_rings()
 
-    def kept_rings(self, node: str) -> list[Path]:
+    def rings_in_run_directory(self, node: str) -> list[Path]:
         """Return the paths of the node's ring files in the run directory."""
         try:
-            text = ownership.read_regular_file(self.node_rings(node), _MAX_RINGS_BYTES).decode(
+            text = ownership.read_regular_file(self.node_rings_path(node), _MAX_RINGS_BYTES).decode(
                 errors="surrogateescape"
             )
         except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
@@ -182,21 +182,23 @@ class RunDirectory:
 
         The disk of the run directory is not accessed.
         """
-        return [Path(os.readlink(link)) for link in sorted(self._local_files(f"*{_REGISTERED}"))]
+        return [
+            Path(os.readlink(link)) for link in sorted(self._find_local_files(f"*{_REGISTERED}"))
+        ]
 
-    def local_changes_ns(self) -> list[int]:
+    def local_change_times_ns(self) -> list[int]:
         """Return when each folder of local_rings() last changed; 0 for a missing folder."""
         return [
             _modified_ns(_local_folder_path(parent, self.run_id))
             for parent in _local_parent_folders()
         ]
 
-    def local_mailboxes(self, kind: str) -> list[Path]:
+    def find_local_mailboxes(self, kind: str) -> list[Path]:
         """Return the paths of this node's mailbox files of a kind, see mailbox.py.
 
         The processes that read these mailboxes may have ended.
         """
-        return list(self._local_files(f"*{kind}"))
+        return list(self._find_local_files(f"*{kind}"))
 
     def remove_ring(self, ring: Path) -> None:
         """Remove a ring file and its registrations, and its folder if no other file is left."""
@@ -207,18 +209,18 @@ class RunDirectory:
 
     def ring_files(self, ring: Path) -> list[Path]:
         """Return the paths of a ring file and of the links that register it on this node."""
-        return [ring, *self._local_files(f"*-{ring.stem}{_REGISTERED}")]
+        return [ring, *self._find_local_files(f"*-{ring.stem}{_REGISTERED}")]
 
-    def leave_local(self) -> None:
+    def remove_empty_local_folders(self) -> None:
         """Remove the run's empty folders on this node. Called by ranks that do not record."""
         for parent in _local_parent_folders():
             _remove_if_empty(_local_folder_path(parent, self.run_id))
 
-    def clear_local(self) -> None:
+    def remove_local_leftovers(self) -> None:
         """Remove the run's leftover files on this node except the lock. Called by a sidecar that
         ends.
         """
-        for path in self._local_files("*"):
+        for path in self._find_local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
             left |= (
                 path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
@@ -226,7 +228,7 @@ class RunDirectory:
             if left or path.name == _LOG:
                 path.unlink(missing_ok=True)
 
-    def _local_files(self, pattern: str) -> Iterator[Path]:
+    def _find_local_files(self, pattern: str) -> Iterator[Path]:
         """Yield matching files in the run's folders on this node. Folders are not created."""
         for parent in _local_parent_folders():
             folder = _local_folder_path(parent, self.run_id)

@@ -58,7 +58,7 @@ class Mailbox:
                 self.close()
                 raise
 
-    def news(self) -> str | None:
+    def read_new_message(self) -> str | None:
         """Return the sidecar's message if it has changed since the last call, else None.
 
         If nothing has changed, the call costs one system call.
@@ -74,11 +74,11 @@ class Mailbox:
         self._seen = state
         return text.removesuffix(_END).decode(errors="replace")
 
-    def wait(self, timeout_s: float) -> str | None:
+    def wait_for_message(self, timeout_s: float) -> str | None:
         """Wait for a new message and return it; None after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            text = self.news()
+            text = self.read_new_message()
             if text is not None or time.monotonic() >= deadline_s:
                 return text
             time.sleep(_POLL_INTERVAL_S)

@@ -156,7 +156,7 @@ def _group_blocks(
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for group in groups.values():
         frames = group[0].get("frames")
-        key = places.of(frames) if frames else ("", (), group[0]["size"])
+        key = places.find_site(frames) if frames else ("", (), group[0]["size"])
         merged.setdefault(key, []).extend(group)
     rows = [
         LiveMemoryRow(
@@ -203,9 +203,9 @@ class AllocationSites:
         # valid.
         self._known: dict[int, tuple[str, str, bool, Mapping[str, Any]]] = {}
 
-    def of(self, frames: Frames) -> tuple[str, tuple[str, ...]]:
+    def find_site(self, frames: Frames) -> tuple[str, tuple[str, ...]]:
         """Return the module and the stack of a LiveMemoryRow. frames: innermost first."""
-        looked_at = [self._known.get(id(frame)) or self._frame(frame) for frame in frames]
+        looked_at = [self._known.get(id(frame)) or self._convert_frame(frame) for frame in frames]
         classes = [name for name, *_ in reversed(looked_at) if name]
         if len(classes) > _MAX_CLASSES:
             classes = [classes[0], "...", *classes[1 - _MAX_CLASSES :]]
@@ -214,7 +214,7 @@ class AllocationSites:
         ]
         return " > ".join(classes), tuple(shown[:_MAX_FRAMES])
 
-    def _frame(self, frame: Mapping[str, Any]) -> tuple[str, str, bool, Mapping[str, Any]]:
+    def _convert_frame(self, frame: Mapping[str, Any]) -> tuple[str, str, bool, Mapping[str, Any]]:
         filename, line, name = frame["filename"], frame["line"], frame["name"]
         of_class = ""
         if name == "forward":

@@ -74,7 +74,7 @@ class StepTable:
     def __len__(self) -> int:
         return len(self.step)
 
-    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> StepTable:
+    def select_rows(self, chosen: npt.NDArray[np.bool_] | slice) -> StepTable:
         return StepTable(
             **{
                 field.name: getattr(self, field.name)[chosen]
@@ -128,7 +128,7 @@ class TracedStep:
     left_out: int = 0
     """Number of selected steps since the last exported step that were dropped for lack of space."""
 
-    def role(self, rank: int) -> str | None:
+    def role_of_rank(self, rank: int) -> str | None:
         """Return why a rank is exported; "" if all ranks are exported; None if it is not."""
         if not self.roles:
             return ""

@@ -156,7 +156,7 @@ class RingFile:
                 self._names[name] = name_id, end
             finally:
                 self._words[NAMES_USED] = end if name in self._names else used
-            self._tell_listener()
+            self._notify_listener()
             return name_id
 
     def set_name_listener(self, listener: Callable[[str], None]) -> None:
@@ -166,9 +166,9 @@ class RingFile:
         """
         with self._lock:
             self._name_listener = listener
-            self._tell_listener()
+            self._notify_listener()
 
-    def _tell_listener(self) -> None:
+    def _notify_listener(self) -> None:
         listener = self._name_listener
         if listener is None:
             return
@@ -182,13 +182,13 @@ class RingFile:
         """Return all interned names in the order of their ids."""
         return list(self._names)
 
-    def inside(self) -> list[str]:
+    def open_span_names(self) -> list[str]:
         """Return the names of the training thread's open spans inside the step, outermost first."""
         names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
         return [lookup_name(names, name_id) for name_id in ids]
 
-    def add_group(self, name: str) -> int:
+    def add_group_row(self, name: str) -> int:
         """Return the row of a process group in the progress table, and add the row if it is new.
 
         If the table is full, return MAX_GROUPS, which is not a valid row.
@@ -334,7 +334,7 @@ class RingReader:
         self.cursor = 0
         self._descriptor = memory.open_to_read(str(path)) if descriptor is None else descriptor
         try:
-            self.capacity = self._checked_capacity()
+            self.capacity = self._read_capacity()
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -343,7 +343,7 @@ class RingReader:
         self._names: list[str] = []
         self._names_read = 0
 
-    def _checked_capacity(self) -> int:
+    def _read_capacity(self) -> int:
         size = os.fstat(self._descriptor).st_size
         if size < RECORDS_OFFSET + RECORD_BYTES:
             raise RingError(f"{self.path} is too short to be a ring file")
@@ -359,32 +359,32 @@ class RingReader:
             )
         return int(capacity)
 
-    def hold(self) -> None:
+    def announce_open(self) -> None:
         """Announce that this process keeps the ring open until close(), even if its writer ends."""
         memory.announce_open_ring(str(self.path), self._descriptor)
 
-    def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
+    def _read_words(self, first: int, count: int = 1) -> tuple[int, ...]:
         """Return words of the header; the last valid ones if the file has been damaged."""
         header = os.pread(self._descriptor, METADATA_OFFSET, 0)
         if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
             self._header = header
         return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
 
-    def counter(self, word: int) -> int:
+    def read_counter(self, word: int) -> int:
         """Return a counter in the header.
 
         word: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or
         INTERNAL_ERRORS.
         """
-        return self._words(word)[0]
+        return self._read_words(word)[0]
 
-    def metadata(self) -> dict[str, Any]:
+    def read_metadata(self) -> dict[str, Any]:
         """Return the writer's metadata; {} if the metadata are being replaced or are damaged."""
-        revision, used = self.counter(METADATA_REVISION), self.counter(METADATA_USED)
+        revision, used = self.read_counter(METADATA_REVISION), self.read_counter(METADATA_USED)
         text = os.pread(self._descriptor, min(used & 0xFFFFFFFF, METADATA_BYTES), METADATA_OFFSET)
         if (
             revision % 2
-            or revision != self.counter(METADATA_REVISION)
+            or revision != self.read_counter(METADATA_REVISION)
             or not text
             or zlib.crc32(text) != used >> 32
         ):
@@ -397,7 +397,7 @@ class RingReader:
 
     def names(self) -> list[str]:
         """Return all interned names. A record's name_id is an index in this list."""
-        used = min(self.counter(NAMES_USED), NAMES_BYTES)
+        used = min(self.read_counter(NAMES_USED), NAMES_BYTES)
         if used > self._names_read:
             text, at = (
                 os.pread(
@@ -412,13 +412,13 @@ class RingReader:
             self._names_read += at
         return self._names
 
-    def open_spans(self) -> list[OpenSpan]:
+    def read_open_spans(self) -> list[OpenSpan]:
         """Return the open spans of the training thread, outermost first.
 
         A running writer may change the spans during the call.
         """
         names, spans = self.names(), []
-        depth, *frames = self._words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
+        depth, *frames = self._read_words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
         for i in range(min(depth, MAX_FRAMES)):
             start_ns, _, _, packed = frames[4 * i : 4 * i + 4]
             name_id, kind = packed & 0xFFFFFFFF, packed >> 32
@@ -426,13 +426,13 @@ class RingReader:
                 spans.append(OpenSpan(Kind(kind), names[name_id], start_ns))
         return spans
 
-    def groups(self) -> list[GroupProgress]:
+    def read_group_progress(self) -> list[GroupProgress]:
         """Return the rank's progress in each of its process groups.
 
         A running writer may change the progress during the call.
         """
         names, found = self.names(), []
-        groups, *rows = self._words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
+        groups, *rows = self._read_words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
         for i in range(min(groups, MAX_GROUPS)):
             name_id, issued, ended = rows[GROUP_WORDS * i : GROUP_WORDS * (i + 1)]
             if name_id & 0xFFFFFFFF < len(names):
@@ -441,7 +441,7 @@ class RingReader:
                 )
         return found
 
-    def read(self, *, final: bool = False) -> RingBatch:
+    def read_records(self, *, final: bool = False) -> RingBatch:
         """Return the records since the last call. Overwritten records are counted as lost.
 
         A record that is still being written ends the batch. The next call returns it. final: True
@@ -450,21 +450,21 @@ class RingReader:
         """
         import numpy as np
 
-        asked, stop = self.cursor, min(self.counter(HEAD), _LAST)
+        asked, stop = self.cursor, min(self.read_counter(HEAD), _LAST)
         first = max(asked, stop - self.capacity)
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
         stamps = (sequences + 1).astype(np.uint32)
-        records = self._copied(first, len(sequences))
+        records = self._copy_records(first, len(sequences))
         # If a record was overwritten during the copy, its stamp is wrong in the copy or the file.
         whole = (records["stamp"] == stamps) & (
-            self._copied(first, len(sequences))["stamp"] == stamps
+            self._copy_records(first, len(sequences))["stamp"] == stamps
         )
         if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
             raise RingError(f"{self.path} was truncated")
         if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
             raise RingError(f"{self.path} was overwritten")
         if not whole.all():
-            head = self.counter(HEAD)
+            head = self.read_counter(HEAD)
             in_flight = (sequences > head - self.capacity) & (sequences >= head - IN_FLIGHT)
             unfinished = np.flatnonzero(~whole & in_flight)
             if len(unfinished) and not final:
@@ -475,7 +475,7 @@ class RingReader:
         self.cursor = max(asked, stop)
         return RingBatch(records, sequences, self.cursor - asked - len(records))
 
-    def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
+    def _copy_records(self, first: int, count: int) -> npt.NDArray[np.void]:
         """Return copies of `count` records from number `first` on; zeros after the file's end."""
         import numpy as np
 

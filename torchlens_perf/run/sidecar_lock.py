@@ -68,7 +68,7 @@ class SidecarLock:
                     raise
         raise AssertionError
 
-    def restore(self) -> bool:
+    def restore_file(self) -> bool:
         """Recreate the file if a clean-up tool has removed it from shared memory.
 
         Only the owner of the lock may call this method. Without the file, another sidecar could

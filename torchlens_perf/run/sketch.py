@@ -82,7 +82,7 @@ class Sketch:
         return int(self._used.sum())
 
     @property
-    def used(self) -> tuple[int, npt.NDArray[np.int64]]:
+    def stored_buckets(self) -> tuple[int, npt.NDArray[np.int64]]:
         """Index of the first stored bucket, and the counts of all stored buckets. Read-only."""
         return self._first, self._used
 
@@ -100,7 +100,7 @@ class Sketch:
         if len(values_ns):
             add_to_sketches([self], values_ns, [0], bounds)
 
-    def _add_summed(
+    def _add_summary(
         self,
         smallest: int,
         largest: int,
@@ -156,7 +156,7 @@ class Sketch:
         count = self.count
         return self.sum_ns / count if count else math.nan
 
-    def usual_mean_ns(self) -> float:
+    def mean_without_outliers_ns(self) -> float:
         """Return the mean in ns without durations above twice the 90th percentile; NaN if empty."""
         bounds = bucket_bounds()[self._first : self._first + len(self._used)]
         usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
@@ -165,7 +165,7 @@ class Sketch:
         middles = bounds / 2 ** (0.5 / PER_OCTAVE)
         return float((self._used * middles)[usual].sum() / self._used[usual].sum())
 
-    def numbers(self) -> list[int]:
+    def to_numbers(self) -> list[int]:
         """Encode the sketch as numbers for from_numbers().
 
         The numbers are sum, sum of squares, minimum, maximum, index of the first stored bucket, and
@@ -232,7 +232,7 @@ def add_to_sketches(
         zip(sketches, starts, [*starts[1:], len(values_ns)], strict=True)
     ):
         squares = (high_squares[i] << 40) + (products[i] << 21) + low_squares[i]
-        sketch._add_summed(smallest[i], largest[i], sums[i], squares, buckets[start:end])
+        sketch._add_summary(smallest[i], largest[i], sums[i], squares, buckets[start:end])
 
 
 # -- as records of a ring file

@@ -60,7 +60,7 @@ def why_not_buildable(name: str) -> str | None:
         compiler, place = find_compiler(), choose_build_folder(tap_folders()[::-1], make=False)
     except BuildError as error:
         return str(error)
-    failure = FailureRecord(place, name).remembered(compiler)
+    failure = FailureRecord(place, name).read_error(compiler)
     return None if failure is None else f"{failure}; {AGAIN}"
 
 
@@ -148,7 +148,7 @@ class FailureRecord:
     def __init__(self, place: Path, name: str) -> None:
         self._path = place / f"{name.removesuffix('.so')}.failed"
 
-    def remembered(self, compiler: list[str]) -> str | None:
+    def read_error(self, compiler: list[str]) -> str | None:
         """Return the error of the last build if it used this compiler; None if not known."""
         try:
             value = json.loads(ownership.read_regular_file(self._path, _MAX_FAILURE_BYTES))
@@ -158,14 +158,14 @@ class FailureRecord:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
-    def remember(self, compiler: list[str], error: str) -> None:
+    def save_error(self, compiler: list[str], error: str) -> None:
         # If the record cannot be written, the build will be tried again.
         with contextlib.suppress(OSError):
             self._path.write_text(
                 json.dumps({"compiler": _compiler_identity(compiler), "error": error})
             )
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         self._path.unlink(missing_ok=True)
 
 

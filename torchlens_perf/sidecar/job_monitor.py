@@ -262,7 +262,7 @@ class JobMonitor:
                     links=links,
                     diagnosed=lambda group: self.job.diagnose_straggler(group, details(group.lead.rank)),
                     hang=found.hang,
-                    at_step=max((source.reader.counter(ring.STEP) for source in live), default=None),
+                    at_step=max((source.reader.read_counter(ring.STEP) for source in live), default=None),
                     last_step=max((each for each in last_steps if each is not None), default=None),
                     judge=judge,
                 )  # fmt: skip

@@ -71,7 +71,7 @@ class LiveResults:
         """
         changes_ns = self._folder_changes_ns()
         if changes_ns != self._changes_ns:
-            mailboxes = self._sidecar.run.local_mailboxes
+            mailboxes = self._sidecar.run.find_local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
             self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
             # A second mailbox in the same clock tick would not change the folder's modification

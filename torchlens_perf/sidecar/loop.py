@@ -64,7 +64,7 @@ def run_sidecar(
     # When a rank has ended, it may wait for its report. The calling thread runs the next round,
     # because this thread has the job's priority. In a short run, a rank may end before the first
     # round.
-    ended = bool(sidecar.run.local_mailboxes(REPORT))
+    ended = bool(sidecar.run.find_local_mailboxes(REPORT))
     while (ended or run_in_background(rounds.run_until_a_rank_ends)) and rounds.run_round():
         ended = False
     if rounds.replaced:
@@ -142,7 +142,7 @@ class _RoundRunner:
         """Run one round. Return False if it was the last one."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
-        if not self._lock.restore():
+        if not self._lock.restore_file():
             logger.error(
                 "the lock of this sidecar was removed and another sidecar has started; this one"
                 " ends"
@@ -214,7 +214,7 @@ def _sleep_until_event(sources: RingSources, duration_s: float, results: LiveRes
     live, ends = sources.unfinished(), termination.is_requested()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_POLL_INTERVAL_S, left_s))
-        if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
+        if any(source.reader.read_counter(ring.STATE) == ring.State.CLOSED for source in live):
             return True
         if termination.is_requested() != ends or results.poll_requests():
             return False
@@ -239,6 +239,6 @@ def _release_lock(sidecar: Sidecar, lock: SidecarLock) -> bool:
     A process registers its ring before it checks the lock. If the lock is free, the process starts
     a new sidecar. Otherwise the ring was registered before the release, and this function finds it.
     """
-    sidecar.run.clear_local()
+    sidecar.run.remove_local_leftovers()
     lock.remove()
     return sidecar.sources.has_unread_rings() and lock.acquire()

@@ -170,7 +170,7 @@ class Sidecar:
             for source in self.sources.newest_generation():
                 identity, setting = source.state.identity, source.settings["capture"]
                 if not source.read_to_end:
-                    step, refuses = source.reader.counter(ring.STEP), setting == "off"
+                    step, refuses = source.reader.read_counter(ring.STEP), setting == "off"
                     ranks[identity.rank] = LiveRank(
                         source.path, identity.pid, identity.attempt, step, refuses=refuses
                     )

@@ -25,8 +25,8 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
-    source.update_progress(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
-    groups = [group for group in reader.groups() if " peer=" not in group.name]
+    source.update_progress(reader.read_counter(ring.STEP), reader.read_counter(ring.HEAD), now_s)
+    groups = [group for group in reader.read_group_progress() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
     mark = read_device_mark(reader)
@@ -34,16 +34,16 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     return RankProgress(
         rank=state.identity.rank,
         host=state.identity.host,
-        step=reader.counter(ring.STEP),
+        step=reader.read_counter(ring.STEP),
         since_step_s=now_s - source.step_s,
         report_age_s=0.0,
         usual_step_s=median_step_s(source.durations_ns),
         issued=issued,
-        inside=tuple(span.name for span in reader.open_spans()[1:]),
+        inside=tuple(span.name for span in reader.read_open_spans()[1:]),
         state=ended or read_process_state(state.identity.pid, state.identity.process_started),
         operations=infer_last_operations(issued, reader.names()),
         since_mark_s=now_s - source.mark_s,
-        all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS
+        all_groups=reader.read_counter(ring.GROUPS_USED) < ring.MAX_GROUPS
         and len(issued) == len(numbers),
         began={
             group.name: group.began - 1 for group in groups if group.began and group.name in issued

@@ -140,7 +140,7 @@ class RankMetrics:
         """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
         gc_ns = {
-            source.state.identity.pid: source.reader.counter(ring.GC_NS)
+            source.state.identity.pid: source.reader.read_counter(ring.GC_NS)
             for source in _select_measurable(running)
         }
         host = self._host.sample(gc_ns, now_s)

@@ -139,7 +139,9 @@ class RecordProcessor:
             same = np.array_equal(unkept, uncounted)
             kept = counted if same else records[unkept]
             kept_steps = steps if same else assemble_steps(kept)
-            self._unkept.append(RecordChunk(source.origin, kept, sequences[unkept], names, kept_steps))
+            self._unkept.append(
+                RecordChunk(source.origin, kept, sequences[unkept], names, kept_steps)
+            )
         statistics.lost += source.drop_oldest_waiting(MAX_UNKEPT_RECORDS)
 
     def _join_collectives(
@@ -181,13 +183,13 @@ class RecordProcessor:
 def _copy_counters(source: RingSource) -> None:
     """Copy the ring's counters and the process's metadata into the state."""
     reader, state = source.reader, source.state
-    state.unbalanced = reader.counter(ring.UNBALANCED)
-    state.too_deep = reader.counter(ring.TOO_DEEP)
-    state.names_lost = reader.counter(ring.NAMES_LOST)
-    state.internal_errors = reader.counter(ring.INTERNAL_ERRORS)
-    state.tool_ns = reader.counter(ring.TOOL_NS)
-    state.made_steps = reader.counter(ring.STEP)
-    metadata = reader.metadata()
+    state.unbalanced = reader.read_counter(ring.UNBALANCED)
+    state.too_deep = reader.read_counter(ring.TOO_DEEP)
+    state.names_lost = reader.read_counter(ring.NAMES_LOST)
+    state.internal_errors = reader.read_counter(ring.INTERNAL_ERRORS)
+    state.tool_ns = reader.read_counter(ring.TOOL_NS)
+    state.made_steps = reader.read_counter(ring.STEP)
+    metadata = reader.read_metadata()
     if metadata:
         state.native, state.notes = metadata["native"], metadata["notes"]
         state.not_measured, state.compute_device = (
@@ -217,4 +219,4 @@ def _copy_counters(source: RingSource) -> None:
         state.trace_every = int(source.settings["trace_every"])
         state.total_steps = int(source.settings.get("_total_steps", 0))
     if state.ended == "died":
-        state.open_spans = [span.name for span in reader.open_spans()[1:]]
+        state.open_spans = [span.name for span in reader.read_open_spans()[1:]]

@@ -154,7 +154,7 @@ def _clear_undelivered_notes(run: RunDirectory, notes: list[str]) -> None:
 
 
 def _new_process_state(
-    run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None
+    run: RunDirectory, origin: RecordOrigin, saved: NodeState, trace_every: int | None
 ) -> ProcessState:
     """Return a process without statistics. The saved state provides data that records lack."""
     known = saved.processes.get(origin.key)
@@ -175,7 +175,7 @@ def _new_process_state(
 
 def _is_rank_traced(chosen: TracedStep, rank: int) -> bool:
     """Return True if a rank's spans are sent for a step. Rank 0 always sends the root span."""
-    return rank == 0 or chosen.role(rank) is not None
+    return rank == 0 or chosen.role_of_rank(rank) is not None
 
 
 def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
@@ -249,11 +249,11 @@ def _split_batch(batch: ExportBatch) -> Iterator[ExportBatch]:
         if spans >= _SPANS_PER_FLUSH:
             end = steps.index(trace.step, first) + 1
             yield dataclasses.replace(
-                batch, steps=batch.steps.where(slice(first, end)), traces=tuple(traces)
+                batch, steps=batch.steps.select_rows(slice(first, end)), traces=tuple(traces)
             )
             first, spans, traces = end, 0, []
     yield dataclasses.replace(
-        batch, steps=batch.steps.where(slice(first, None)), traces=tuple(traces)
+        batch, steps=batch.steps.select_rows(slice(first, None)), traces=tuple(traces)
     )
 
 
@@ -267,9 +267,11 @@ def _find_replaced_processes(saved: NodeState) -> set[str]:
     return {key for key, generation in by_key.items() if generation != generations.newest}
 
 
-def _derive_identity(run: RunDirectory, origin: Origin) -> Identity:
+def _derive_identity(run: RunDirectory, origin: RecordOrigin) -> Identity:
     """Derive a rank's identity from the records alone."""
-    keys = [key for host in nodes_of(run.spans) for key in segments.read_last_sequences(run, host, [])]
+    keys = [
+        key for host in list_nodes(run.spans) for key in segments.read_last_sequences(run, host, [])
+    ]
     # A key looks like "rank00003-attempt0-...".
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}
     world_size = 1 + max(ranks)

@@ -192,12 +192,12 @@ class TraceSampler:
         state.traced = [*state.traced[1 - _MAX_SAVED_CHOICES :], chosen]
         found = []
         for shelved in self._buffer.of(chosen.step):
-            if chosen.role(shelved.rank) is None and shelved.rank != 0:
+            if chosen.role_of_rank(shelved.rank) is None and shelved.rank != 0:
                 continue
             trace = shelved.trace(chosen.step)
             if trace is not None:
                 identity = state.processes[shelved.key].identity
-                table = shelved.steps.where(shelved.steps.step == chosen.step)
+                table = shelved.steps.select_rows(shelved.steps.step == chosen.step)
                 batch = ExportBatch(identity, shelved.anchor, table, (trace,), again=True)
                 found.append(dataclasses.replace(batch, chosen={chosen.step: chosen}))
         return found

@@ -172,7 +172,9 @@ class ProcessState:
             newly = judged.add(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
-            warm = newly.where(newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS)
+            warm = newly.select_rows(
+                newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS
+            )
             self.statistics.device.add_steps(warm)
             self.statistics.device_mix.add(warm)
             self.statistics.device_history.add(newly)
@@ -227,7 +229,7 @@ class NodeState:
         durably: also sync the file, to survive a power failure. Raises OSError, for example on a
         full disk.
         """
-        path = run.node_state(self.host)
+        path = run.node_state_path(self.host)
         partial = path.with_suffix(".partial")
         with open(ownership.create_private_file(partial), "wb", buffering=0) as file:
             ownership.write_all(file, encode(self))
@@ -273,7 +275,7 @@ def load_or_new(run: RunDirectory, host: str) -> NodeState:
     A damaged file is renamed, and the new state notes that. Raises RunStoreError on a disk error:
     the file may be readable later.
     """
-    path = run.node_state(host)
+    path = run.node_state_path(host)
     try:
         return load(path) if path.exists() else NodeState(host)
     except DamagedStateError as error:
@@ -348,7 +350,7 @@ def decode(text: bytes, kind: type[_T]) -> _T:
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Sketch):
-        return value.numbers()
+        return value.to_numbers()
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, WindowHistory):

@@ -85,7 +85,7 @@ def test_windows_are_the_same_however_steps_are_split_into_batches(
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
     whole.add(steps)
     for first in range(0, len(steps), size):
-        pieces.add(steps.where(slice(first, first + size)))
+        pieces.add(steps.select_rows(slice(first, first + size)))
 
     assert encode(whole) == encode(pieces)
 

@@ -37,7 +37,7 @@ def test_step_is_divided_into_parts_without_nested_phases(rig: Rig) -> None:
     recorder.add_overhead(2)
     rig.span(Kind.OPTIMIZER, "optimizer", 4)
     recorder.next_step(int(Flag.SAMPLED), 1000, 3)
-    table = assemble_steps(rig.reader.read().records)
+    table = assemble_steps(rig.reader.read_records().records)
 
     expected = {
         "data": 10, "forward": 20, "recompute": 7, "backward": 30, "optimizer": 4, "communication": 5, "host": 1,
@@ -54,7 +54,7 @@ def test_unfinished_step_is_left_out(rig: Rig) -> None:
     rig.span(Kind.DATA, "data", 10)
     rig.recorder.next_step()
     rig.span(Kind.DATA, "data", 99)
-    table = assemble_steps(rig.reader.read().records)
+    table = assemble_steps(rig.reader.read_records().records)
 
     assert table.step.tolist() == [0]
     assert table.parts_ns[0, PARTS.index("data")] == 10
@@ -64,7 +64,7 @@ def test_spans_of_other_threads_add_to_no_part_of_a_step(rig: Rig) -> None:
     rig.recorder.record_span(Kind.DATA, rig.ring.intern("prefetch"), 0, 50, int(Flag.OTHER_THREAD))
     rig.clock.advance(80)
     rig.recorder.next_step()
-    table = assemble_steps(rig.reader.read().records)
+    table = assemble_steps(rig.reader.read_records().records)
 
     assert table.parts_ns[0, PARTS.index("data")] == 0
 
@@ -102,7 +102,7 @@ def test_parts_of_any_step_add_up_to_its_duration(
             play(*span)
         rig.clock.advance(1)
         rig.recorder.next_step()
-    table = assemble_steps(rig.reader.read().records)
+    table = assemble_steps(rig.reader.read_records().records)
     rig.close()
 
     assert (table.parts_ns.sum(axis=1) == table.duration_ns).all()
@@ -116,7 +116,7 @@ def test_trace_has_all_spans_of_its_step_and_no_others(rig: Rig) -> None:
         rig.span(Kind.DATA, f"data {step}", 5)
         rig.span(Kind.SECTION, "part", 5)
         rig.recorder.next_step()
-    records = rig.reader.read().records
+    records = rig.reader.read_records().records
     (trace,) = step_traces(records, rig.reader.names(), {1, 7})
 
     assert (trace.step, trace.duration_ns) == (1, 10)

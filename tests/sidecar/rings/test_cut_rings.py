@@ -52,9 +52,9 @@ CUTS: dict[str, Callable[[Path], None]] = {
 
 def counted(run: RunDirectory) -> dict[int, int]:
     """Return the number of steps that the live sidecar has saved, by rank."""
-    if not run.node_state(HOST).exists():
+    if not run.node_state_path(HOST).exists():
         return {}
-    state = node_state.load(run.node_state(HOST))
+    state = node_state.load(run.node_state_path(HOST))
     return {each.identity.rank: each.statistics.counted_steps for each in state.processes.values()}
 
 
@@ -79,7 +79,7 @@ def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> Non
     rank.steps(STEPS, **WORK)
     rank.close()
     wait_for_sidecar(run)
-    report, log = run_report(run), run.node_log(HOST).read_text()
+    report, log = run_report(run), run.node_log_path(HOST).read_text()
 
     assert {each["rank"]: each["steps"] for each in report["ranks"]} == {0: 3 * STEPS, 1: STEPS}
     assert report["quality"]["lost"] == 0

@@ -254,10 +254,10 @@ assert ring.is_symlink(), "it is in the memory of its process"
 until(ring.with_suffix(".held").is_symlink)
 from torchlens_perf.run.ring import STEP, RingReader
 reader = RingReader(ring)
-until(lambda: reader.counter(STEP) > 100)
+until(lambda: reader.read_counter(STEP) > 100)
 trainer.kill()
 trainer.wait()
-finished = reader.counter(STEP)
+finished = reader.read_counter(STEP)
 reader.close()
 until(lambda: not list(run._local_files("*")))
 print(finished)
@@ -298,7 +298,8 @@ ring.close()
 %s
 print(keep_ring.keep(run, HOST, ring, 60))
 ring.release()
-print(os.path.isdir('runs') and [path.name for path in run.kept_rings(HOST)], [path.name for path in run.local_rings()])
+kept, local = run.rings_in_run_directory(HOST), run.local_rings()
+print(os.path.isdir('runs') and [path.name for path in kept], [path.name for path in local])
 """
 
 
@@ -314,7 +315,7 @@ def test_anonymous_ring_is_copied_to_the_run_directory_without_a_sidecar(
     reader = RingReader(ring)
 
     assert done.stdout == f"\n['{ring.name}'] []\n"
-    assert reader.metadata() == {"whose": "ours"}
+    assert reader.read_metadata() == {"whose": "ours"}
     reader.close()
 
 

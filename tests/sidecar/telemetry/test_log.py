@@ -458,7 +458,7 @@ def test_state_of_an_older_version_without_telemetry_can_be_read(
     rank = with_gpu(run, 0, FIRST, world_size=1)
     run_round(sidecar)
     sidecar.save_state()
-    path = run.node_state(HOST)
+    path = run.node_state_path(HOST)
     value = json.loads(path.read_text())
     del value["telemetry"]
     for process in value["processes"].values():

@@ -139,7 +139,7 @@ class NcclRig(CollectiveRig):
         assert self.nccl.plugin.attach()
         self.nccl.plugin.switch(on=True)
         self.context = self.nccl.communicator()
-        self.ring.add_group("0")
+        self.ring.add_group_row("0")
 
     def device_ns(self, since_now_ns: int = 0) -> int:
         """Return the current time of the device's clock."""

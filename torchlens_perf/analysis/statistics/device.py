@@ -109,7 +109,7 @@ class DeviceStatistics:
 
         Steps with OTHER_WORK are skipped.
         """
-        steps = steps.where((steps.flags & OTHER_WORK) == 0)
+        steps = steps.select_rows((steps.flags & OTHER_WORK) == 0)
         for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
             if durations_ns.any():
                 self.parts.setdefault(part, Sketch()).add(durations_ns)

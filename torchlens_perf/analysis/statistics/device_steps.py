@@ -110,9 +110,9 @@ class DeviceSteps:
         known = np.isin(host.step, whole)
         self._newest = int(host.step.max(initial=self._newest))
         oldest = self._newest - MAX_BEHIND_STEPS
-        done, newest = host.where(known), host.step[known].max(initial=-1)
+        done, newest = host.select_rows(known), host.step[known].max(initial=-1)
         table = device_table(done, self._device, self._on_host, self._host_times)
-        self._hosts = [host.where(~known & (host.step > oldest))]
+        self._hosts = [host.select_rows(~known & (host.step > oldest))]
         # Device times arrive in the order of steps, so no more times arrive for steps before a
         # complete step.
         self._device = self._device.where(self._device.step > max(newest, oldest))

@@ -475,7 +475,7 @@ class RankStatistics:
         self.work.add(_work_ns(table)[with_lack].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
-        self.mix.add(table.where(warm), measured_ns[warm])
+        self.mix.add(table.select_rows(warm), measured_ns[warm])
         self.memory_bytes = int(table.memory_bytes[-1])
         self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
@@ -538,7 +538,7 @@ class RankStatistics:
         """Add sums by step duration, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
-        steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
+        steps = steps.select_rows(steps.step >= self.first_step + WARM_UP_STEPS)
         lengths = _length(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
         found, of_step = np.unique(lengths, return_inverse=True)
         new = [

@@ -98,8 +98,8 @@ class StepBinMaker:
         if not complete.any():
             return None
         merged = concatenate(self._tables)
-        self._tables = [merged.where(~complete)] if not complete.all() else []
-        return _rows(merged.where(complete), self.width)
+        self._tables = [merged.select_rows(~complete)] if not complete.all() else []
+        return _rows(merged.select_rows(complete), self.width)
 
     def rest(self) -> StepBins | None:
         """Return the last, incomplete row at the end of a run."""
@@ -135,7 +135,7 @@ def _rows(table: StepTable, width: int) -> StepBins:
         # row.
         kept = (table.flags & OTHER_WORK) == 0
         kept |= ~np.isin(keys, keys[kept])
-        table, keys = table.where(kept), keys[kept]
+        table, keys = table.select_rows(kept), keys[kept]
     steps, starts = np.unique(keys, return_index=True)
     counts = np.diff([*starts, len(keys)])
     measured = table.ready_ns[:, 0] >= 0

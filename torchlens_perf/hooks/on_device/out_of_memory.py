@@ -156,7 +156,7 @@ class _Observer:
 
         begin_ns = self._now_ns()
         step, identity = self._session.recorder.step, self._session.identity
-        path = self._run.oom_table(identity.rank, step)
+        path = self._run.oom_table_path(identity.rank, step)
         value: OutOfMemory = {
             "schema": SCHEMA,
             "process": identity.key,
@@ -171,7 +171,7 @@ class _Observer:
             "free_bytes": free_bytes,
             "module": "",
             "stack": [],
-            "inside": [] if self._session.recorder.closed else self._session.ring.inside(),
+            "inside": [] if self._session.recorder.closed else self._session.ring.open_span_names(),
             "untold": self._unreported,
             "caught": False,
             "table": None,
@@ -190,7 +190,7 @@ class _Observer:
             self._write(path, value)
             return
         places = AllocationSites(forward_methods(), _packages_to_hide())
-        module, stack = places.of(_python_frames())
+        module, stack = places.find_site(_python_frames())
         table = build_live_table(torch_instruments.memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
         value |= {
@@ -208,7 +208,7 @@ class _Observer:
     def close(self) -> None:
         """Mark the last error as caught if the watch ends without an exception."""
         if self._last and sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
-            path = self._run.oom_table(self._last["rank"], self._last["step"])
+            path = self._run.oom_table_path(self._last["rank"], self._last["step"])
             self._write(path, {**self._last, "caught": True})
 
     def _write(self, path: Path, value: OutOfMemory) -> None:

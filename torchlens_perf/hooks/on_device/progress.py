@@ -60,7 +60,7 @@ class DeviceProgress:
         else:
             self._reached, self._known = reached, self._find(reached, spans, now_ns)
         if self._known is not None and not session.recorder.closed:
-            session.ring.set_device_mark(self._known.words())
+            session.ring.set_device_mark(self._known.to_words())
 
     def _find(self, reached: int, spans: Iterable[MarkedSpan], now_ns: int) -> DeviceMark | None:
         before = None

@@ -92,12 +92,12 @@ class RingSource:
 
     def poll_end(self) -> str:
         """Return "closed" or "died" if the process has ended, or "" while it runs."""
-        if self.reader.counter(ring.STATE) == State.CLOSED:
+        if self.reader.read_counter(ring.STATE) == State.CLOSED:
             return "closed"
         identity = self.state.identity
         # The process may have closed the ring and ended between the two checks.
         if process_start_ticks(identity.pid) != identity.process_started:
-            return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
+            return "closed" if self.reader.read_counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
     def current_activity(self, now_ns: int) -> Activity | None:
@@ -107,7 +107,7 @@ class RingSource:
         """
         if self.read_to_end or self.simulated:
             return None
-        step, spans = self.reader.counter(ring.STEP), self.reader.open_spans()
+        step, spans = self.reader.read_counter(ring.STEP), self.reader.read_open_spans()
         if not spans:
             return None  # Recording has not begun.
         for_s = [max(0.0, (now_ns - span.start_ns) / 1e9) for span in spans]

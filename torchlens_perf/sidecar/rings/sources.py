@@ -101,7 +101,7 @@ class RingSources:
         for source in self.unfinished():
             final = source.poll_end()
             try:
-                batch = source.reader.read(final=bool(final))
+                batch = source.reader.read_records(final=bool(final))
             except (RingError, ValueError, IndexError, OverflowError) as error:
                 self._note_damage(source, error)
             else:
@@ -185,8 +185,8 @@ class RingSources:
         if now_s - self._listed_s >= _LIST_INTERVAL_S:
             self._listed_s = now_s
             with contextlib.suppress(OSError):  # After an error, use the last list.
-                self._kept_rings = self._run.kept_rings(self._host)
-        changes_ns = self._run.local_changes_ns()
+                self._kept_rings = self._run.rings_in_run_directory(self._host)
+        changes_ns = self._run.local_change_times_ns()
         if changes_ns != self._local_changes_ns:
             self._local_rings = self._run.local_rings()
             # A second ring in the same clock tick would not change the folder's modification time.
@@ -207,9 +207,9 @@ class RingSources:
                 continue
             try:
                 reader = self._open_reader(path)
-                metadata = reader.metadata()
+                metadata = reader.read_metadata()
                 if not metadata:
-                    records = reader.counter(ring.HEAD)
+                    records = reader.read_counter(ring.HEAD)
                     reader.close()
                     if is_writer_running(path):
                         self._unfilled.add(path)  # The process will soon write its metadata.
@@ -292,7 +292,7 @@ class RingSources:
             generation,
             JudgedSteps(state.judged_by),
         )
-        reader.hold()
+        reader.announce_open()
         if str(path) in self._waiting:
             source.copy_progress(self._waiting[str(path)])
             self._waiting[str(path)].close()

@@ -35,7 +35,7 @@ def drain_run(dead: DeadRun) -> str:
     lock = process.acquire_lock(run)
     for ring in dead.rings:
         run.remove_ring(ring)
-    run.clear_local()
+    run.remove_local_leftovers()
     lock.remove()
     return what + (f"read into {run.path}" if is_there else "removed: their run directory is gone")
 
@@ -47,7 +47,7 @@ def _has_records(path: Path) -> bool:
     except (OSError, RingError):
         return False
     try:
-        return bool(reader.metadata()) and reader.counter(HEAD) > 0
+        return bool(reader.read_metadata()) and reader.read_counter(HEAD) > 0
     finally:
         reader.close()
 
@@ -59,7 +59,7 @@ def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower_priority()
-    hide_pandas()
+    block_pandas_import()
     for dead in list(find_dead_runs(old_s)):
         is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
         # Another process may have drained this run in the meantime.

@@ -66,13 +66,13 @@ def read_live_run(
     the run directory.
     """
     _configure_logging()
-    hide_pandas()
+    block_pandas_import()
     run, lock = RunDirectory(Path(run_dir), shared=shared), None
     try:
         lock = acquire_lock(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
         if not create_run_directory(run, host, lock.write_status):
-            run.clear_local()
+            run.remove_local_leftovers()
             lock.remove()
             return 1
         lock.write_status(LOADS)
@@ -132,7 +132,7 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     may have run in a container. Raises RunStoreError if several nodes match.
     """
     exact = node_name() if name is None else name
-    if run.node_rings(exact).exists() or run.local_rings():
+    if run.node_rings_path(exact).exists() or run.local_rings():
         return exact
     host = socket.gethostname() if name is None else name
     known = sorted(
@@ -194,7 +194,7 @@ def _run_until_read(
     background = (
         ThreadPoolExecutor(1, initializer=priority.lower_thread_priority) if is_live else None
     )
-    if background is not None and not run.local_mailboxes(REPORT):
+    if background is not None and not run.find_local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import (
         DeferredExporter,
@@ -337,7 +337,7 @@ def create_run_directory(
                 logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
         kept = describe_kept_records(run) if _may_folder_exist(run.nodes) else ""
-        for mailbox in run.local_mailboxes(REPORT):
+        for mailbox in run.find_local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver_text(
                     str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n"
@@ -364,7 +364,7 @@ def move_log(run: RunDirectory, host: str) -> Path:
 
     Raises OSError.
     """
-    log, local_log = run.node_log(host), sidecar_log_path(sidecar_lock_path(run.run_id))
+    log, local_log = run.node_log_path(host), sidecar_log_path(sidecar_lock_path(run.run_id))
     with contextlib.suppress(FileNotFoundError):
         text = _read_log_end(local_log)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
@@ -399,6 +399,6 @@ def _is_recording(path: Path) -> bool:
     except (OSError, RingError):
         return False
     try:
-        return reader.counter(ring.STATE) == State.OPEN
+        return reader.read_counter(ring.STATE) == State.OPEN
     finally:
         reader.close()
