@@ -96,7 +96,7 @@ def test_watches_that_begin_together_make_one_run(tmp_path: Path) -> None:
     assert len(folders) == 1
 
 
-def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
+def test_watch_object_is_entered_by_only_one_of_two_threads(tmp_path: Path) -> None:
     watch, together = perf.watch(dir=str(tmp_path), **SETTINGS), threading.Barrier(2)
 
     def enter(_: int) -> bool:

@@ -209,7 +209,7 @@ def test_config_object_has_priority_over_the_environment() -> None:
         perf.watch(config={})
 
 
-def test_dir_is_any_path() -> None:
+def test_dir_setting_accepts_any_path() -> None:
     """In code it is a str, a Path, or any object with `__fspath__`.
 
     In the environment it is text.
@@ -292,7 +292,7 @@ def test_valid_exchange_url_is_parsed() -> None:
         {"_exchange_token": "S3CRET"},
     ],
 )
-def test_token_is_only_in_the_private_field(settings: dict[str, str]) -> None:
+def test_token_is_only_in_the_private_field_of_config(settings: dict[str, str]) -> None:
     config = Config(**settings)
 
     assert config._exchange_token == "S3CRET"
@@ -446,7 +446,7 @@ def test_any_environment_value_is_accepted_or_raises_config_error(environ: dict[
 @pytest.mark.parametrize(
     ("text", "switch"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("", False)]
 )
-def test_main_variable_accepts_usual_words(text: str, switch: bool) -> None:
+def test_torchlens_perf_variable_accepts_usual_boolean_words(text: str, switch: bool) -> None:
     """The variable is TORCHLENS_PERF, which may be missing."""
     assert is_on({"TORCHLENS_PERF": text}) is switch
     assert is_on({}) is None
@@ -455,5 +455,5 @@ def test_main_variable_accepts_usual_words(text: str, switch: bool) -> None:
 @pytest.mark.parametrize(
     ("asked", "capacity"), [(1024, 1024), (1025, 2048), (65536, 65536), (100_000, 131072)]
 )
-def test_ring_records_is_rounded_up_to_a_power_of_two(asked: int, capacity: int) -> None:
+def test_ring_records_setting_is_rounded_up_to_a_power_of_two(asked: int, capacity: int) -> None:
     assert Config(ring_records=asked).ring_capacity == capacity

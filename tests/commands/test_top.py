@@ -36,7 +36,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
         yield running
 
 
-def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
+def test_top_once_prints_one_plain_frame_if_stdout_is_no_terminal(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The output has no escape sequences."""
@@ -49,7 +49,7 @@ def test_once_prints_one_plain_frame_if_stdout_is_no_terminal(
     assert err == ""
 
 
-def test_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
+def test_top_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
     """`--once` must start fast and work on a login node without these packages."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\nprint([name"
@@ -63,7 +63,7 @@ def test_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_once_without_data_is_one_line_with_exit_code_2(
+def test_top_once_without_data_is_one_line_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
@@ -213,7 +213,7 @@ def test_top_output_is_ascii_in_a_locale_without_unicode(live: LiveSimulation) -
     assert done.stdout.isascii()
 
 
-def test_once_has_no_colours_with_no_color_set(live: LiveSimulation) -> None:
+def test_top_once_has_no_colours_with_no_color_set(live: LiveSimulation) -> None:
     with OnTerminal([*COMMAND, str(live.run.path), "--once"], {"NO_COLOR": "1"}) as terminal:
         assert terminal.end() == 0
         assert b"\x1b[31m" not in terminal.written

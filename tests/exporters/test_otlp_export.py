@@ -343,7 +343,7 @@ def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Expor
         assert ("By", "gauge", rows[-1]["memory_bytes"]) == (memory.unit, memory.form, memory.value)
 
 
-def test_replay_sends_the_same_spans(
+def test_replay_sends_the_same_spans_as_the_live_run(
     exported: Exported, receiver: Receiver, tmp_path: Path
 ) -> None:
     """Ids, parents and durations are the same."""

@@ -266,7 +266,7 @@ def test_tap_that_other_users_can_write_is_not_loaded(
     assert not trace.exists()
 
 
-def test_loaded_tap_leaves_the_trace_that_other_tests_look_for(
+def test_loaded_tap_leaves_the_trace_that_shows_its_loading(
     cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without this control, the test above could pass for the wrong reason."""
@@ -318,7 +318,9 @@ def test_missing_tap_is_noted_in_jobs_of_several_ranks(
     assert missed(tmp_path / "run", monkeypatch, ranks) == (native_tap.file_name() if tells else "")
 
 
-def test_existing_tap_gives_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_note_is_given_if_the_native_tap_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test uses the real tap if it has been built."""
     if native_tap.load() is None:
         pytest.skip("the native tap has not been built: torchlens-perf build-tap")

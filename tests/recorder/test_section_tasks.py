@@ -71,7 +71,7 @@ def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
     assert rig.reader.read_counter(ring.UNBALANCED) == 2
 
 
-def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
+def test_sections_of_sequential_tasks_are_all_recorded(rig: Rig) -> None:
     """Sections of tasks that run one after the other are not interleaved."""
 
     async def task(nanoseconds: int) -> None:

@@ -310,7 +310,9 @@ def test_first_step_in_progress_is_not_reported_as_a_missing_watch(run: RunDirec
 
 
 @pytest.mark.parametrize("around", [70, 1000])
-def test_phases_nested_too_deep_do_not_count_as_host_code(around: int, run: RunDirectory) -> None:
+def test_phases_nested_deeper_than_the_limit_do_not_count_as_host_code(
+    around: int, run: RunDirectory
+) -> None:
     rank = Rank(run, 0, 1)
     section = Kind.SECTION
     for level in range(around):

@@ -69,7 +69,7 @@ def test_loading_a_missing_run_directory_raises(tmp_path: Path) -> None:
             perf.load(folder)
 
 
-def test_loaded_run_without_data_has_a_reason(tmp_path: Path) -> None:
+def test_loaded_run_without_data_gives_the_reason(tmp_path: Path) -> None:
     """Nothing is saved yet. summary() gives the reason and raises nothing, report() raises."""
     (tmp_path / "run" / "nodes").mkdir(parents=True)
     made = perf.load(tmp_path / "run")

@@ -59,7 +59,7 @@ def test_killed_server_leaves_no_reader_process(runs: Path) -> None:
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
-def test_listens_on_loopback_by_default(runs: Path) -> None:
+def test_server_listens_on_loopback_by_default(runs: Path) -> None:
     """Each start uses a free port and a new token."""
     with PageServer(runs) as server, PageServer(runs) as other:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", server.address)

@@ -105,7 +105,7 @@ def test_any_recorded_step_is_served_with_all_its_spans(viewer: Viewer) -> None:
         "/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/live.css/", "/favicon.ico",
     ],
 )  # fmt: skip
-def test_paths_cannot_leave_the_folder(viewer: Viewer, path: str) -> None:
+def test_request_paths_cannot_leave_the_folder(viewer: Viewer, path: str) -> None:
     answer = viewer.ask(path)
     # 307 redirects to the address with a slash.
     assert answer.status in (404, 307)

@@ -146,7 +146,7 @@ def test_fault_is_found_by_a_verdict_on_a_run_directory(
         ),
     ],
 )
-def test_missed_fault_has_a_reason(
+def test_missed_planted_fault_is_listed_with_a_reason(
     fault: str,
     arguments: tuple[str, ...],
     why: str,
@@ -170,7 +170,7 @@ def test_missed_fault_has_a_reason(
         ("link:rank=1,share=0.01", "dp=4,tp=4", "too small: transfers take 1.3 times as long"),
     ],
 )
-def test_missed_slow_link_has_a_reason(
+def test_missed_slow_link_is_listed_with_a_reason(
     fault: str,
     topology: str,
     why: str,

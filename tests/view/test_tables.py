@@ -123,7 +123,7 @@ def test_stall_of_one_rank_is_shown_with_the_rank(tmp_path: Path) -> None:
     assert 3 in column(table, "caused by rank").values
 
 
-def test_keys_are_unique_and_columns_have_all_rows(slow: Report) -> None:
+def test_table_keys_are_unique_and_each_column_has_all_rows(slow: Report) -> None:
     made = tables(slow)
 
     assert len({table.key for table in made}) == len(made)

@@ -90,7 +90,7 @@ def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
     assert found.transfer_ns.tolist() == [100, 100]
 
 
-def test_all_seen_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
+def test_all_local_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
     found = split_wait_and_transfer("broadcast", np.array([[100, 140]]), None)
 
     assert found.wait_ns.tolist() == [[0, 40]]
@@ -185,8 +185,8 @@ def test_bandwidth_is_computed_from_the_transfer() -> None:
     assert bandwidth == pytest.approx((1e9, 1.5e9), rel=0.02)
 
 
-def test_each_limit_of_the_numbers_has_a_text() -> None:
-    """An all-reduce whose ends are known on all ranks has no such limit."""
+def test_each_reason_for_inexact_collective_numbers_has_a_text() -> None:
+    """The numbers of an all-reduce are exact if its ends are known on all ranks."""
     told = {"overlapped": False, "all_seen": True, "ended": True}
 
     assert describe_limits("allreduce", **told) == ()

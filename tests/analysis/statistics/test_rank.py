@@ -316,7 +316,7 @@ def test_work_and_tags_of_windows_survive_merging_and_json() -> None:
     )
 
 
-def test_number_of_tags_does_not_grow_with_the_run() -> None:
+def test_number_of_step_tags_does_not_grow_with_the_run() -> None:
     """A run that evaluates in every step has no windows."""
     history = WindowHistory()
     for first in range(0, 20_000, 1000):

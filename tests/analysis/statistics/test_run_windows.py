@@ -26,7 +26,7 @@ def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
     return found
 
 
-def test_column_belongs_to_the_steps_around_its_middle() -> None:
+def test_grid_column_belongs_to_the_steps_around_its_middle() -> None:
     """The last column ends with the last step."""
     # Columns start at 0, 8, 16, 24 and 32. The last column has six steps.
     found = grid(windows(40), last_step=37)
@@ -38,7 +38,7 @@ def test_column_belongs_to_the_steps_around_its_middle() -> None:
     assert found.covered(36, None).tolist() == [False] * 5
 
 
-def test_column_has_the_mean_of_its_windows() -> None:
+def test_grid_column_has_the_mean_of_its_windows() -> None:
     """Windows of the ranks differ in width. Values that no rank has measured are not zero."""
     long = windows(8 * 1000, forward=10.0, data=2.0, cpu=4.0)
     found = grid(windows(16, forward=30.0), long)

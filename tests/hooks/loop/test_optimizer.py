@@ -404,7 +404,7 @@ def test_merged_first_steps_of_a_new_optimizer_are_noted(tmp_path: Path) -> None
     )
 
 
-def test_existing_optimizer_ends_steps_once_it_is_used_instead(tmp_path: Path) -> None:
+def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> None:
     """Two optimizers exist from the start, and the first one is used again at the end."""
     model = TwoParts()
     first, second = (

@@ -444,9 +444,7 @@ def micro_steps(recording: Recording) -> list[int]:
     "loop",
     ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"],
 )
-def test_micro_steps_of_a_step_are_its_accumulated_losses(
-    loop: str, to_none: bool, tmp_path: Path
-) -> None:
+def test_each_accumulated_loss_is_one_micro_step(loop: str, to_none: bool, tmp_path: Path) -> None:
     """The numbers of model calls and of backward passes per loss make no difference."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))

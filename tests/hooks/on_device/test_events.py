@@ -36,7 +36,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_equal_streams_of_torch_share_one_kept_object(
+def test_equal_cuda_streams_are_stored_as_one_object(
     monkeypatch: pytest.MonkeyPatch, handles: bool
 ) -> None:
     """Streams are compared by value, or by their handles if torch returns them."""
@@ -55,7 +55,7 @@ def test_equal_streams_of_torch_share_one_kept_object(
     assert own.capturing()
 
 
-def test_number_of_kept_streams_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_stored_streams_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may create any number of streams."""
     cuda = Cuda(monkeypatch, handles=True)
     own = CudaEvents(3)

@@ -208,7 +208,7 @@ def test_step_not_in_the_page_is_requested_once_from_the_server(
     ]
 
 
-def test_nearest_step_is_shown_without_the_server(
+def test_nearest_step_is_shown_if_the_server_has_ended(
     tab_of: TabOf, tmp_path: Path, shown: Contents
 ) -> None:
     path = tmp_path / "left.html"

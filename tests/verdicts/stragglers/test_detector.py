@@ -570,7 +570,7 @@ class TestLateAndMissing:
                         np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual
                     )
 
-    def test_late_bins_count_like_bins_in_time(self) -> None:
+    def test_bins_that_arrive_late_count_like_bins_in_time(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in (0, 1, 2):

@@ -50,7 +50,7 @@ def test_launch_bound_ranks_have_equal_own_times() -> None:
     )
 
 
-def test_own_time_of_a_slow_host_has_its_excess() -> None:
+def test_own_time_of_a_slow_host_is_higher_by_its_extra_time() -> None:
     np.testing.assert_allclose(
         np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4]
     )

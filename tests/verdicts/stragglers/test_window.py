@@ -231,7 +231,7 @@ class TestNarrowRows:
         assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
         assert len(window._narrow[1].key) == 0
 
-    def test_bins_of_two_widths_wait_at_the_same_time(self) -> None:
+    def test_incomplete_bins_of_two_widths_are_kept_at_the_same_time(self) -> None:
         job = Job.of(2, 16)
         window = SlidingWindow(np.arange(2), 4)
         for first in range(0, 16, 2):
