@@ -52,7 +52,7 @@ def _followed(folder: Path, log: Path) -> int:
     )
     table = Table(*columns)
     with LiveSimulation(folder / "live", RANKS) as live:
-        live.goes_on(8)
+        live.add_blocks(8)
         live.sidecar.save_records()
         environment = {
             "LD_PRELOAD": str(library()),
@@ -84,11 +84,11 @@ def _with_viewers(
     for thread in loading:
         thread.start()
     if count:
-        viewer.news(live.name).next()
+        viewer.poll_changes(live.name).next()
     before, calls, cpu_s = _counts(viewer, live), _lines(log), _cpu_s(server)
     began_s = time.monotonic()
     while time.monotonic() - began_s < SECONDS:
-        live.goes_on()
+        live.add_blocks()
         time.sleep(STATE_EVERY_S)
     after, took_s = _counts(viewer, live), time.monotonic() - began_s
     calls, cpu_s = _lines(log) - calls, _cpu_s(server) - cpu_s
@@ -140,7 +140,7 @@ def _cpu_s(server: PageServer) -> float:
 def _listed(folder: Path) -> int:
     """Time the list of a folder with very many runs."""
     with LiveSimulation(folder / "one", RANKS) as live:
-        live.goes_on(2)
+        live.add_blocks(2)
     (state,) = (folder / "one" / "nodes").glob("*.json")
     for number in range(RUNS):
         nodes = folder / "runs" / f"run-{number:05d}" / "nodes"

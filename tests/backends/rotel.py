@@ -25,7 +25,7 @@ class Rotel:
         ]  # fmt: skip
         self.server = Server(command, folder, self._is_up, exporter)
 
-    def told(self, protocol: str) -> dict[str, str]:
+    def exporter_variables(self, protocol: str) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         port = self._grpc if protocol == "grpc" else self._http
         return {

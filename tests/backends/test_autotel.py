@@ -40,7 +40,7 @@ class Autotel:
         ]  # fmt: skip
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/healthz"))
 
-    def told(self, protocol: str) -> dict[str, str]:
+    def exporter_variables(self, protocol: str) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.grpc if protocol == "grpc" else self.address,
@@ -94,7 +94,7 @@ def autotel(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Ite
     """Return a server that received the run over HTTP and again over gRPC."""
     started = Autotel(tmp_path_factory.mktemp("autotel"))
     for protocol in ("http/protobuf", "grpc"):
-        recorded.send(**started.told(protocol))
+        recorded.send(**started.exporter_variables(protocol))
     yield started
     started.server.close()
 

@@ -71,7 +71,7 @@ def clickhouse(
     expected = {"otel_traces": len(recorded.spans()), "otel_logs": 1, "otel_metrics_sum": 2, "otel_metrics_gauge": 1,
                 "otel_metrics_exponential_histogram": len(recorded.durations_s())}  # fmt: skip
     for times in (1, _TWICE):
-        recorded.send(**started.rotel.told("grpc"))
+        recorded.send(**started.rotel.exporter_variables("grpc"))
         for table, rows in expected.items():
             assert wait_for(
                 lambda table=table, times=times, rows=rows: (

@@ -37,7 +37,7 @@ class Mlflow:
         told = {**QUIET, "PATH": f"{self._bin}:{os.environ['PATH']}"}
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"), told)
 
-    def told(self) -> dict[str, str]:
+    def exporter_variables(self) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces",
@@ -88,7 +88,7 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iter
     """Return a server that received the run twice."""
     started = Mlflow(tmp_path_factory.mktemp("mlflow"))
     for _ in range(2):
-        recorded.send(**started.told())
+        recorded.send(**started.exporter_variables())
     yield started
     started.server.close()
 

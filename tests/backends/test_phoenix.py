@@ -36,7 +36,7 @@ class Phoenix:
             [str(program), "serve"], folder, lambda: is_up(f"{self.address}/healthz"), told
         )
 
-    def told(self, protocol: str) -> dict[str, str]:
+    def exporter_variables(self, protocol: str) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         if protocol == "grpc":
             return {
@@ -83,7 +83,7 @@ def phoenix(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Ite
     """Return a server that received the run over HTTP and again over gRPC."""
     started = Phoenix(tmp_path_factory.mktemp("phoenix"))
     for protocol in ("http/protobuf", "grpc"):
-        recorded.send(**started.told(protocol))
+        recorded.send(**started.exporter_variables(protocol))
         # Phoenix stores spans some time after it has accepted them.
         wait_for(lambda: len(started.ask()) >= len(recorded.spans()), 60)
     yield started

@@ -64,7 +64,10 @@ def hop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     }
     try:
         rotel = Rotel(tmp_path_factory.mktemp("rotel"), exporter)
-        yield Hop(trained(tmp_path_factory.mktemp("run"), rotel.told(request.param)), receiver)
+        yield Hop(
+            trained(tmp_path_factory.mktemp("run"), rotel.exporter_variables(request.param)),
+            receiver,
+        )
         rotel.server.close()
     finally:
         receiver.close()

@@ -35,7 +35,7 @@ class VictoriaMetrics:
         ]  # fmt: skip
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"))
 
-    def told(self) -> dict[str, str]:
+    def exporter_variables(self) -> dict[str, str]:
         """Return the variables that docs/guides/backends.md documents."""
         return {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{self.address}/opentelemetry/v1/metrics"}
 
@@ -58,7 +58,7 @@ def victoria(
     """Return a server that received the run twice."""
     started = VictoriaMetrics(tmp_path_factory.mktemp("victoria-metrics"))
     for times in (1, 2):
-        recorded.send(**started.told())
+        recorded.send(**started.exporter_variables())
         # Queries find samples some time after they were accepted.
         wait_for(
             lambda times=times: [

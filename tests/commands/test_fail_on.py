@@ -25,7 +25,7 @@ ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"
 def simulated(folder: Path, *faults: str, ranks: int = 4, blocks: int = 6) -> Path:
     """Return the run directory of a finished run."""
     with LiveSimulation(folder / "run", ranks, *faults) as simulation:
-        simulation.goes_on(blocks)
+        simulation.add_blocks(blocks)
         if not blocks:
             simulation.sidecar.read_rings()
     return simulation.run.path
@@ -45,7 +45,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
     """Return a run in progress in which rank 2 is slow."""
     with LiveSimulation(tmp_path / "run", 4, "constant:rank=2,share=0.3") as simulation:
-        simulation.goes_on(4)
+        simulation.add_blocks(4)
         yield simulation
 
 
@@ -120,8 +120,8 @@ def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
     over: bool, blocks: int, code: int, live: LiveSimulation
 ) -> None:
     """A hang is costly if it took at least 5% of the run."""
-    live.goes_on(blocks)
-    live.ends()
+    live.add_blocks(blocks)
+    live.end_run()
     live.sidecar.state.records = hung(over=over)
     live.sidecar.state.save(live.run)
     assert main(["report", str(live.run.path), "--fail-on", "hang"]) == code

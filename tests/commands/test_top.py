@@ -32,7 +32,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
     with LiveSimulation(
         tmp_path / "runs" / "live", 4, "constant:rank=3,share=0.3,since=64"
     ) as running:
-        running.goes_on(3)
+        running.add_blocks(3)
         yield running
 
 
@@ -87,13 +87,13 @@ def test_top_without_an_argument_shows_the_live_run(
 ) -> None:
     """Another run may have ended later. With a run's name as argument, that run is shown."""
     with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
-        other.goes_on()
+        other.add_blocks()
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
     assert main(["top", "--once"]) == 0
     assert "  live  4 ranks" in capsys.readouterr().out
     assert main(["top", "ended", "--once"]) == 0
     assert "  ended  2 ranks" in capsys.readouterr().out
-    live.ends()
+    live.end_run()
     assert main(["top", "--once"]) == 0
     assert "ENDED" in capsys.readouterr().out
 
@@ -107,7 +107,7 @@ def test_top_of_a_folder_shows_its_live_run(
 
 
 def test_top_ends_without_an_error_when_its_pipe_is_closed(live: LiveSimulation) -> None:
-    live.ends()
+    live.end_run()
     command = f"{' '.join(COMMAND)} {live.run.path} | head -n 1"
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
     done = subprocess.run(
@@ -124,14 +124,14 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
     def next_state() -> None:
         state = states.pop(0)
         if state == "goes on":
-            live.goes_on()
+            live.add_blocks()
         elif state == "ends":
-            live.ends()
+            live.end_run()
 
     with LiveSimulation(
         live.run.path.with_name("other"), 4, "constant:rank=2,share=0.4,since=64"
     ) as live:
-        live.goes_on(2)
+        live.add_blocks(2)
         reader = RunReader(live.run, monotonic=lambda: 0.0)
         PlainTop(file, 80, Terminal(color=False)).follow(reader.look, next_state)
     lines = file.getvalue().splitlines()
@@ -162,7 +162,7 @@ def test_read_error_is_printed_once_to_a_pipe(live: LiveSimulation) -> None:
             path.write_bytes(b"")
         elif len(rests) == 5:
             path.write_bytes(good)
-            live.ends()
+            live.end_run()
 
     reader = RunReader(live.run, monotonic=lambda: 0.0)
     PlainTop(file, 80, Terminal(color=False)).follow(reader.look, next_state)

@@ -134,13 +134,13 @@ class Agents:
                     WarmPython(command, cwd=folder, env=environ, stdout=log, stderr=log)
                 )
 
-    def said(self, node: int) -> str:
+    def read_output(self, node: int) -> str:
         return (self.folder / f"agent{node}").read_text()
 
     def wait_until_both_train(self) -> None:
         deadline_s = time.monotonic() + 60
-        while not all("of 2 trains" in self.said(node) for node in range(2)):
-            assert time.monotonic() < deadline_s, self.said(0) + self.said(1)
+        while not all("of 2 trains" in self.read_output(node) for node in range(2)):
+            assert time.monotonic() < deadline_s, self.read_output(0) + self.read_output(1)
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -163,10 +163,10 @@ def shrink(folder: Path, **environment: str) -> list[str]:
         agents.wait_until_both_train()
         time.sleep(1)
         agents.processes[1].send_signal(signal.SIGTERM)
-        assert agents.processes[0].wait(60) == 0, agents.said(0)
+        assert agents.processes[0].wait(60) == 0, agents.read_output(0)
     finally:
         agents.close()
-    return [line for line in agents.said(0).splitlines() if line.startswith("sums")]
+    return [line for line in agents.read_output(0).splitlines() if line.startswith("sums")]
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ FLAG = ("--logs-specs", "torchlens_perf")
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 
 
-def said(stdout: str) -> list[str]:
+def facts_printed(stdout: str) -> list[str]:
     """Return the script's output: its rank, world size and other values, and the checksum of its
     parameters.
     """
@@ -38,7 +38,7 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("unwatched")
     alone, pair = run_warm([sys.executable, TRAIN], folder), run_warm(torchrun(TRAIN), folder)
     assert (alone.returncode, pair.returncode) == (0, 0)
-    return {"alone": said(alone.stdout), "pair": said(pair.stdout)}
+    return {"alone": facts_printed(alone.stdout), "pair": facts_printed(pair.stdout)}
 
 
 def without_arguments(lines: list[str]) -> list[str]:
@@ -55,7 +55,7 @@ def test_torchrun_flag_records_every_rank(
     value = only_report(tmp_path)
 
     assert done.returncode == 0
-    assert without_arguments(said(done.stdout)) == without_arguments(unwatched["pair"])
+    assert without_arguments(facts_printed(done.stdout)) == without_arguments(unwatched["pair"])
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
     assert [rank["first_step"] for rank in value["ranks"]] == [1, 1]
     assert value["quality"]["lost"] == 0
@@ -81,7 +81,7 @@ def test_variable_records_a_script(
     value = only_report(tmp_path)
 
     assert done.returncode == 0
-    assert without_arguments(said(done.stdout)) == without_arguments(unwatched["alone"])
+    assert without_arguments(facts_printed(done.stdout)) == without_arguments(unwatched["alone"])
     assert [rank["steps"] for rank in value["ranks"]] == [29]
     assert value["run"]["program"] == "train.py"
 
@@ -97,7 +97,7 @@ def test_run_command_starts_a_script_like_python(
 
     assert done.returncode == 0
     expected = unwatched["alone"][1].replace("[]", str(arguments))
-    assert said(done.stdout) == [unwatched["alone"][0], expected]
+    assert facts_printed(done.stdout) == [unwatched["alone"][0], expected]
     assert [rank["steps"] for rank in value["ranks"]] == [29]
 
 
@@ -109,7 +109,7 @@ def test_run_command_works_under_torchrun(unwatched: dict[str, list[str]], tmp_p
     value = only_report(tmp_path)
 
     assert done.returncode == 0
-    assert said(done.stdout) == unwatched["pair"]
+    assert facts_printed(done.stdout) == unwatched["pair"]
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
 
 
@@ -156,7 +156,7 @@ def test_torchrun_flag_reports_disabled_autoload_in_one_line(
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
     assert done.returncode == 0
-    assert said(done.stdout) == unwatched["pair"]
+    assert facts_printed(done.stdout) == unwatched["pair"]
     assert len(ours) == 1
     assert ours[0].startswith(f"torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD={value}")
     assert not (tmp_path / "torchlens-perf").exists()
@@ -170,7 +170,7 @@ def test_invalid_variable_disables_recording_with_one_line_per_node(
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
-    assert (done.returncode, said(done.stdout)) == (0, unwatched["pair"])
+    assert (done.returncode, facts_printed(done.stdout)) == (0, unwatched["pair"])
     assert ours == [
         "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"
     ]
@@ -190,7 +190,7 @@ def test_unwritable_folder_disables_recording_with_one_line(
     )
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
-    assert (done.returncode, said(done.stdout)) == (0, unwatched["alone"])
+    assert (done.returncode, facts_printed(done.stdout)) == (0, unwatched["alone"])
     assert len(ours) == 1
     assert ours[0].startswith("torchlens_perf is off: cannot write to ")
 

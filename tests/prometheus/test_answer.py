@@ -28,7 +28,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
     with ScrapedSimulation(
         tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3"
     ) as run:
-        run.goes_on(20)
+        run.add_blocks(20)
         yield run.scraped()
 
 
@@ -155,7 +155,7 @@ def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
     8.
     """
     with ScrapedSimulation(tmp_path, 80, "constant:rank=77,share=0.4") as run:
-        run.goes_on(12)
+        run.add_blocks(12)
         found = run.scraped()
     named = {
         sample.labels[RANK]

@@ -126,7 +126,7 @@ def test_every_dashboard_query_returns_data_of_the_selected_run(tmp_path: Path) 
                 deadline_s = time.monotonic() + 120 * slowdown()
                 empty = {""}
                 while empty and time.monotonic() < deadline_s:
-                    gpus.goes_on()
+                    gpus.add_step()
                     time.sleep(1)
                     empty = {
                         f"{title}: {query}"

@@ -116,13 +116,13 @@ def test_missing_prometheus_client_is_noted_with_the_package_name(
 def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> None:
     """The alerts are shown until they end."""
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
-        simulation.goes_on(20)
+        simulation.add_blocks(20)
         (before,) = simulation.scraped().samples("torch_train_alert")
         simulation.port.close(lingers=False)
         simulation.port = MetricsPort()
-        simulation.goes_on()
+        simulation.add_blocks()
         assert simulation.scraped().samples("torch_train_alert") == [before]
-        simulation.goes_on(60)
+        simulation.add_blocks(60)
         assert simulation.scraped().samples("torch_train_alert") == []
         assert (
             simulation.scraped().value(
@@ -137,7 +137,7 @@ def test_client_that_blocks_the_port_does_not_delay_the_sidecar(tmp_path: Path) 
     import socket
 
     with ScrapedSimulation(tmp_path, 2) as simulation:
-        simulation.goes_on()
+        simulation.add_blocks()
         assert simulation.port.address is not None
         with socket.create_connection(simulation.port.address) as hanging:
             hanging.sendall(b"GET /metrics HTTP/1.1\r\n")
@@ -152,12 +152,12 @@ def test_client_that_blocks_the_port_does_not_delay_the_sidecar(tmp_path: Path) 
 def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> None:
     sent: dict[int, tuple[int, int]] = {3: (0xABC, 0xDEF)}
     with ScrapedSimulation(tmp_path, 2) as simulation:
-        simulation.goes_on(2)
+        simulation.add_blocks(2)
         assert "trace_id" not in simulation.scraped().text
     with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
         simulation.port = MetricsPort(lambda: sent)
         simulation.simulation.sidecar.combine_exporter(lambda first: SimpleNamespace(**_nothing()))
-        simulation.goes_on(2)
+        simulation.add_blocks(2)
         found = [sample for sample in simulation.scraped().all() if sample.exemplar]
     assert {sample.name for sample in found} == {
         "torch_train_step_duration_seconds_bucket", "torch_train_step_own_time_seconds_bucket",

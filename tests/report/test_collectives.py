@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.collectives import US, Issued, add, joined, world
 from tests.support.ranks import identity_of
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.report.collective_rows import arrived_last, collective_rows, is_chance
@@ -50,7 +50,7 @@ def late(rank: int) -> CollectiveJoin:
 
 
 def test_collective_row_has_stable_keys_and_units() -> None:
-    (row,) = collective_rows([saved(late(1))])
+    (row,) = collective_rows([save_and_load(late(1))])
 
     assert (row["operation"], row["group"], row["count"], row["bytes"]) == (
         "allreduce",
@@ -78,7 +78,7 @@ def test_unknown_values_of_a_collective_are_null_and_not_zero() -> None:
     """Collectives of a single rank have no wait, transfer, bandwidth or slowest rank."""
     join = CollectiveJoin()
     add(join, {0: [Issued(NAME, 0, 10 * US)]}, world(2))
-    rows = collective_rows([saved(join)])
+    rows = collective_rows([save_and_load(join)])
 
     assert rows[0]["duration_s"]["p50_s"] == pytest.approx(10e-6, rel=0.02)
     for key in ("wait_s", "wait_upper_bound_s", "transfer_s"):
@@ -93,10 +93,10 @@ def test_collectives_of_all_nodes_of_the_newest_attempt_are_merged() -> None:
     for ranks in ((0, 1), (2, 3)):
         half = CollectiveJoin()
         add(half, {rank: [Issued(NAME, 0, 10 + rank)] for rank in ranks}, world(4), generation=1)
-        halves.append(saved(half))
+        halves.append(save_and_load(half))
     nodes = [
         NodeState(f"node-{number}", join=join)
-        for number, join in enumerate([*halves, saved(late(0))])
+        for number, join in enumerate([*halves, save_and_load(late(0))])
     ]
     for node, attempt in zip(nodes, (1, 1, 0), strict=True):
         who = identity_of(RunDirectory(Path("run")), 0, 4, attempt=attempt)
@@ -124,7 +124,7 @@ def test_last_arrivals_are_counted_for_each_rank() -> None:
         ]
         for rank in range(3)
     }
-    rows = collective_rows([saved(joined(issued))])
+    rows = collective_rows([save_and_load(joined(issued))])
     found = arrived_last(rows)
 
     assert {row["operation"]: row["joined"] for row in rows} == {"allreduce": 20, "broadcast": 20}
@@ -148,7 +148,7 @@ def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
             for rank in ranks
         }
         add(join, issued, world(sum(map(len, nodes))))
-        joins.append(saved(join))
+        joins.append(save_and_load(join))
     return collective_rows(joins)
 
 
@@ -176,7 +176,7 @@ def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
 
 
 def test_last_rank_of_a_group_within_one_of_several_nodes_is_known() -> None:
-    (row,) = collective_rows([saved(late(1)), saved(CollectiveJoin())])
+    (row,) = collective_rows([save_and_load(late(1)), save_and_load(CollectiveJoin())])
 
     assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
     found = cells([row], "allreduce")
@@ -192,7 +192,7 @@ def test_collective_rows_are_sorted_by_bytes() -> None:
         }
     )
 
-    assert [row["operation"] for row in collective_rows([saved(join)])] == [
+    assert [row["operation"] for row in collective_rows([save_and_load(join)])] == [
         "broadcast",
         "allreduce",
     ]
@@ -200,7 +200,7 @@ def test_collective_rows_are_sorted_by_bytes() -> None:
 
 
 def test_table_of_collectives_shows_last_rank_and_transfer_time() -> None:
-    found = cells(collective_rows([saved(late(1))]), "allreduce")
+    found = cells(collective_rows([save_and_load(late(1))]), "allreduce")
 
     assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == (
         "0-2",
@@ -220,7 +220,7 @@ def test_table_of_collectives_marks_bounds_and_explains_missing_values() -> None
         Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
         Issued("allreduce group=0 dtype=int8", 2, 10, flags=0),
     ] for rank in range(3)})  # fmt: skip
-    rows = collective_rows([saved(join)])
+    rows = collective_rows([save_and_load(join)])
     note = table_of(rows).note
 
     assert cells(rows, "broadcast")["comm wait ms"] == "<= 2.66"
@@ -238,7 +238,7 @@ def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
     join = joined({rank: [
         Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
     ] for rank in range(3)})  # fmt: skip
-    (row,) = collective_rows([saved(join)])
+    (row,) = collective_rows([save_and_load(join)])
 
     assert (row["by_device"], row["ended"]) == (3, 3)
     assert cells([row], "allgather")["bus bandwidth"] == "7.0 GB/s"
@@ -250,7 +250,7 @@ def test_table_of_many_collectives_is_shortened_and_safe() -> None:
     join = joined(
         {rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)}
     )
-    table = table_of(collective_rows([saved(join)]))
+    table = table_of(collective_rows([save_and_load(join)]))
 
     assert (table.first, table.rows) == (6, 9)
     assert not any("\x1b" in text for text in table.columns[0].texts())
@@ -289,5 +289,5 @@ def test_slowest_rank_of_a_collective_is_shown_only_above_chance(
         ]
         for rank in range(2)
     }
-    found = cells(collective_rows([saved(joined(issued))]), "allreduce")
+    found = cells(collective_rows([save_and_load(joined(issued))]), "allreduce")
     assert (found.get("last to arrive"), found.get("of operations")) == slowest

@@ -13,7 +13,7 @@ import pytest
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.reports import checked
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.tables import MS, step_table
 from torchlens_perf.analysis.statistics.device import (
     CAUGHT_UP_NS,
@@ -312,7 +312,7 @@ def test_device_statistics_continue_after_a_json_round_trip() -> None:
     records["duration_ns"], records["value1"] = [1000, 2000, 3000, 4000], [10, CAUGHT_UP_NS, 0, 0]
     statistics = DeviceStatistics()
     statistics.add(records, ["layer"])
-    loaded = saved(statistics)
+    loaded = save_and_load(statistics)
     loaded.add(records, ["layer"])
     assert loaded.phases["forward"].count == 2
     assert loaded.modules["layer"].sum_ns == 6000

@@ -26,7 +26,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a finished run of four ranks, in which rank 2 is slow."""
     path = tmp_path_factory.mktemp("planted") / "run"
     with LiveSimulation(path, 4, "constant:rank=2,share=0.3,phase=forward") as live:
-        live.goes_on(8)
+        live.add_blocks(8)
     return perf.load(path)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.run.sketch import (
     BUCKETS,
     LOWEST_BUCKET,
@@ -49,7 +49,7 @@ def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: l
     other.merge(sketch_of(first))
 
     assert one.to_numbers() == other.to_numbers() == together
-    assert Sketch.from_numbers(together).to_numbers() == saved(one).to_numbers() == together
+    assert Sketch.from_numbers(together).to_numbers() == save_and_load(one).to_numbers() == together
 
 
 @given(durations)

@@ -18,7 +18,7 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
 
     Programs receive one sentence.
     """
-    stranger = server.stranger()
+    stranger = server.client_without_token()
     pages = ("/", "/runs/done/", "/runs/none/", "/none", "/runs/done/captures/x/0/trace.json.gz", "/?token=wrong",
              "/?search=done", "/runs/%ff/")  # fmt: skip
     for token in ("", "wrong", "\xff", stranger.address.fragment):
@@ -44,11 +44,11 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
     "path", ["/", "/runs/done/", "//evil.example/", "/%2f%2fevil.example/", '/"><script>/x']
 )
 def test_opening_page_loads_its_script_from_this_server_only(server: PageServer, path: str) -> None:
-    answer = server.stranger().ask(path)
+    answer = server.client_without_token().ask(path)
     (script,) = re.findall(r'<script src="([^"]*)"></script>', answer.text)
     assert re.fullmatch(r"(\.\./)*static/open\.js\?v=[0-9a-f]+", script)
-    assert urljoin(f"http://{server.stranger().host}{path}", script).startswith(
-        f"http://{server.stranger().host}/static/open.js"
+    assert urljoin(f"http://{server.client_without_token().host}{path}", script).startswith(
+        f"http://{server.client_without_token().host}/static/open.js"
     )
     assert "<script>" not in answer.text
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
@@ -56,7 +56,7 @@ def test_opening_page_loads_its_script_from_this_server_only(server: PageServer,
 
 def test_no_cookie_is_set_or_accepted(server: PageServer, viewer: Viewer) -> None:
     """A browser would send a cookie to every port of the host."""
-    stranger = server.stranger()
+    stranger = server.client_without_token()
     for path in ("/", "/runs/done/", f"/?{viewer.address.fragment}", "/api/counts"):
         assert "set-cookie" not in stranger.ask(path).headers
         assert "set-cookie" not in viewer.ask(path).headers
@@ -99,7 +99,7 @@ def test_other_sites_cannot_request_captures(viewer: Viewer, origin: str, runs: 
 
 def test_form_of_another_site_is_refused(server: PageServer, viewer: Viewer, runs: Path) -> None:
     """A form can send a token in its address or fields, but not in the header."""
-    stranger = server.stranger()
+    stranger = server.client_without_token()
     asked = "/runs/done/api/captures?ranks=0&steps=3"
     for path in (asked, f"{asked}&token={viewer.token}"):
         body = f"ranks=0&steps=3&token={viewer.token}"
@@ -124,7 +124,7 @@ def test_every_response_has_the_security_headers(viewer: Viewer, server: PageSer
         "/nothing",
         "/static/page.js",
     ):
-        for answer in (viewer.ask(path), server.stranger().ask(path)):
+        for answer in (viewer.ask(path), server.client_without_token().ask(path)):
             assert answer.headers["cache-control"] == "no-store"
             assert "access-control-allow-origin" not in answer.headers
             assert answer.headers["x-content-type-options"] == "nosniff"

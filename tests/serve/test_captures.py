@@ -59,7 +59,7 @@ def test_ranks_of_a_training_job_are_captured_and_files_downloaded(
     assert run
     with PageServer(folder) as server:
         viewer, api = server.viewer(), f"/runs/{run.name}/api"
-        news = viewer.news(run.name)
+        news = viewer.poll_changes(run.name)
         version = news.next()["version"]
         made = viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"]
         assert 'id="capture"' in viewer.page(run.name)
@@ -84,7 +84,7 @@ def test_ranks_of_a_training_job_are_captured_and_files_downloaded(
             lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made
         )
         stop.touch()
-        news.until(is_live=False)
+        news.wait_for(is_live=False)
         page = viewer.page(run.name)
         # An ended run has no rank that could be captured, so the form is gone.
         assert 'id="capture"' not in page

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.leftovers import eventually
 from tests.support.live_simulation import LiveSimulation
-from tests.support.page_server import News, PageServer, Viewer
+from tests.support.page_server import ChangePoller, PageServer, Viewer
 from torchlens_perf.serve.access import TOKEN_HEADER
 from torchlens_perf.serve.follow import LOOK_INTERVAL_S
 
@@ -36,7 +36,7 @@ def viewer(server: PageServer) -> Viewer:
 def live(server: PageServer, request: pytest.FixtureRequest) -> Iterator[LiveSimulation]:
     """Return a run with 32 known steps."""
     with LiveSimulation(server.folder / request.node.name, 2) as run:
-        run.goes_on()
+        run.add_blocks()
         yield run
 
 
@@ -51,7 +51,7 @@ def steps(viewer: Viewer, run: str) -> int:
     return int(viewer.json(f"/runs/{run}/api/contents")["report"]["ranks"][0]["steps"])
 
 
-def newer(news: News, version: object) -> dict[str, object]:
+def newer(news: ChangePoller, version: object) -> dict[str, object]:
     """Wait for another version of the page."""
     while (now := news.next())["version"] == version:
         pass
@@ -61,17 +61,17 @@ def newer(news: News, version: object) -> dict[str, object]:
 def test_each_new_state_is_a_new_page_version_until_the_run_ends(
     live: LiveSimulation, viewer: Viewer
 ) -> None:
-    news = viewer.news(live.name)
-    first = news.until(problem="")
+    news = viewer.poll_changes(live.name)
+    first = news.wait_for(problem="")
     assert first["is_live"]
     assert f'data-version="{first["version"]}"' in viewer.page(live.name)
     known = steps(viewer, live.name)
-    live.goes_on()
+    live.add_blocks()
     second = newer(news, first["version"])
     assert second["is_live"]
     assert steps(viewer, live.name) == known + 32
-    live.ends()
-    last = news.until(is_live=False)
+    live.end_run()
+    last = news.wait_for(is_live=False)
     page = viewer.page(live.name)
     assert f'data-version="{last["version"]}"' in page
     assert 'data-live="ended"' in page
@@ -80,10 +80,10 @@ def test_each_new_state_is_a_new_page_version_until_the_run_ends(
 def test_each_change_is_read_once_for_twenty_viewers(live: LiveSimulation, viewer: Viewer) -> None:
     """Loading the page does not read the run again."""
     began_s = time.monotonic()
-    viewers = [viewer.news(live.name) for _ in range(20)]
+    viewers = [viewer.poll_changes(live.name) for _ in range(20)]
     (version,) = {news.next()["version"] for news in viewers}
     assert counts(viewer, live)["readings"] == 1
-    live.goes_on()
+    live.add_blocks()
     assert len({str(newer(news, version)["version"]) for news in viewers}) == 1
     for _ in range(20):
         viewer.page(live.name)
@@ -94,12 +94,12 @@ def test_each_change_is_read_once_for_twenty_viewers(live: LiveSimulation, viewe
 
 def test_run_is_not_read_while_it_has_no_viewer(live: LiveSimulation, viewer: Viewer) -> None:
     """A later viewer receives the newest data."""
-    version = viewer.news(live.name).next()["version"]
+    version = viewer.poll_changes(live.name).next()["version"]
     looks = counts(viewer, live)["looks"]
     time.sleep(3 * LOOK_INTERVAL_S)
     assert counts(viewer, live)["looks"] == looks
-    live.goes_on()
-    assert newer(viewer.news(live.name), version)["problem"] == ""
+    live.add_blocks()
+    assert newer(viewer.poll_changes(live.name), version)["problem"] == ""
 
 
 def test_stalled_viewer_does_not_block_others(live: LiveSimulation, viewer: Viewer) -> None:
@@ -116,10 +116,10 @@ def test_stalled_viewer_does_not_block_others(live: LiveSimulation, viewer: View
             connection = leaving.enter_context(socket.create_connection((host, int(port))))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(text.encode())
-        news = viewer.news(live.name)
+        news = viewer.poll_changes(live.name)
         version = news.next()["version"]
         for _ in range(3):
-            live.goes_on()
+            live.add_blocks()
             version = newer(news, version)["version"]
 
 
@@ -128,18 +128,18 @@ def test_silent_run_is_reported_in_the_page_and_in_the_list(
 ) -> None:
     before_s = time.time() - 300
     os.utime(live.run.nodes, (before_s, before_s))
-    news = viewer.news(live.name)
+    news = viewer.poll_changes(live.name)
     now = news.next()
     assert now["is_live"]
     assert now["problem"].startswith("no new data for 5 minutes. No rank has ended")
     assert eventually(lambda: "silent for 5 minutes" in viewer.ask(f"/?search={live.name}").text)
-    live.goes_on()
+    live.add_blocks()
     assert newer(news, now["version"])["problem"] == ""
 
 
 def test_page_of_a_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer) -> None:
     """The list of runs still works. A later run of the same name is served."""
-    news = viewer.news(live.name)
+    news = viewer.poll_changes(live.name)
     news.next()
     copy = live.run.path.with_name("copy")
     shutil.copytree(live.run.path, copy)
@@ -151,13 +151,13 @@ def test_page_of_a_removed_run_is_not_found(live: LiveSimulation, viewer: Viewer
     assert viewer.ask(f"/runs/{live.name}/api/step/3").status == 404
     assert viewer.ask("/").status == 200
     copy.rename(live.run.path)
-    news.until(problem="")
+    news.wait_for(problem="")
     assert viewer.ask(f"/runs/{live.name}/").status == 200
 
 
 def test_damaged_state_file_keeps_the_previous_page(live: LiveSimulation, viewer: Viewer) -> None:
     """The page shows the reason. The page is renewed once the file is valid again."""
-    news = viewer.news(live.name)
+    news = viewer.poll_changes(live.name)
     version = news.next()["version"]
     (state,) = live.run.nodes.glob("*.json")
     whole, partial = state.read_bytes(), state.with_suffix(".x")

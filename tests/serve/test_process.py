@@ -20,7 +20,7 @@ import pytest
 from tests.support.failing_calls import everything_ended, library
 from tests.support.leftovers import eventually
 from tests.support.long import long
-from tests.support.page_server import ENDS_WITHIN_S, IS_READ, PageServer, Stranger
+from tests.support.page_server import ENDS_WITHIN_S, IS_READ, ClientWithoutToken, PageServer
 from tests.support.processes import ROOT, clean_environ
 from torchlens_perf.run.installation import build_install_command
 
@@ -42,12 +42,12 @@ def test_signal_ends_the_server_at_once(runs: Path, number: signal.Signals) -> N
     """The server prints nothing and leaves no process."""
     with PageServer(runs) as server:
         viewer = server.viewer()
-        viewer.news("done").next()
+        viewer.poll_changes("done").next()
         readers = server.children()
         assert readers
         server.process.send_signal(number)
         assert server.process.wait(ENDS_WITHIN_S) == 0
-        assert server.said() == ""
+        assert server.read_stderr() == ""
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
@@ -64,7 +64,7 @@ def test_server_listens_on_loopback_by_default(runs: Path) -> None:
     with PageServer(runs) as server, PageServer(runs) as other:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", server.address)
         assert server.address.partition("token")[2] != other.address.partition("token")[2]
-        port = server.stranger().address.port
+        port = server.client_without_token().address.port
         listening = f"{port:04X} 00000000:0000 0A"
         found = [
             line for line in Path("/proc/net/tcp").read_text().splitlines() if listening in line
@@ -105,14 +105,14 @@ def test_reader_processes_do_not_import_modules_from_the_current_folder(
 def test_remote_access_needs_two_options(runs: Path) -> None:
     """With both options the server prints a warning, and accepts the names of this host."""
     with PageServer(runs, "--host", "0.0.0.0", "--allow-remote") as server:
-        assert server.stranger().address.hostname == socket.gethostname().lower()
-        port = server.stranger().address.port
-        stranger = Stranger(server.address.replace(socket.gethostname(), "127.0.0.1"))
+        assert server.client_without_token().address.hostname == socket.gethostname().lower()
+        port = server.client_without_token().address.port
+        stranger = ClientWithoutToken(server.address.replace(socket.gethostname(), "127.0.0.1"))
         for host in ("127.0.0.1", socket.gethostname()):
             assert stranger.ask("/api/counts", Host=f"{host}:{port}").status == 403
         assert stranger.ask("/", Host="evil.example").status == 421
         server.process.terminate()
-        said = server.said()
+        said = server.read_stderr()
     assert said.count("\n") == 1
     assert "can be reached from other machines" in said
 
@@ -169,7 +169,7 @@ def test_invalid_http_is_refused_without_output(runs: Path) -> None:
                     assert answer.status >= 400
         assert viewer.ask("/").status == 200
         server.process.terminate()
-        assert server.said() == ""
+        assert server.read_stderr() == ""
 
 
 # -- a disk that does not respond
@@ -201,7 +201,7 @@ def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, 
     with PageServer(folder, **environment) as server:
         viewer = server.viewer()
         assert viewer.page("well")
-        news = viewer.news("stuck")
+        news = viewer.poll_changes("stuck")
         news.next()
         flag.touch()
         event = news.next()
@@ -213,11 +213,11 @@ def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, 
         assert IS_READ in viewer.ask("/runs/stuck-too/").text
         assert eventually(lambda: viewer.ask("/runs/stuck-too/").status == 503)
         flag.unlink()
-        assert news.until(problem="")["version"] == event["version"]
+        assert news.wait_for(problem="")["version"] == event["version"]
         flag.touch()
         server.process.terminate()
         assert server.process.wait(ENDS_WITHIN_S) == 0
-        assert server.said() == ""
+        assert server.read_stderr() == ""
 
 
 @pytest.mark.parametrize("error", [errno.EIO, *long(errno.ESTALE, errno.EACCES)])

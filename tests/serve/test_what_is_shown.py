@@ -184,7 +184,7 @@ def test_run_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None
     """Each column sorts in both directions. A run without a value comes last."""
     shutil.copytree(runs / "done", tmp_path / "slow")
     with LiveSimulation(tmp_path / "live", 2) as live:
-        live.goes_on()
+        live.add_blocks()
         (tmp_path / "begins" / "nodes").mkdir(parents=True)
         with PageServer(tmp_path) as server:
             viewer = server.viewer()

@@ -15,7 +15,7 @@ from tests.simulate.test_simulated_runs import verdicts
 from tests.support.page_matrices import Steps
 from tests.support.ranks import make_run
 from tests.support.reports import checked
-from tests.support.simulations import judged, simulation
+from tests.support.simulations import judge_run, simulation
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.page.document.html import document
@@ -55,7 +55,7 @@ def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findin
 def test_device_run_has_the_same_verdicts_as_a_cpu_run(fault: str, tmp_path: Path) -> None:
     """Faults on a device are not visible in the host's times."""
     found = recorded(tmp_path, fault, SimulatedDevice())
-    expected = judged(simulation(*([fault] if fault else []), noise=0.05), STEPS)
+    expected = judge_run(simulation(*([fault] if fault else []), noise=0.05), STEPS)
 
     assert verdicts(found) == verdicts(expected)
     assert bool(found.episodes) == bool(fault)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.ranks import Rank, make_run
-from tests.support.simulations import judged, simulation, table_of
+from tests.support.simulations import judge_run, simulation, table_of
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.commands.cli import _parser
 from torchlens_perf.commands.simulate import record
@@ -147,7 +147,7 @@ def test_simulated_files_and_bins_in_memory_have_the_same_verdicts(
     faults = [fault] if fault else []
     record(simulation(*faults, noise=0.05), 160, run, "note")
     from_files = node_state.load_all(run)[0].findings
-    from_rows = judged(simulation(*faults, noise=0.05), 160)
+    from_rows = judge_run(simulation(*faults, noise=0.05), 160)
 
     assert verdicts(from_files) == verdicts(from_rows)
     assert bool(verdicts(from_files)) == bool(fault)

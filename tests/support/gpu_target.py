@@ -54,7 +54,7 @@ class GpuTarget:
     def address(self) -> str:
         return str(self._exporter.address)
 
-    def goes_on(self) -> None:
+    def add_step(self) -> None:
         """Add one step of each rank and one sample of each GPU and port."""
         self._steps += 1
         for rank in range(GPUS):

@@ -58,7 +58,7 @@ class LiveSimulation:
         """Return the number of steps that each rank has made."""
         return BLOCK * self._blocks
 
-    def goes_on(self, blocks: int = 1) -> None:
+    def add_blocks(self, blocks: int = 1) -> None:
         """Add blocks of 32 steps, then judge and write them."""
         for _ in range(blocks):
             timeline = Timeline.of(self._simulation.block(self._blocks))
@@ -70,7 +70,7 @@ class LiveSimulation:
             self.sidecar.judge_ranks(time.monotonic())
         self.sidecar.save_state()
 
-    def ends(self) -> None:
+    def end_run(self) -> None:
         """Make all ranks leave their watch. A second call has no effect."""
         if not self.ranks:
             return
@@ -92,4 +92,4 @@ class LiveSimulation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.ends()
+        self.end_run()

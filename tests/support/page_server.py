@@ -39,7 +39,7 @@ class Answer:
         return json.loads(self.body)
 
 
-class Stranger:
+class ClientWithoutToken:
     """A client that knows the address but not the token."""
 
     def __init__(self, address: str) -> None:
@@ -69,7 +69,7 @@ class Stranger:
             connection.close()
 
 
-class Viewer(Stranger):
+class Viewer(ClientWithoutToken):
     """A client with the token from the printed address."""
 
     def __init__(self, address: str) -> None:
@@ -112,12 +112,12 @@ class Viewer(Stranger):
     def post(self, path: str, **fields: str) -> Answer:
         return self.ask(f"{path}?{urlencode(fields)}", "POST", Origin=f"http://{self.host}")
 
-    def news(self, run: str) -> News:
+    def poll_changes(self, run: str) -> ChangePoller:
         """Return a poller of changes to a run. The poller returns each change once."""
-        return News(self, f"/runs/{run}/api/news")
+        return ChangePoller(self, f"/runs/{run}/api/news")
 
 
-class News:
+class ChangePoller:
     """Polls for changes as the page's script does."""
 
     def __init__(self, viewer: Viewer, path: str) -> None:
@@ -133,7 +133,7 @@ class News:
         self._last = news
         return dict(news)
 
-    def until(self, **wanted: Any) -> dict[str, Any]:
+    def wait_for(self, **wanted: Any) -> dict[str, Any]:
         """Wait for a change to the given values."""
         while True:
             news = self.next()
@@ -170,8 +170,8 @@ class PageServer:
     def viewer(self) -> Viewer:
         return Viewer(self.address)
 
-    def stranger(self) -> Stranger:
-        return Stranger(self.address)
+    def client_without_token(self) -> ClientWithoutToken:
+        return ClientWithoutToken(self.address)
 
     def children(self) -> list[int]:
         """Return the pids of the processes that read runs."""
@@ -180,7 +180,7 @@ class PageServer:
         )
         return [int(pid) for pid in pids]
 
-    def said(self) -> str:
+    def read_stderr(self) -> str:
         """Return the server's stderr once the server has ended."""
         _, text = self.process.communicate(timeout=ENDS_WITHIN_S)
         return str(text)

@@ -127,7 +127,7 @@ class Job:
             lag_ns=block.lag_ns[0],
         )
 
-    def judged(self) -> Findings:
+    def judge(self) -> Findings:
         """Return the judge's findings on all rows after the end of the job."""
         judge = StragglerDetector()
         judge.add_block("", self.block())

@@ -9,7 +9,7 @@ from torchlens_perf.verdicts.node_state import decode, encode
 _T = TypeVar("_T")
 
 
-def saved(value: _T) -> _T:
+def save_and_load(value: _T) -> _T:
     """Return the value after a round trip. Writing the result again must give the same bytes."""
     text = encode(value)
     back = decode(text, type(value))

@@ -60,10 +60,10 @@ class ScrapedSimulation:
         )
         self.port = MetricsPort()
 
-    def goes_on(self, blocks: int = 1) -> None:
+    def add_blocks(self, blocks: int = 1) -> None:
         """Add blocks of 32 steps and export them."""
         for _ in range(blocks):
-            self.simulation.goes_on()
+            self.simulation.add_blocks()
             self.opened()
             self.simulation.sidecar.export_results()
         self.port.show_final_values(self.simulation.sidecar)
@@ -90,4 +90,4 @@ class ScrapedSimulation:
         traceback: TracebackType | None,
     ) -> None:
         self.port.close(lingers=False)
-        self.simulation.ends()
+        self.simulation.end_run()

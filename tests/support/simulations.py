@@ -24,7 +24,7 @@ def simulation(*faults: str, topology: Topology | None = None, **settings: Any) 
     )
 
 
-def judged(run: Simulation, steps: int) -> Findings:
+def judge_run(run: Simulation, steps: int) -> Findings:
     """Return the judge's findings on the run's rows."""
     judge = StragglerDetector()
     for part in run.steps(steps):

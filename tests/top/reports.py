@@ -21,7 +21,7 @@ def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: in
     `options` are those of LiveSimulation.
     """
     with LiveSimulation(path, ranks, *faults, **options) as live:
-        live.goes_on(blocks)
+        live.add_blocks(blocks)
         return RunReader(live.run).look()
 
 

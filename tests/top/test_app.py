@@ -37,15 +37,15 @@ def test_top_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
             await drawn.sees("nowhere does not exist yet. Looking again every second.")
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
             await drawn.sees("has no data yet")
-            live.goes_on(2)
+            live.add_blocks(2)
             await drawn.sees("simulation run 4 ranks LIVE ")
             await drawn.sees("64 steps")
             await drawn.sees(lambda lines: lines[1].startswith("  OK "))
-            live.goes_on(2)
+            live.add_blocks(2)
             await drawn.sees(lambda lines: re.match(r"  SLOW RANK +rank 3 ", lines[1]))
-            live.goes_on(3)
+            live.add_blocks(3)
             await drawn.sees("earlier SLOW RANK rank 3")
-            live.ends()
+            live.end_run()
             await drawn.sees("simulation run 4 ranks ENDED ")
             await drawn.sees("earlier SLOW RANK rank 3")
 
@@ -54,7 +54,7 @@ def test_top_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
 
 def test_each_key_of_top_does_what_the_help_says(live: LiveSimulation) -> None:
     async def scenario() -> None:
-        live.goes_on(4)
+        live.add_blocks(4)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
             await drawn.sees(lambda lines: chosen(lines) == 3)
             await drawn.press("down")
@@ -93,13 +93,13 @@ def test_cursor_stays_on_its_rank_when_rows_move(live: LiveSimulation) -> None:
     """The rank in the last row becomes slow, and moves to the first row."""
 
     async def scenario() -> None:
-        live.goes_on(2)
+        live.add_blocks(2)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
             await drawn.sees("rank step compute")
             await drawn.press("down")
             while chosen(drawn.lines()) != 3:
                 await drawn.press("down")
-            live.goes_on(2)
+            live.add_blocks(2)
             await drawn.sees("SLOW RANK")
             await drawn.sees(lambda lines: chosen(lines) == 3)
 
@@ -113,7 +113,7 @@ def test_all_of_512_ranks_can_be_selected(tmp_path: Path) -> None:
         with LiveSimulation(
             tmp_path / "run", 64, "constant:rank=19,share=0.3", node_size=64
         ) as live:
-            live.goes_on(2)
+            live.add_blocks(2)
             for number in range(1, 8):
                 add_node(live.run, number)
             async with Drawn(live.run.path, tmp_path) as drawn:
@@ -132,7 +132,7 @@ def test_last_view_stays_if_files_are_removed_or_damaged(live: LiveSimulation) -
     """A line states the problem until it is solved."""
 
     async def scenario() -> None:
-        live.goes_on(2)
+        live.add_blocks(2)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
             await drawn.sees("64 steps")
             path = live.run.node_state_path("node-0000")
@@ -160,8 +160,8 @@ def test_live_run_can_be_chosen_from_the_list(tmp_path: Path) -> None:
             LiveSimulation(tmp_path / "first", 2) as first,
             LiveSimulation(tmp_path / "second", 4) as second,
         ):
-            first.goes_on()
-            second.goes_on()
+            first.add_blocks()
+            second.add_blocks()
             async with Drawn(second.run.path, tmp_path) as drawn:
                 await drawn.sees("second 4 ranks")
                 await drawn.press("r")
@@ -183,11 +183,11 @@ def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
             LiveSimulation(tmp_path / "first", 2) as first,
             LiveSimulation(tmp_path / "second", 4) as second,
         ):
-            first.goes_on()
-            second.goes_on()
+            first.add_blocks()
+            second.add_blocks()
             async with Drawn(None, tmp_path) as drawn:
                 await drawn.sees(lambda lines: sum(" live " in line for line in lines) == 2)
-                first.ends()
+                first.end_run()
                 await drawn.sees(lambda lines: sum(" live " in line for line in lines) == 1)
                 assert "runs in" in drawn.lines()[0]
                 assert "opens by itself" not in drawn.lines()[0]
@@ -205,7 +205,7 @@ def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
             await drawn.sees("no run here yet")
             with LiveSimulation(tmp_path / "runs" / "new", 2) as live:
                 await drawn.sees("starting")
-                live.goes_on()
+                live.add_blocks()
                 await drawn.sees("new 2 ranks")
 
     runs(scenario)
@@ -222,7 +222,7 @@ def test_screens_of_top_fit_every_terminal_size(
     """
 
     async def scenario() -> None:
-        live.goes_on(4)
+        live.add_blocks(4)
         async with Drawn(live.run.path, live.run.path.parent, size) as drawn:
             if size[0] > 10:
                 await drawn.sees("q quit")
@@ -240,7 +240,7 @@ def test_screens_of_top_fit_every_terminal_size(
 
 def test_screens_of_top_are_ascii_if_the_locale_is_not_utf8(live: LiveSimulation) -> None:
     async def scenario() -> None:
-        live.goes_on(4)
+        live.add_blocks(4)
         async with Drawn(
             live.run.path, live.run.path.parent, terminal=Terminal(ascii_only=True)
         ) as drawn:
@@ -257,7 +257,7 @@ def test_long_texts_scroll_with_arrow_keys(live: LiveSimulation) -> None:
     """The title has the visible range of lines."""
 
     async def scenario() -> None:
-        live.goes_on(4)
+        live.add_blocks(4)
         async with Drawn(live.run.path, live.run.path.parent, (40, 20)) as drawn:
             await drawn.sees("SLOW RANK")
             await drawn.press("enter")

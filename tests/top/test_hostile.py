@@ -31,7 +31,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a live node's state with ranks of two nodes, one of which is slow."""
     folder = tmp_path_factory.mktemp("hostile")
     with LiveSimulation(folder / "run", 4, "constant:rank=3,share=0.3", node_size=2) as live:
-        live.goes_on(3)
+        live.add_blocks(3)
         return dict(json.loads(live.run.node_state_path(HOST).read_bytes()))
 
 

@@ -40,11 +40,11 @@ def test_documented_screenshot_has_the_current_titles_and_keys(
             total_steps=2000,
             seconds_ago=75,
         ) as live:
-            live.goes_on(2)
+            live.add_blocks(2)
             async with Drawn(live.run.path, tmp_path, SIZE) as drawn:
                 await drawn.sees("64 of 2,000 steps")
                 for blocks in (2, 3, 3):
-                    live.goes_on(blocks)
+                    live.add_blocks(blocks)
                     await drawn.sees(f"{live.steps} of 2,000 steps")
                 await drawn.sees("earlier SLOW RANK rank 11")
                 picture = _without_fonts(drawn.app.export_screenshot(title="torchlens-perf top"))

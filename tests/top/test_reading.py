@@ -43,7 +43,7 @@ def test_reader_waits_for_the_run_directory(tmp_path: Path) -> None:
     assert reader.look().trouble == f"{tmp_path}/run does not exist yet"
     with LiveSimulation(tmp_path / "run", 2) as live:
         assert "has no data yet" in reader.look().trouble
-        live.goes_on()
+        live.add_blocks()
         view = reader.look()
 
     assert (view.trouble, report_of(view)["steps"]["count"]) == ("", 32)
@@ -51,7 +51,7 @@ def test_reader_waits_for_the_run_directory(tmp_path: Path) -> None:
 
 def test_unchanged_files_are_not_read_again(live: LiveSimulation) -> None:
     """Without changes, the view is the same object."""
-    live.goes_on()
+    live.add_blocks()
     other = add_node(live.run, 1)
     reader = RunReader(live.run, monotonic=Clock())
     view = reader.look()
@@ -60,7 +60,7 @@ def test_unchanged_files_are_not_read_again(live: LiveSimulation) -> None:
     # If the unchanged file were read again, the damage would be noticed.
     other.write_bytes(b"x" * before.st_size)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    live.goes_on()
+    live.add_blocks()
     newer = reader.look()
 
     assert newer is not view
@@ -70,7 +70,7 @@ def test_unchanged_files_are_not_read_again(live: LiveSimulation) -> None:
 
 def test_damaged_node_is_named_and_others_are_shown(live: LiveSimulation) -> None:
     """After a repair there is no message."""
-    live.goes_on()
+    live.add_blocks()
     other = add_node(live.run, 1)
     good = other.read_bytes()
     reader = RunReader(live.run, monotonic=Clock())
@@ -88,7 +88,7 @@ def test_damaged_node_is_named_and_others_are_shown(live: LiveSimulation) -> Non
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', "\x00"])
 def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: str) -> None:
     """Without an earlier view, only the problem is shown."""
-    live.goes_on()
+    live.add_blocks()
     path = live.run.node_state_path(HOST)
     reader, good = RunReader(live.run, monotonic=Clock()), path.read_bytes()
     report = report_of(reader.look())
@@ -102,7 +102,7 @@ def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: st
 
 
 def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> None:
-    live.goes_on()
+    live.add_blocks()
     path = live.run.node_state_path(HOST)
     good = path.read_bytes()
     state = json.loads(good)
@@ -123,7 +123,7 @@ def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None
 
     If the directory returns, the run is read again.
     """
-    live.goes_on()
+    live.add_blocks()
     reader = RunReader(live.run, monotonic=Clock())
     report = report_of(reader.look())
     kept = shutil.copytree(live.run.path, live.run.path.with_name("kept"))
@@ -137,7 +137,7 @@ def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None
 
 
 def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> None:
-    live.goes_on()
+    live.add_blocks()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
     view = reader.look()
@@ -147,13 +147,13 @@ def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> N
     assert reader.look().trouble.startswith(
         "no new data from node-0000 for 2 minutes or more: the sidecar has ended"
     )
-    live.goes_on()
+    live.add_blocks()
     assert reader.look().trouble == ""
 
 
 def test_run_whose_file_is_old_is_silent_at_once(live: LiveSimulation) -> None:
     """The run may have been killed an hour ago."""
-    live.goes_on()
+    live.add_blocks()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
     assert "no new data from node-0000 for 1 hour or more" in reader.look().trouble
@@ -164,12 +164,12 @@ def test_run_whose_sidecar_writes_rarely_is_not_silent(live: LiveSimulation) -> 
 
     Silence begins at three times the longest interval.
     """
-    live.goes_on()
+    live.add_blocks()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
     reader.look()
     clock.now_s += 100
-    live.goes_on()
+    live.add_blocks()
     reader.look()
     clock.now_s += 299
     assert reader.look().trouble == ""
@@ -178,8 +178,8 @@ def test_run_whose_sidecar_writes_rarely_is_not_silent(live: LiveSimulation) -> 
 
 
 def test_ended_run_is_not_silent(live: LiveSimulation) -> None:
-    live.goes_on()
-    live.ends()
+    live.add_blocks()
+    live.end_run()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
     clock.now_s += 1e6
@@ -189,13 +189,13 @@ def test_ended_run_is_not_silent(live: LiveSimulation) -> None:
 
 def test_run_that_takes_long_to_read_is_read_more_rarely(live: LiveSimulation) -> None:
     """A reading of ten seconds is followed by forty seconds of rest: at most a fifth of a core."""
-    live.goes_on()
+    live.add_blocks()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
     clock.each_s = 10.0
     view = reader.look()
     clock.each_s = 0.0
-    live.goes_on()
+    live.add_blocks()
     clock.now_s += 39.0
     assert reader.look() is view
     clock.now_s += 2.0
@@ -204,7 +204,7 @@ def test_run_that_takes_long_to_read_is_read_more_rarely(live: LiveSimulation) -
 
 def test_view_has_the_population_of_each_rank(tmp_path: Path) -> None:
     with LiveSimulation(tmp_path / "run", 4, stages=2) as live:
-        live.goes_on()
+        live.add_blocks()
         view = RunReader(live.run, monotonic=Clock()).look()
     of = view.populations
 

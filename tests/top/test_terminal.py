@@ -31,7 +31,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation
     """Return a live run of eight ranks, in which rank 3 is slow."""
     path = tmp_path_factory.mktemp("terminal") / "run"
     with LiveSimulation(path, 8, "constant:rank=3,share=0.3,phase=forward", node_size=4) as live:
-        live.goes_on(4)
+        live.add_blocks(4)
         yield live
 
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
@@ -30,7 +30,7 @@ def told(
 
 def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
     """Return the log of a restarted sidecar, with the saved records of the earlier one."""
-    return FindingLog("run", saved(log.records), found)
+    return FindingLog("run", save_and_load(log.records), found)
 
 
 def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
@@ -145,7 +145,7 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
     found, raised, since = NOTHING, [], set()
     for block in blocks:
         if restart is not None and int(block.key[block.key >= 0].min()) == restart:
-            kept = saved(found)
+            kept = save_and_load(found)
             judge, log, goes_on = StragglerDetector(), restarted(log, kept), EarlierEpisodes(kept)
         judge.add_block("", block)
         found = goes_on.merged_with(judge.judge())
@@ -223,7 +223,7 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
     log, live = FindingLog("run"), []
     for step in range(100, 220, 3):
         if restart is not None and step - 3 < restart <= step:
-            log = restarted(log, saved(at(step - 3)))
+            log = restarted(log, save_and_load(at(step - 3)))
         live += told(log, at(step))
     replayed = told(FindingLog("run"), at(300))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.collectives import US, Issued, add, joined, records, world
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.channel import MAX_PENDING, JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey
@@ -204,7 +204,7 @@ def test_rows_of_two_nodes_are_merged_to_one_row_with_all_ranks() -> None:
     for ranks, ns in ((range(2), 900), (range(2, 4), 100)):
         half = CollectiveJoin()
         add(half, {rank: [Issued(NAME, 0, ns + 50 * (rank % 2))] for rank in ranks}, groups)
-        halves.append(saved(half).operations())
+        halves.append(save_and_load(half).operations())
     (row,) = merge_operations(halves)
 
     assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
@@ -534,7 +534,7 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
     join = joined(
         {0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]}
     )
-    again = saved(join)
+    again = save_and_load(join)
     assert encode(again.operations()) == encode(join.operations())
     assert (counts(join).unjoined, counts(again).unjoined) == (0, 2)
 
@@ -551,7 +551,7 @@ def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
     join = joined({0: [call._replace(sequence=call.sequence + 1) for call in calls], 1: calls})
-    again = saved(join)
+    again = save_and_load(join)
     add(again, {0: [Issued(NAME, 9, ms)], 1: [Issued(NAME, 9, ms)]}, world(2))
 
     assert again.uncomparable_groups() == {"0"}

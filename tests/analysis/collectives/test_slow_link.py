@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.collectives import US, Issued, joined
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.slow_link import (
     MIN_OPERATIONS,
     LinkStatistics,
@@ -235,7 +235,7 @@ def test_missing_comparison_of_links_is_explained() -> None:
 def test_slow_links_are_unchanged_by_json() -> None:
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
 
-    assert saved(found) == found
+    assert save_and_load(found) == found
     assert isinstance(found.links[0], SlowLink)
 
 

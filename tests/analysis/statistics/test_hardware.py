@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
     GpuSample,
@@ -122,7 +122,7 @@ def test_hardware_totals_continue_after_json() -> None:
         whole.add(sample)
     for sample in samples[:3]:
         first.add(sample)
-    second = saved(first)
+    second = save_and_load(first)
     for sample in samples[3:]:
         second.add(sample)
 

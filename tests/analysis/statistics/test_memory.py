@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.memory import (
     MAX_READINGS,
     MemoryReading,
@@ -109,7 +109,7 @@ def test_readings_of_a_long_run_are_thinned_out_evenly() -> None:
         assert statistics.last == statistics.readings[-1]
         assert statistics.readings[-1].step == i
         if i == 1234:
-            statistics = saved(statistics)
+            statistics = save_and_load(statistics)
     steps = [reading.step for reading in statistics.readings]
     assert statistics.count == 3000
     assert steps[0] == 0

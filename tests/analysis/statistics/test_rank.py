@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.tables import MS, mixed_table, records, step_table
 from torchlens_perf.analysis.statistics.rank import (
     FIRST_WINDOW_STEPS,
@@ -171,7 +171,7 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(
             made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0
         )
 
-    alike = saved(statistics).typical_length()
+    alike = save_and_load(statistics).typical_length()
     found = alike.modules if kind == Kind.MODULE else alike.sections
     assert alike.steps == 57 - len(in_steps)
     assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
@@ -230,7 +230,7 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
     straight, again = RankStatistics(), RankStatistics()
     for statistics in (straight, again):
         statistics.add(records([(Kind.SECTION, 0, 7, 3)]), first, ["log"], lost=2)
-    again = saved(again)
+    again = save_and_load(again)
     for statistics in (straight, again):
         statistics.add(NO_RECORDS, second, [], lost=0)
 
@@ -297,7 +297,7 @@ def test_work_and_tags_of_windows_survive_merging_and_json() -> None:
         )
         for history in (straight, restarted):
             history.add(table)
-        restarted = saved(restarted)
+        restarted = save_and_load(restarted)
     left, right = straight.windows(), restarted.windows()
 
     # The window in progress starts again after a restart. Half of it may be missing, but no step

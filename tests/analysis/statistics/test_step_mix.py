@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.step_mix import (
     LACK_OF_CPU,
@@ -378,7 +378,7 @@ class TestCauses:
         explained[(table.flags & flag) != 0, list(MEASURED).index(flag)] = int(measured_ms * MS)
         mix = StepMix()
         mix.add(table, explained)
-        (long,) = classify([saved(mix)]).long
+        (long,) = classify([save_and_load(mix)]).long
         assert long.kinds == kinds
 
 
@@ -476,7 +476,7 @@ def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: 
     whole = mix_of(mixed_table(steps))
     pieces = mix_of(mixed_table(steps[:cut]))
     rest = mix_of(mixed_table(steps[cut:], first_step=cut))
-    pieces.merge(saved(rest))
+    pieces.merge(save_and_load(rest))
 
     expected, found = classify([whole]), classify([pieces])
     assert found.count == expected.count

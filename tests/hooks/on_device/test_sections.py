@@ -11,7 +11,7 @@ import torchlens_perf as perf
 from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recording import Recording, recorded, records_of
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.hooks.on_device.stamps import StampHook
@@ -52,7 +52,7 @@ def statistics(recording: Recording) -> DeviceStatistics:
     """Return the statistics of sections in the way the sidecar computes them."""
     found = DeviceStatistics()
     found.add(records_of(recording), recording.interned)
-    return saved(found)
+    return save_and_load(found)
 
 
 def timed(device: FakeDevice, name: str, duration_ns: int, stream: int = 0) -> None:

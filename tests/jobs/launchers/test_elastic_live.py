@@ -101,10 +101,10 @@ class ElasticJob:
         """End the job normally."""
         self.tell("stop")
         for agent in self._agents.values():
-            assert agent.wait(60) == 0, self.said()
+            assert agent.wait(60) == 0, self.read_output()
         self._agents.clear()
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return "\n".join(
             path.read_text(errors="replace") for path in sorted(self.folder.glob("log*"))
         )
@@ -132,11 +132,13 @@ class ElasticJob:
                 if report and wanted(report):
                     return report
             for node, agent in self._agents.items():
-                assert agent.poll() is None, f"{node}'s agent has ended: {self.said()[-6000:]}"
+                assert agent.poll() is None, (
+                    f"{node}'s agent has ended: {self.read_output()[-6000:]}"
+                )
             time.sleep(0.3)
         report = self.report()
         raise AssertionError(
-            f"{what}: {report.get('ranks')}, {report.get('verdicts')}, {self.said()[-3000:]}"
+            f"{what}: {report.get('ranks')}, {report.get('verdicts')}, {self.read_output()[-3000:]}"
         )
 
     def __exit__(self, *raised: object) -> None:
@@ -311,7 +313,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         slow.unlink()
         job.stop()
         sidecars_ended(folder)
-        seen["end"], seen["runs"], seen["said"] = job.report(), job.runs, job.said()
+        seen["end"], seen["runs"], seen["said"] = job.report(), job.runs, job.read_output()
         seen["nodes"] = [node_state.load_all(run) for run in job.runs]
     return seen
 

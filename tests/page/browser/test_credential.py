@@ -122,7 +122,7 @@ def test_page_from_another_port_cannot_read_the_live_page(
     """The other page's script cannot read the response, and its capture request is refused."""
     opened(context, server.address)
     other = opened(context, f"{neighbour.origin}/tb", "p")
-    host = server.stranger().host
+    host = server.client_without_token().host
     asked = (
         f"fetch('http://{host}/api/counts', {{ credentials: 'include' }}).then(each => each.status,"
         " () => 'closed')"
@@ -149,7 +149,9 @@ def test_navigation_works_after_the_token_left_the_address(
     new.value.wait_for_selector("#live-status")
     assert "/runs/done/" in new.value.url
     typed = opened(
-        context, f"http://{server.stranger().host}/runs/done/#heat;rank=1", "#live-status"
+        context,
+        f"http://{server.client_without_token().host}/runs/done/#heat;rank=1",
+        "#live-status",
     )
     assert typed.url.endswith("#heat;rank=1")
     page.click("main td a")
@@ -172,7 +174,9 @@ def test_browser_without_the_token_is_told_what_to_do(context: Any, server: Page
 
     The printed address opens the page in the same tab, also after a restart.
     """
-    page = opened(context, f"http://{server.stranger().host}/runs/done/", "#needs-token")
+    page = opened(
+        context, f"http://{server.client_without_token().host}/runs/done/", "#needs-token"
+    )
     page.wait_for_timeout(1000)
     assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
     assert page.locator("#live-status").count() == 0

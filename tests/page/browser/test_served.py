@@ -32,7 +32,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
     with LiveSimulation(
         tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward"
     ) as run:
-        run.goes_on(4)
+        run.add_blocks(4)
         run.sidecar.save_records()
         yield run
 
@@ -67,7 +67,7 @@ def goes_on(live: LiveSimulation) -> None:
 
     New records are also in segments, so steps and their spans are available.
     """
-    live.goes_on()
+    live.add_blocks()
     live.sidecar.save_records()
 
 
@@ -80,7 +80,7 @@ def steps(tab: Tab) -> int:
 
 def foreign(tab: Tab, server: PageServer) -> list[str]:
     """Return requests to other origins."""
-    own = (f"http://{server.stranger().host}/", "data:", "about:")
+    own = (f"http://{server.client_without_token().host}/", "data:", "about:")
     return [each for each in tab.requests if not each.startswith(own)]
 
 
@@ -105,7 +105,7 @@ def test_live_page_follows_its_run_without_a_reload(
     assert tab.page.inner_text("#verdicts") != before
     share = tab.value("torchlensPage.contents.report.verdicts[0].evidence.share_of_steps")
     assert f"in {percent(share)} of these steps" in tab.page.inner_text("#verdicts")
-    live.ends()
+    live.end_run()
     tab.until(f"{STATUS} === 'Ended'")
     assert "ended" in tab.page.inner_text("header .facts")
     assert tab.value("window.sameDocument")
@@ -119,7 +119,7 @@ def test_charts_appear_when_the_first_steps_arrive(tab_of: TabOf, tmp_path: Path
         LiveSimulation(tmp_path / "runs" / "young", RANKS) as live,
         PageServer(tmp_path / "runs") as server,
     ):
-        live.goes_on()
+        live.add_blocks()
         tab: Tab = tab_of(Path("/"))
         tab.page.goto(server.address)
         opened(tab)
@@ -216,7 +216,7 @@ def test_list_of_runs_follows_its_folder(
     """
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
-        other.goes_on()
+        other.add_blocks()
         tab.until("document.querySelectorAll('main tbody tr').length === 2")
         assert "<b>other" in tab.page.inner_text("main")
         tab.page.fill("input[name=search]", "OTHER")
@@ -234,7 +234,7 @@ def test_step_times_of_two_selected_runs_are_compared(tab: Tab, live: LiveSimula
         LiveSimulation(live.run.path.with_name("third"), 2) as third,
     ):
         for run in (faster, third):
-            run.goes_on(4)
+            run.add_blocks(4)
             run.sidecar.save_records()
         tab.until(
             "[...document.querySelectorAll('main td.run-step')].filter((cell) =>"

@@ -41,8 +41,8 @@ def resident_mb() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-class Stranger:
-    """A client without the job's token that sends arbitrary calls to node 0."""
+class RawClient:
+    """A client that sends arbitrary calls to node 0."""
 
     def __init__(self, address: ExchangeAddress) -> None:
         self._address = address
@@ -219,7 +219,7 @@ class TestNode0:
         data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
-            Stranger(dataclasses.replace(address, token=token))
+            RawClient(dataclasses.replace(address, token=token))
             for token in ("0" * 32, address.token[:-1], "")
         ]
         for stranger in strangers:
@@ -236,7 +236,7 @@ class TestNode0:
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
         """Both calls have the right token."""
-        stranger = Stranger(nodes.address())
+        stranger = RawClient(nodes.address())
 
         assert (
             stranger.send(b"", **{transport.SENDER: "not a sender"})
@@ -252,7 +252,7 @@ class TestNode0:
         """The message is counted for its node. Payloads of other nodes are not lost."""
         pair[0].post({1: b"meanwhile"})
 
-        stranger = Stranger(nodes.address())
+        stranger = RawClient(nodes.address())
         assert stranger.send(b"\xff" * 100) is grpc.StatusCode.INVALID_ARGUMENT
         still_works(nodes, pair)
         assert nodes.contacts["n1"].missed == 0
@@ -262,7 +262,7 @@ class TestNode0:
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
         assert (
-            Stranger(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            RawClient(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
         )
         still_works(nodes, pair)
 
@@ -293,7 +293,7 @@ class TestNode0:
         before_mb = resident_mb()
         for _ in range(1000):
             open_at_end.enter_context(socket.create_connection(("127.0.0.1", address.port)))
-        wrong = Stranger(dataclasses.replace(address, token="0" * 32))
+        wrong = RawClient(dataclasses.replace(address, token="0" * 32))
         for _ in range(100):
             wrong.send(b"x" * 100_000)
         still_works(nodes, pair)

@@ -310,7 +310,7 @@ class TestRows:
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])
 def test_verdicts_are_the_same_with_and_without_packing(per_summary: int) -> None:
     """Values differ by less than a hundredth of a percent of the step."""
-    direct = JOB.judged()
+    direct = JOB.judge()
     judge = StragglerDetector()
     for first in range(0, JOB.rows, per_summary):
         window = slice(first, first + per_summary)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.ranks import HOST, Rank
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.telemetry import read_gpus, read_links
 from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
@@ -190,7 +190,7 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
     assert sum(sizes) <= (1 << 20) / 16
     assert rig.log.run_totals().dropped_files > 0
     assert read_gpus(run, HOST)[FIRST][-1] == rig.log.gpu_samples(FIRST, 0, 1 << 62)[-1]
-    state = node_state.NodeState(HOST, telemetry=saved(rig.log.run_totals()))
+    state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
     (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
     assert note.endswith(
         "oldest telemetry files were removed to stay below disk_bytes; totals include their samples"
@@ -228,7 +228,7 @@ def test_oldest_unwritten_samples_are_dropped_above_the_limit(
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(14, FIRST)
     rig.log.write_if_due(1 << 24)
-    state = node_state.NodeState(HOST, telemetry=saved(rig.log.run_totals()))
+    state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
 
     assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [
         *range(1004, 1014)
@@ -270,7 +270,7 @@ def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
     rig.gpus.losses[FIRST] = 1
     rig.seconds(12, FIRST)
     rig.log.write_if_due(1 << 24)
-    later = Rig(run, tmp_path / "infiniband", saved(rig.log.run_totals()))
+    later = Rig(run, tmp_path / "infiniband", save_and_load(rig.log.run_totals()))
     later.now_ns = 2000 * SECOND
     later.gpus.values = {FIRST: {"pcie_replays": 5}}
     later.gpus.losses[FIRST] = 2

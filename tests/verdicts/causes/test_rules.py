@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.findings import episode, findings
 from tests.support.planted import places
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.metrics import METRICS, vector
 from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
@@ -410,6 +410,6 @@ def test_diagnosis_is_unchanged_by_the_state_file() -> None:
         findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2})
     )
 
-    assert saved(named) == named
+    assert save_and_load(named) == named
     assert named.groups[0].diagnosis is not None
     assert len(METRICS) == len(set(METRICS))

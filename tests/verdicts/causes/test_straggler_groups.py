@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.findings import episode, findings
 from tests.support.planted import WORK_NS, Job, places
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.straggler_groups import (
     MAX_EXPLAINED,
     stage_imbalance,
@@ -28,7 +28,7 @@ def test_slow_ranks_of_one_host_are_one_node_group() -> None:
     job = Job.of(32, 100)
     for rank in range(8, 16):
         job.slow(rank, 30 + (rank == 11) * 10, "backward")
-    (found,) = with_groups(job.judged(), places(32)).groups
+    (found,) = with_groups(job.judge(), places(32)).groups
 
     assert (found.kind, found.name, found.host) == ("node", "node-1", "node-1")
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
@@ -44,7 +44,7 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
         judge.set_place(rank, place)
     judge.add_block("", job.block(rows=slice(0, 108)))
     found = judge.judge()
-    named = saved(with_groups(found, at))
+    named = save_and_load(with_groups(found, at))
     (node,) = named.groups
 
     own_ns = job.parts_ns.sum(axis=2)[:, 20:108]
@@ -54,7 +54,7 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
     assert node.lead.cost_ns < 3 * MS
     assert node.cost_ns == pytest.approx(gain_ns, rel=0.02)
     assert node.cost_share == pytest.approx(gain_ns / node.lead.step_ns, rel=0.02)
-    assert saved(found).episodes == found.episodes
+    assert save_and_load(found).episodes == found.episodes
     judge.add_block("", job.block(rows=slice(108, None)))
     ended = judge.judge(final=True).episodes
     assert len(ended) == 8
@@ -73,7 +73,7 @@ def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> Non
             job.slow(rank, 20 + 20 * (rank % 2), "backward")
         judge.add(rank, job.rows_of(rank))
     (node,) = with_groups(judge.judge(final=True), at).groups
-    alone = with_groups(Job.of(4, 80).slow(1, 20).judged(), places(4)).groups[0]
+    alone = with_groups(Job.of(4, 80).slow(1, 20).judge(), places(4)).groups[0]
 
     assert (node.kind, node.ranks) == ("node", (4, 5, 6, 7))
     assert node.cost_ns == pytest.approx(37 * MS, rel=0.1)
@@ -99,7 +99,7 @@ def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
     assert forward.slower_modules_ns == {"c": 5 * MS, "e": 4 * MS, "d": 3 * MS}
     assert backward.slower_modules_ns == {}
     both = findings(groups=(forward, backward))
-    assert saved(both) == both
+    assert save_and_load(both) == both
 
 
 def test_node_is_reported_if_three_quarters_of_its_ranks_are_slow() -> None:
@@ -126,7 +126,7 @@ def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
     for rank in range(3, 32, 8):
         job.slow(rank, 30, "forward")
     (found,) = with_groups(
-        job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])
+        job.judge(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])
     ).groups
 
     assert (found.kind, found.name, found.ranks) == ("position", "ep 3", (3, 11, 19, 27))
@@ -170,7 +170,7 @@ def test_ended_episodes_belong_to_no_group() -> None:
     assert with_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
-    assert {each.ranks for each in with_groups(job.judged(), places(4)).groups} == {(1,), (2,)}
+    assert {each.ranks for each in with_groups(job.judge(), places(4)).groups} == {(1,), (2,)}
 
 
 def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
@@ -182,7 +182,7 @@ def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
     later = with_groups(
         findings(dataclasses.replace(slow, until_step=120)),
         places(8),
-        before=saved(over),
+        before=save_and_load(over),
     )
 
     assert over.groups == later.groups == ()
@@ -265,4 +265,4 @@ def test_groups_and_imbalance_are_unchanged_by_json() -> None:
     both = findings(groups=tuple(straggler_groups(slow, places(16, node_size=4))))
     assert {each.kind for each in both.groups} == {"rank", "node"}
     for named in (NOTHING, both, with_groups(found, at)):
-        assert saved(named) == named
+        assert save_and_load(named) == named

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.long import long, long_but
 from tests.support.planted import MS, WORK_NS, Job, part_of, wider
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.candidates import (
     MIN_LOST_NS,
@@ -51,7 +51,7 @@ class TestNamed:
     ) -> None:
         """The rank is 6 % slower. Ranks that wait for the slow one are not reported."""
         rank = ranks // 2
-        found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
+        found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judge())
 
         assert (found.rank, found.phase, found.until_step, found.from_start) == (
             rank,
@@ -70,7 +70,7 @@ class TestNamed:
         """Slow warm-up steps of another rank make no difference."""
         job = Job.of(4, 100).slow(3, 12)
         job.slow(0, 5000, rows=slice(0, 3))
-        found = only(job.judged())
+        found = only(job.judge())
 
         assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (
             3,
@@ -84,7 +84,7 @@ class TestNamed:
         job = Job.of(64, 280, noise=0.004, seed=2)
         for rank in range(64):
             job.slow(rank, 0.3 * (rank % 8))
-        found = only(job.slow(7, 12, rows=slice(since, None)).judged())
+        found = only(job.slow(7, 12, rows=slice(since, None)).judge())
 
         assert (found.rank, found.until_step) == (7, None)
         assert found.named_step - since < 20
@@ -96,7 +96,7 @@ class TestNamed:
             .slow(0, 20, "data", slice(60, 200))
             .slow(1, 20, "data", slice(200, None))
         )
-        now, before = job.judged().episodes
+        now, before = job.judge().episodes
 
         assert (now.rank, now.until_step, before.rank) == (1, None, 0)
         assert before.until_step is not None
@@ -114,7 +114,7 @@ class TestNamed:
             lasts, pause = int(draw.integers(10, 80)), int(draw.integers(10, 40))
             job.slow(1, float(draw.integers(12, 40)), rows=slice(at, min(600, at + lasts)))
             at += lasts + pause
-        found = sorted(job.judged().episodes, key=lambda episode: episode.named_step)
+        found = sorted(job.judge().episodes, key=lambda episode: episode.named_step)
 
         assert len(found) > 1
         for before, after in itertools.pairwise(found):
@@ -127,7 +127,7 @@ class TestNamed:
         job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(
             1, 40, "host", two_of_seven(80, 200)
         )
-        found = only(job.judged())
+        found = only(job.judge())
 
         assert (found.rank, found.phase, found.until_step) == (1, "host", None)
         assert found.named_step < 140
@@ -141,7 +141,7 @@ class TestNamed:
     ) -> None:
         """Each stall takes five seconds."""
         job = Job.of(4, 260).slow(1, 12, rows=slice(60, None)).slow(1, 5000, "data", rows=stalls)
-        found = only(job.judged())
+        found = only(job.judge())
 
         assert (found.rank, found.phase, found.until_step) == (1, "forward", None)
         assert abs(found.since_step - 60) <= 4
@@ -150,7 +150,7 @@ class TestNamed:
 
     def test_each_of_two_slow_ranks_costs_little_alone(self) -> None:
         """Without one of the slow ranks, the job waits for the other."""
-        one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
+        one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judge().episodes
 
         assert {one.rank, other.rank} == {1, 2}
         for found in (one, other):
@@ -161,7 +161,7 @@ class TestNamed:
         for ranks in (2, 4, 32):
             lengths = 1 + 0.05 * np.random.default_rng(ranks).standard_normal((ranks, 200))
             lengths[1, 60:] *= 1.4
-            found = only(Job.of(ranks, 200).load(lengths, told=True).judged())
+            found = only(Job.of(ranks, 200).load(lengths, told=True).judge())
 
             assert (found.rank, found.phase) == (1, "compute")
             assert abs(found.since_step - 60) <= 4
@@ -175,12 +175,12 @@ class TestNamed:
             for told in (True, False)
         )
 
-        assert only(told.judged()).rank == 2
-        assert abs(only(told.judged()).more_workload) < 0.1
+        assert only(told.judge()).rank == 2
+        assert abs(only(told.judge()).more_workload) < 0.1
         # Single steps without reported workload do not change the result.
         told.workload[1, [90, 149]] = np.nan
-        assert (only(told.judged()).rank, only(told.judged()).until_step) == (2, None)
-        assert untold.judged().episodes == ()
+        assert (only(told.judge()).rank, only(told.judge()).until_step) == (2, None)
+        assert untold.judge().episodes == ()
 
 
 class TestCpu:
@@ -191,7 +191,7 @@ class TestCpu:
         return job
 
     def test_rank_that_lacks_a_cpu_for_long_is_reported_in_phase_cpu(self) -> None:
-        found = only(self.job(60, slice(100, None)).judged())
+        found = only(self.job(60, slice(100, None)).judge())
 
         assert (found.rank, found.phase) == (1, "cpu")
         assert abs(found.since_step - 100) <= 4
@@ -202,15 +202,15 @@ class TestCpu:
 
     def test_short_lack_of_a_cpu_is_not_reported(self) -> None:
         """The scheduler may favour some ranks for seconds by chance."""
-        assert self.job(60, slice(100, 100 + 5 * MIN_ROWS)).judged().episodes == ()
+        assert self.job(60, slice(100, 100 + 5 * MIN_ROWS)).judge().episodes == ()
 
     def test_lack_of_a_cpu_in_fewer_than_half_of_the_steps_is_not_reported(self) -> None:
         job = self.job(0, slice(0))
         job.ready_ns[1, 50::3] += 200 * MS
-        assert job.judged().episodes == ()
+        assert job.judge().episodes == ()
 
     def test_lack_of_a_cpu_is_not_reported_while_another_rank_is_slower(self) -> None:
-        found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judged())
+        found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judge())
 
         assert (found.rank, found.phase) == (2, "data")
 
@@ -221,18 +221,18 @@ class TestCpu:
         for rank in (1, 2):
             job.slow(rank, 0.04 * WORK_NS / MS)
         job.ready_ns = np.tile(random.uniform(0, 2 * WORK_NS, 300), (12, 1))
-        assert {episode.rank for episode in job.judged().episodes} == {1, 2}
+        assert {episode.rank for episode in job.judge().episodes} == {1, 2}
 
         # Now the rank that waits longest for a CPU is last.
         job.ready_ns = random.uniform(0, WORK_NS, (12, 300))
-        found = job.judged()
+        found = job.judge()
         assert found.episodes == ()
         assert found.detectable_ns >= MIN_SHARE * found.step_ns
 
     def test_lack_of_a_cpu_is_not_reported_if_one_rank_has_no_measurement(self) -> None:
         job = self.job(60, slice(100, None))
         job.ready_ns[3] = np.nan
-        assert job.judged().episodes == ()
+        assert job.judge().episodes == ()
 
 
 def autocorrelated(
@@ -266,13 +266,13 @@ class TestNoRankNamed:
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
         for each in deviations:
-            assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
+            assert Job.of(ranks, 80, noise=share, deviations=each).judge().episodes == ()
 
     @pytest.mark.long
     def test_autocorrelated_noise_reports_few_ranks_for_a_limited_time(self) -> None:
         """Steps vary by 5 % and are similar to their neighbours, so ranks look slow for a while."""
         deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
-        found = [Job.of(4, 160, noise=0.05, deviations=each).judged() for each in deviations]
+        found = [Job.of(4, 160, noise=0.05, deviations=each).judge() for each in deviations]
 
         assert sum(len(each.episodes) > 0 for each in found) <= 3
         assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
@@ -281,7 +281,7 @@ class TestNoRankNamed:
     def test_episode_of_a_short_excess_ends_although_noise_continues(self) -> None:
         for seed in (6, 10, 15, 16):
             found = only(
-                Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged()
+                Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judge()
             )
             assert found.until_step is not None
             assert abs(found.until_step - 70) <= 10
@@ -290,7 +290,7 @@ class TestNoRankNamed:
     def test_no_rank_is_reported_in_500_judgements_of_a_healthy_job(self, noise: str) -> None:
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(7), (4, 2000))
-        assert Job.of(4, 2000, noise=share, deviations=deviations).judged().episodes == ()
+        assert Job.of(4, 2000, noise=share, deviations=deviations).judge().episodes == ()
 
     @pytest.mark.parametrize("told", [True, False])
     def test_no_rank_is_reported_for_random_workload(self, told: bool) -> None:
@@ -300,17 +300,17 @@ class TestNoRankNamed:
             lengths = np.clip(
                 1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2
             )
-            assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
+            assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judge().episodes == ()
 
     def test_random_workload_raises_the_detectable_excess(self) -> None:
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 200)), 0.1, 2)
-        found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judged()
+        found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judge()
 
         assert found.detectable_ns >= MIN_SHARE * WORKLOAD_FACTOR * found.step_ns
 
     def test_excess_below_three_percent_of_the_step_is_not_reported(self) -> None:
-        assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
-        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
+        assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judge().episodes == ()
+        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judge()).rank == 1
 
     @pytest.mark.parametrize(
         ("excess_ms", "rows", "named"),
@@ -323,7 +323,7 @@ class TestNoRankNamed:
         """Steps of 50 ms are 8 % longer for one second, for three seconds, or 24 % longer."""
         job = Job.of(4, 120)
         job.parts_ns /= 4  # Steps of 50 ms.
-        found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judged()
+        found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judge()
 
         assert [episode.rank for episode in found.episodes] == [1] * named
 
@@ -355,8 +355,8 @@ class TestNoRankNamed:
         for seed in range(10):
             job = Job.of(4, 200, noise=noise, seed=seed)
             job.parts_ns *= step_ms * MS / WORK_NS
-            min_ns = job.judged().detectable_ns
-            named += [episode.rank for episode in job.slow(1, min_ns / MS).judged().episodes] == [1]
+            min_ns = job.judge().detectable_ns
+            named += [episode.rank for episode in job.slow(1, min_ns / MS).judge().episodes] == [1]
         assert named >= 9
 
     @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
@@ -369,7 +369,7 @@ class TestNoRankNamed:
             for only_rank in (
                 Job.of(ranks, 600, noise=0.02, seed=seed)
                 .slow(1, share * WORK_NS / MS)
-                .judged()
+                .judge()
                 .episodes
             )
         ]
@@ -379,7 +379,7 @@ class TestNoRankNamed:
     def test_slow_rank_is_reported_if_step_bins_are_shorter_than_requested(self) -> None:
         job = Job.of(4, 1200, noise=1e-3)
         job.parts_ns *= 9 * MS / WORK_NS
-        assert only(job.slow(1, 0.5, rows=slice(100, None)).judged()).rank == 1
+        assert only(job.slow(1, 0.5, rows=slice(100, None)).judge()).rank == 1
 
     def test_slowest_of_many_differing_ranks_is_not_reported(self) -> None:
         """Eight or more ranks show their usual spread."""
@@ -388,32 +388,32 @@ class TestNoRankNamed:
         for rank, excess_ms in enumerate(spread):
             job.slow(rank, float(excess_ms))
 
-        assert job.judged().episodes == ()
-        assert only(job.slow(3, 80).judged()).rank == 3
+        assert job.judge().episodes == ()
+        assert only(job.slow(3, 80).judge()).rank == 3
 
     def test_no_rank_is_reported_if_all_ranks_become_slow(self) -> None:
         job = Job.of(4, 200)
         job.parts_ns[:, 100:] *= 1.5
-        assert job.judged().episodes == ()
+        assert job.judge().episodes == ()
 
 
 class TestHysteresis:
     @pytest.mark.parametrize("noise", [0.04, *long(0.01)])
     def test_lasting_fault_is_one_episode(self, noise: float) -> None:
         """The fault lasts 1500 step bins, also with an excess close to the noise."""
-        found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
+        found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judge())
 
         assert (found.until_step, found.last_step) == (None, 1999)
         assert found.since_step == pytest.approx(500, abs=4 if noise == 0.01 else 16)
 
     def test_lasting_intermittent_fault_is_one_episode(self) -> None:
-        found = only(Job.of(4, 2000).slow(1, 40, "host", two_of_seven(500, 2000)).judged())
+        found = only(Job.of(4, 2000).slow(1, 40, "host", two_of_seven(500, 2000)).judge())
 
         assert (found.until_step, found.last_step) == (None, 1999)
 
     def test_fault_that_returns_after_a_long_time_is_a_second_episode(self) -> None:
         job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
-        now, before = job.judged().episodes
+        now, before = job.judge().episodes
 
         assert [
             round(step / 10) for step in (before.since_step, before.until_step or 0, now.since_step)
@@ -441,7 +441,7 @@ class TestBatching:
         .slow(1, 30, "data", slice(12, 36))
         .slow(2, 30, "forward", slice(36, None))
     )
-    WHOLE = JOB.judged()
+    WHOLE = JOB.judge()
 
     @given(data=st.data())
     def test_findings_do_not_depend_on_how_step_bins_are_split(self, data: st.DataObject) -> None:
@@ -466,12 +466,12 @@ class TestBatching:
             judge.add_block("", job.block(rows=slice(row, row + 50)))
             judge.judge()
 
-        assert judge.judge(final=True) == job.judged()
-        assert len(job.judged().episodes) == 2
+        assert judge.judge(final=True) == job.judge()
+        assert len(job.judge().episodes) == 2
 
     def test_renumbering_the_ranks_gives_the_same_findings(self) -> None:
         order = [2, 0, 1]
-        mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judged()
+        mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judge()
 
         for found, expected in zip(mixed.episodes, self.WHOLE.episodes, strict=True):
             assert order[found.rank] == expected.rank
@@ -578,7 +578,7 @@ class TestLateAndMissing:
         judge.add(3, job.rows_of(3, slice(0, 100)))
         judge.judge()
         judge.add(3, job.rows_of(3, slice(100, None)))
-        late, whole = judge.judge(final=True), job.judged()
+        late, whole = judge.judge(final=True), job.judge()
 
         assert only(late).excess_ns == pytest.approx(only(whole).excess_ns, rel=0.01)
         assert late.rows == whole.rows
@@ -683,12 +683,12 @@ class TestLateAndMissing:
     def test_step_with_other_work_on_one_rank_is_not_compared(self, flag: Flag) -> None:
         job = Job.of(4, 200)
         job.slow(1, 300, "host", slice(0, 200, 3)).flags[1, ::3] = flag
-        found = job.judged()
+        found = job.judge()
 
         assert found.episodes == ()
         assert found.rows == sum(row % 3 > 0 for row in range(4, 200))
         job.flags[:] = Flag.COLLECTED | Flag.MANUAL | Flag.INFERENCE
-        assert only(job.judged()).rank == 1
+        assert only(job.judge()).rank == 1
 
     def test_remaining_bins_are_judged_at_the_end(self) -> None:
         job = Job.of(2, 4 * EVERY + 3)
@@ -745,24 +745,24 @@ class TestPopulations:
 
 def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> None:
     """No excess is detectable in few bins."""
-    found = Job.of(4, 64, noise=0.05, seed=6).judged()
+    found = Job.of(4, 64, noise=0.05, seed=6).judge()
     assert MIN_SHARE * found.step_ns < found.detectable_ns < 0.2 * found.step_ns
     seen_ms = found.detectable_ns / MS
 
-    assert only(Job.of(4, 64, noise=0.05, seed=6).slow(1, 1.5 * seen_ms).judged()).rank == 1
-    assert Job.of(4, 64, noise=0.05, seed=6).slow(1, 0.5 * seen_ms).judged().episodes == ()
-    assert Job.of(4, MIN_ROWS + 3, seed=6).judged().detectable_ns is None
+    assert only(Job.of(4, 64, noise=0.05, seed=6).slow(1, 1.5 * seen_ms).judge()).rank == 1
+    assert Job.of(4, 64, noise=0.05, seed=6).slow(1, 0.5 * seen_ms).judge().episodes == ()
+    assert Job.of(4, MIN_ROWS + 3, seed=6).judge().detectable_ns is None
 
     differing = Job.of(16, 100)
     for rank, excess_ms in enumerate(np.linspace(-15, 15, 16).tolist()):
         differing.slow(rank, excess_ms)
-    seen_ms = differing.judged().detectable_ns / MS
+    seen_ms = differing.judge().detectable_ns / MS
     # A much smaller excess is detectable among similar ranks.
     assert seen_ms > 2 * 0.03 * WORK_NS / MS
-    assert differing.slow(8, 0.8 * seen_ms).judged().episodes == ()
-    assert only(differing.slow(8, 0.7 * seen_ms).judged()).rank == 8
+    assert differing.slow(8, 0.8 * seen_ms).judge().episodes == ()
+    assert only(differing.slow(8, 0.7 * seen_ms).judge()).rank == 8
 
-    quiet = Job.of(4, 100, noise=0.0).judged()
+    quiet = Job.of(4, 100, noise=0.0).judge()
     assert quiet.detectable_ns == pytest.approx(MIN_SHARE / (1 - MIN_SHARE) * quiet.step_ns)
 
 
@@ -770,5 +770,5 @@ def test_straggler_findings_are_unchanged_by_json() -> None:
     judge = StragglerDetector()
     judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
     for found in (judge.judge(final=True), NOTHING):
-        assert saved(found) == found
+        assert save_and_load(found) == found
     assert len(judge.judge().episodes) == 1

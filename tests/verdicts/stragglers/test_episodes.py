@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.planted import MS, WORK_MS, Job
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.episodes import Episode, described, phase_of, shared_cost_ns
 from torchlens_perf.verdicts.stragglers.window import SlidingWindow
@@ -198,4 +198,4 @@ def test_usual_times_of_many_ranks_are_computed_from_a_sample() -> None:
 def test_episode_is_unchanged_by_json() -> None:
     for changes in ({}, {"until_step": 90}):
         episode: Any = dataclasses.replace(episode_of(Job.of(2, 30).slow(1, 20)), **changes)
-        assert saved(episode) == episode
+        assert save_and_load(episode) == episode

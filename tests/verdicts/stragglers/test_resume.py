@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.findings import episode, findings
-from tests.support.saved import saved
+from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
@@ -27,7 +27,7 @@ def looks(
         for population, block in part.blocks(1):
             for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
                 if first == restart:
-                    judge, goes_on = StragglerDetector(), EarlierEpisodes(saved(found))
+                    judge, goes_on = StragglerDetector(), EarlierEpisodes(save_and_load(found))
                 judge.add_block(population, block.between(first, first + 4))
                 found = goes_on.merged_with(judge.judge())
                 yield first + 4, found
