@@ -102,7 +102,7 @@ def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> Non
         assert totals[2]["exposed_wait_ns"] < 0.5 * totals[victim]["exposed_wait_ns"]
 
 
-def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
+def test_late_rank_of_a_subgroup_is_found_separately_from_the_worlds(join: CollectiveJoin) -> None:
     """Rank 1 is late in the subgroup. Its numbers are not mixed with those of the world."""
     row = of(join, "allreduce", (1, 2))
 

@@ -70,7 +70,7 @@ def test_torchrun_flag_records_every_rank(
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_variable_records_a_script(
+def test_environment_variable_records_an_unmodified_script(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
     """TORCHLENS_PERF=1 records a script under plain python.
@@ -125,7 +125,7 @@ def test_run_command_starts_a_module_like_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # test_elastic_ranks.py has a restart with more ranks.
-def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
+def test_elastic_restart_is_recorded_in_the_same_run(tmp_path: Path) -> None:
     """torchrun restarts the ranks.
 
     The run directory contains both attempts, and the report is about the last one.
@@ -278,7 +278,7 @@ def test_script_with_its_own_watch_is_recorded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_variable_0_disables_recording(tmp_path: Path) -> None:
+def test_environment_variable_0_disables_recording(tmp_path: Path) -> None:
     """TORCHLENS_PERF=0 has priority over watch() in the script and over the flag, and creates no
     file.
     """

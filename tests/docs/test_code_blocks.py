@@ -193,7 +193,9 @@ def shell(command: Command) -> str:
 @pytest.mark.parametrize(
     "page", sorted({block.page for block in BLOCKS if block.language == "python"})
 )
-def test_python_blocks_run_without_errors(page: str, recorded: Path, tmp_path: Path) -> None:
+def test_python_blocks_of_each_page_run_without_errors(
+    page: str, recorded: Path, tmp_path: Path
+) -> None:
     """All blocks of a page run in one process, in their order."""
     code = "\n".join(
         block.text for block in BLOCKS if block.page == page and block.language == "python"
@@ -270,7 +272,7 @@ def test_listing_of_a_run_directory_names_every_file(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: f"{each.block.place} {each}"[:90])
-def test_commands_are_accepted_by_their_parsers(command: Command) -> None:
+def test_documented_commands_are_accepted_by_their_parsers(command: Command) -> None:
     """All options and scripts that appear in a command exist."""
     for variable in command.variables:
         name = variable.partition("=")[0]
@@ -406,7 +408,9 @@ SHIMS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("command", executed_commands())
-def test_commands_succeed_in_bash(command: Command, recorded: Path, tmp_path: Path) -> None:
+def test_documented_commands_succeed_in_bash(
+    command: Command, recorded: Path, tmp_path: Path
+) -> None:
     """Each command runs with few changes.
 
     Jobs have 2 ranks. RUN_DIR is the recorded run. The collector's address is an unused port.

@@ -37,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_every_link_has_an_existing_target(page: str) -> None:
+def test_every_link_in_the_docs_has_an_existing_target(page: str) -> None:
     found = links(ROOT / page)
     assert [str(path) for path, _ in found if not path.exists()] == []
     named = [(path, heading) for path, heading in found if heading]

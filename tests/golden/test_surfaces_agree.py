@@ -217,7 +217,7 @@ def alerts_and_assessment_have_the_figures_of_the_rows(
     for alert in newest.values():
         row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
         if row is None:
-            # A group of ranks now has one common alert.
+            # A verdict on several ranks now contains this rank.
             assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)

@@ -400,7 +400,7 @@ def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None
 
 
 @pytest.mark.parametrize("wrong", ["began before it was issued", "ended before it began"])
-def test_impossible_times_stop_timing(wrong: str, rig: NcclRig) -> None:
+def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: NcclRig) -> None:
     """NCCL's count is wrong (nccl#2369).
 
     From that moment on, its times are neither used nor requested.

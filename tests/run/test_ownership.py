@@ -154,7 +154,7 @@ def test_cycle_of_links_raises_an_error(file: Path, tmp_path: Path) -> None:
         why_others_can_change(tmp_path / "a")
 
 
-def test_missing_file_raises_file_not_found(file: Path) -> None:
+def test_missing_path_raises_os_error_instead_of_being_refused(file: Path) -> None:
     """A caller must be able to distinguish a missing file from a refused one."""
     with pytest.raises(FileNotFoundError):
         why_others_can_change(file.parent / "missing.so")

@@ -28,8 +28,8 @@ def sketch_of(values: list[int]) -> Sketch:
     return sketch
 
 
-def test_bucket_bounds_are_exact() -> None:
-    """Each bound is the largest integer not above 1e9 * 2**(i/32), checked with integers."""
+def test_bucket_bounds_are_the_largest_integers_below_exact_powers() -> None:
+    """Each bound is the largest integer not above 1e9 * 2**(i/32)."""
     largest = np.iinfo(np.int64).max
     bounds = bucket_bounds().tolist()
     assert (len(bounds), bounds[-LOWEST_BUCKET - 1], bounds[-1]) == (BUCKETS, 10**9, largest)
@@ -53,7 +53,7 @@ def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: l
 
 
 @given(durations)
-def test_sums_and_extremes_are_exact(values: list[int]) -> None:
+def test_sums_and_extremes_of_a_sketch_are_not_rounded(values: list[int]) -> None:
     """Sum, sum of squares, extremes and count are not rounded, however large the durations are."""
     sketch = sketch_of(values)
 

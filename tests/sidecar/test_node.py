@@ -621,7 +621,9 @@ def test_rank_without_records_is_reported_as_missing(run: RunDirectory) -> None:
     assert "3 of 4 ranks are missing: 1, 2, 3" in report(run)["quality"]["notes"]
 
 
-def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_wait_until_a_full_disk_has_space_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records wait until the run directory can be written again."""
     from torchlens_perf.store import writer
 

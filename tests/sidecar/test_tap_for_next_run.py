@@ -212,7 +212,7 @@ def test_exit_status_of_a_killed_build_is_reported(
 # -- priority of the build
 
 
-def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
+def test_tap_build_runs_with_the_lowest_priority(node: Node, tap: Path) -> None:
     """The compiler has SCHED_IDLE and the lowest priorities of thread and session.
 
     The compiler also has the highest OOM score and a limit of CPU time.
@@ -251,7 +251,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_build_is_killed_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
+def test_tap_build_is_killed_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
     """The compiler and its children end too. No partial file is left."""
     pids = node.home / "pids"
     copying(node.cxx, tap, f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")

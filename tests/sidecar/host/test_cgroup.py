@@ -109,8 +109,7 @@ def test_control_group_of_a_missing_process_raises_an_error(machine: Machine) ->
         ControlGroup(PID, proc=machine.proc)
 
 
-def test_control_group_values_of_this_process_have_documented_types() -> None:
-    """Counters do not decrease between two readings."""
+def test_counters_of_this_process_do_not_decrease() -> None:
     group = ControlGroup(os.getpid())
     first = group.stall_time_us("io"), group.refault_count()
     second = group.stall_time_us("io"), group.refault_count()

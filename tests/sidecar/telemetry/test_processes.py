@@ -54,7 +54,7 @@ def test_cpu_time_and_memory_of_children_are_added_to_their_parent(worker: int) 
     assert both.resident_bytes > alone.resident_bytes + 16 * MB
 
 
-def test_written_bytes_are_counted_until_a_process_ends(worker: int) -> None:
+def test_written_bytes_are_counted_and_ended_processes_have_no_sample(worker: int) -> None:
     if not os.access(f"/proc/{worker}/io", os.R_OK):
         pytest.skip("the kernel does not count bytes per process (CONFIG_TASK_IO_ACCOUNTING)")
     ended = subprocess.Popen([sys.executable, "-c", ""])
