@@ -34,13 +34,13 @@ from torchlens_perf.results import notebook
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-took, update = [], notebook.NotebookCell._update
+took, update = [], notebook.NotebookCell._update_display
 def timed(cell, session):
     before, began_s = cell._newest, time.perf_counter()
     update(cell, session)
     if cell._newest is not before:
         took.append(time.perf_counter() - began_s)
-notebook.NotebookCell._update = timed
+notebook.NotebookCell._update_display = timed
 """,
     f"""
 with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0)) as w:
@@ -91,10 +91,10 @@ def _callbacks(table: Table, folder: str) -> None:
     with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         session = watch._session
         assert session is not None
-        with alerts.listening(session):
+        with alerts.attached_to(session):
             began_s = time.perf_counter()
             for _ in range(LOOKS):
-                alerts.look()
+                alerts.poll_alerts()
             look_us = 1e6 * (time.perf_counter() - began_s) / LOOKS
         met = table.bar(look_us <= MAX_LOOK_US)
         table.row(
@@ -105,7 +105,7 @@ def _callbacks(table: Table, folder: str) -> None:
         )
 
         def loop_us(*, listens: bool) -> float:
-            with alerts.listening(session) if listens else contextlib.nullcontext():
+            with alerts.attached_to(session) if listens else contextlib.nullcontext():
                 began_s = time.perf_counter()
                 loop.steps(STEPS)
                 return 1e6 * (time.perf_counter() - began_s) / STEPS

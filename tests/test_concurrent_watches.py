@@ -78,7 +78,7 @@ def test_torch_is_restored_after_watches_in_several_threads(tmp_path: Path, thre
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(trial, range(threads)))
     assert state_of_torch() == before
-    assert perf.watch(**SETTINGS)._recording()._session is None
+    assert perf.watch(**SETTINGS)._recording_watch()._session is None
 
 
 def test_watches_that_begin_together_make_one_run(tmp_path: Path) -> None:

@@ -354,14 +354,14 @@ class Watch(LiveResultMethods):
         if session is not None:
             session.step.tag(TAGS[what])
 
-    def _recording(self) -> Watch:
+    def _recording_watch(self) -> Watch:
         return _running if _running is not None and _running.run_dir == self.run_dir else self
 
-    def _recorded(self) -> RunHandle:
+    def _get_run_handle(self) -> RunHandle:
         from torchlens_perf.results.ask import RunHandle
 
         watch, why = (
-            self._recording(),
+            self._recording_watch(),
             "nothing is recorded: it has not begun, or the log says why not",
         )
         if not self._enabled:
@@ -426,7 +426,7 @@ class Watch(LiveResultMethods):
             cleanup.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
             if self._live_views is not None:
-                self._live_views.begin(session, has_sidecar=self._config.sidecar)
+                self._live_views.start_views(session, has_sidecar=self._config.sidecar)
 
     def _begin(self, cleanup: ExitStack, first_step: int) -> tuple[RunDirectory, Session]:
         """Create ring, folders and sidecar, each of which may fail.
@@ -519,7 +519,7 @@ class Watch(LiveResultMethods):
         """
         global _session
         identity, mailbox, began_s = session.identity, None, time.monotonic()
-        cell, is_live = self._end_live()
+        cell, is_live = self._end_live_views()
         reports = (self._config.prints_report and identity.rank == 0) or is_live
         with guard("asking for the report"):
             if reports and self._config.sidecar:
@@ -549,7 +549,7 @@ class Watch(LiveResultMethods):
                         # The report is shown later and still needs the mailbox.
                         mailbox = None
                     elif self._live_views is not None:
-                        self._live_views.ended(shown)
+                        self._live_views.write_report(shown)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):
@@ -578,7 +578,7 @@ class Watch(LiveResultMethods):
         global _running
         session, self._session = self._session, None
         if self._live_views is not None:
-            self._live_views.end()
+            self._live_views.stop_views()
         if session is not None:
             session.abandon()
         if _running is self:

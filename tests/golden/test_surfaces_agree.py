@@ -264,12 +264,12 @@ def loggers_have_the_figures_of_the_rows(
 ) -> None:
     """Check the output of `log_to()`: the slow rank, each alert, and the report."""
     board, figures = Board(), FigureLoggers()
-    figures.add(checked_logger(board, 0.0, lambda: 1))
+    figures.add_logger(checked_logger(board, 0.0, lambda: 1))
     for alert in exporter.alerts:
-        figures.heard(alert)
+        figures.write_alert(alert)
     figures._newest = {"steps": 1, "step": 1, "data": 0}
-    figures.look(last=True)
-    figures.ended(render(report, "x", columns=400, color=True))
+    figures.write_due_figures(last=True)
+    figures.write_report(render(report, "x", columns=400, color=True))
     values = {name: value for name, value, _ in board.rows}
     slow = [row for row in report["verdicts"] if row["kind"] == "straggler"]
 

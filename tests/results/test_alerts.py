@@ -80,7 +80,7 @@ def test_each_callback_receives_each_alert_once_and_in_order(session: Session) -
     """Alerts found before a callback was registered are included."""
     alerts, first, second = AlertCallbacks(), Heard(), Heard()
     alerts.callbacks += [first, second]
-    with alerts.listening(session):
+    with alerts.attached_to(session):
         named(session, STARTED)
         look(session)
         named(session, STARTED, ENDED)
@@ -100,7 +100,7 @@ def test_exception_of_a_callback_does_not_end_the_job(
     """
     alerts, bad, good = AlertCallbacks(), Heard(ValueError("no \x1b[2J network")), Heard()
     alerts.callbacks += [bad, good]
-    with caplog.at_level(logging.WARNING, "torchlens_perf"), alerts.listening(session):
+    with caplog.at_level(logging.WARNING, "torchlens_perf"), alerts.attached_to(session):
         named(session, STARTED, ENDED)
         look(session)
 
@@ -118,7 +118,7 @@ def test_callback_may_end_the_job_with_system_exit_or_ctrl_c(session: Session) -
     """The exception is raised in the user's code."""
     alerts = AlertCallbacks()
     alerts.callbacks.append(Heard(SystemExit(3)))
-    with alerts.listening(session):
+    with alerts.attached_to(session):
         named(session, STARTED)
         with pytest.raises(SystemExit):
             look(session)

@@ -55,7 +55,7 @@ class Shown:
         self.session = rank.session
         self.cell = NotebookCell(self.clock)
         self.cell._handle = self.handle
-        self.live = self.cell._live(RunHandle(run, self.session, True, ""))
+        self.live = self.cell._update_live(RunHandle(run, self.session, True, ""))
 
     def write(self, text: str) -> None:
         value = json.dumps({"text": text, "html": "", "summary": {}}) if text else ""

@@ -79,19 +79,19 @@ def test_logged_rows_are_means_since_the_previous_row(session: Session) -> None:
     """Each row has the step of the user's counter. Unchanged values are not written again."""
     now_s, board = [0.0], Board()
     figures = FigureLoggers(lambda: now_s[0])
-    figures.add(check_log_arguments(board, 10.0, lambda: 7))
-    with figures.listening(session):
-        figures.look()
+    figures.add_logger(check_log_arguments(board, 10.0, lambda: 7))
+    with figures.attached_to(session):
+        figures.write_due_figures()
         summed(session, 2, 4_000_000_000, 1_000_000_000)
-        figures.look()
+        figures.write_due_figures()
         summed(session, 4, 10_000_000_000, 1_000_000_000)
         now_s[0] = 9.0
-        figures.look()
+        figures.write_due_figures()
         assert len(board.rows) == 2, "the second row is not due"
         now_s[0] = 10.0
-        figures.look()
+        figures.write_due_figures()
         now_s[0] = 30.0
-        figures.look()
+        figures.write_due_figures()
 
     assert board.rows == [(STEP, 2.0, 7), (DATA, 0.5, 7), (STEP, 3.0, 7), (DATA, 0.0, 7)]
 
@@ -99,15 +99,15 @@ def test_logged_rows_are_means_since_the_previous_row(session: Session) -> None:
 def test_slow_rank_is_logged_until_it_is_no_longer_slow(session: Session) -> None:
     """A text with the action is also written, and the report without colours."""
     board, figures = Board(), FigureLoggers()
-    figures.add(check_log_arguments(board, 0.0, None))
-    with figures.listening(session):
-        figures.heard(SLOW)
+    figures.add_logger(check_log_arguments(board, 0.0, None))
+    with figures.attached_to(session):
+        figures.write_alert(SLOW)
         summed(session, 1, 1_000_000_000, 0)
-        figures.look()
-        figures.heard(dataclasses.replace(SLOW, change="ended"))
+        figures.write_due_figures()
+        figures.write_alert(dataclasses.replace(SLOW, change="ended"))
         summed(session, 2, 2_000_000_000, 0)
-        figures.look()
-    figures.ended("\x1b[1mNo rank stands out.\x1b[0m\n")
+        figures.write_due_figures()
+    figures.write_report("\x1b[1mNo rank stands out.\x1b[0m\n")
 
     values = [(name, value) for name, value, _ in board.rows]
     assert values == [
@@ -128,12 +128,12 @@ def test_exception_of_a_logger_does_not_end_the_job(
 ) -> None:
     """The exception is logged once, and the other loggers get their rows."""
     bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), FigureLoggers()
-    figures.add(check_log_arguments(bad, 0.0, None))
-    figures.add(check_log_arguments(good, 0.0, None))
-    with caplog.at_level(logging.WARNING, "torchlens_perf"), figures.listening(session):
+    figures.add_logger(check_log_arguments(bad, 0.0, None))
+    figures.add_logger(check_log_arguments(good, 0.0, None))
+    with caplog.at_level(logging.WARNING, "torchlens_perf"), figures.attached_to(session):
         for steps in (1, 2):
             summed(session, steps, 1, 0)
-            figures.look()
+            figures.write_due_figures()
 
     (record,) = caplog.records
     assert (

@@ -59,14 +59,14 @@ def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
     files = ParquetFolder(folder, unreadable=add_errors_to(notes))
     return [
         step
-        for table in files.read(lambda file: file.table(["step"], {"step": steps}))
+        for table in files.read_each(lambda file: file.read_table(["step"], {"step": steps}))
         for step in table["step"].to_pylist()
     ]
 
 
 def test_filtered_rows_are_returned_in_file_order(folder: Path) -> None:
     where = {"step": [1500, 3, 4], "kind": ["data"]}
-    (table,) = ParquetFolder(folder).read(lambda file: file.table(where=where))
+    (table,) = ParquetFolder(folder).read_each(lambda file: file.read_table(where=where))
     assert table.to_pylist() == [{"step": 3, "kind": "data"}]
     assert map_texts(table["kind"], {"data": 7}, -1).tolist() == [7]
 
@@ -85,7 +85,7 @@ def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
 def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
     for row_group in (0, 1):
         flip_a_bit(folder / "node-000001.parquet", row_group)
-    assert list(ParquetFolder(folder).read(lambda file: file.extremes("step"))) == [
+    assert list(ParquetFolder(folder).read_each(lambda file: file.read_column_range("step"))) == [
         (0, 2 * ROWS_PER_GROUP - 1)
     ]
 
@@ -93,8 +93,8 @@ def test_extremes_are_read_from_the_files_statistics(folder: Path) -> None:
 def test_large_file_is_read_in_batches(folder: Path) -> None:
     steps = np.arange(300_000)
     pq.write_table(pa.table({"step": steps}), folder / "node-000001.parquet")
-    (sizes,) = ParquetFolder(folder).read(
-        lambda file: [batch.num_rows for batch in file.batches(["step"])]
+    (sizes,) = ParquetFolder(folder).read_each(
+        lambda file: [batch.num_rows for batch in file.read_batches(["step"])]
     )
     assert sum(sizes) == len(steps)
     assert max(sizes) <= 1 << 16
@@ -120,11 +120,16 @@ def test_disk_error_is_not_reported_as_damage(
     monkeypatch.setattr(ownership, "open_to_read", failing)
     notes: list[str] = []
     with pytest.raises(UnreadableFileError, match="Input/output error"):
-        list(ParquetFolder(folder, unreadable=add_damage_to(notes)).read(ParquetFile.table))
+        list(
+            ParquetFolder(folder, unreadable=add_damage_to(notes)).read_each(ParquetFile.read_table)
+        )
     assert notes == []
     # A page uses add_errors_to(), which treats disk errors like damage.
     assert (
-        list(ParquetFolder(folder, unreadable=add_errors_to(notes)).read(ParquetFile.table)) == []
+        list(
+            ParquetFolder(folder, unreadable=add_errors_to(notes)).read_each(ParquetFile.read_table)
+        )
+        == []
     )
     assert len(notes) == 1
 
@@ -145,7 +150,7 @@ def test_reading_does_not_import_pandas(folder: Path) -> None:
     program = (
         "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import"
         " main; main(); import pathlib; from torchlens_perf.store.reader import ParquetFolder,"
-        f" ParquetFile; (table,) = ParquetFolder(pathlib.Path({str(folder)!r})).read(ParquetFile.table);"
+        f" ParquetFile; (table,) = ParquetFolder(pathlib.Path({str(folder)!r})).read_each(ParquetFile.read_table);"
         " print(len(table), 'pandas' in sys.modules)"
     )
     done = subprocess.run(
@@ -164,7 +169,7 @@ from torchlens_perf.store.reader import ParquetFolder, ParquetFile
 pa.set_io_thread_count(1)
 pa.set_cpu_count(8)
 before = len(os.listdir("/proc/self/task"))
-(table,) = ParquetFolder(pathlib.Path({str(tmp_path)!r})).read(ParquetFile.table)
+(table,) = ParquetFolder(pathlib.Path({str(tmp_path)!r})).read_each(ParquetFile.read_table)
 print(len(table), len(os.listdir("/proc/self/task")) - before)
 """
     done = subprocess.run(

@@ -33,7 +33,7 @@ class FrameworkRun:
             check_log_arguments(log_to, log_every_s, None)
 
     @property
-    def begun(self) -> bool:
+    def is_recording(self) -> bool:
         return self._watch is not None
 
     def begin(

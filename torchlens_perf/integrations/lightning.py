@@ -106,7 +106,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
         self._local_rank = local_rank
-        if stage == "fit" and not self._run.begun:
+        if stage == "fit" and not self._run.is_recording:
             self._run.begin()
 
     @guard("begin of an action of Lightning")

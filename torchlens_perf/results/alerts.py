@@ -35,17 +35,17 @@ class AlertCallbacks:
         self._guards: dict[int, users_code] = {}  # by callback
 
     @contextmanager
-    def listening(self, session: Session) -> Iterator[None]:
+    def attached_to(self, session: Session) -> Iterator[None]:
         """Call the callbacks at the ends of steps while this context is active. Raise OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, ALERTS)
         try:
-            with session.throttled("calling on_verdict's callbacks", self.look):
+            with session.throttled("calling on_verdict's callbacks", self.poll_alerts):
                 yield
         finally:
             self._mailbox.close()
             self._session = self._mailbox = None
 
-    def look(self) -> None:
+    def poll_alerts(self) -> None:
         """Call the callbacks with new alerts."""
         text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is None or self._session is None:
@@ -56,7 +56,7 @@ class AlertCallbacks:
                 self._known.add(row["id"])
                 began_ns = time.monotonic_ns()
                 try:
-                    self._call(
+                    self._call_callbacks(
                         Alert(
                             **{
                                 **row,
@@ -68,7 +68,7 @@ class AlertCallbacks:
                 finally:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
-    def _call(self, alert: Alert) -> None:
+    def _call_callbacks(self, alert: Alert) -> None:
         """Call one callback.
 
         Its first exception is logged; it is called again for the next alert.

@@ -80,26 +80,28 @@ class FigureLoggers:
         self._several = False
 
     @property
-    def is_asked(self) -> bool:
+    def has_loggers(self) -> bool:
         return bool(self._logs)
 
-    def add(self, asked: LogRequest) -> None:
+    def add_logger(self, asked: LogRequest) -> None:
         self._logs.append(_LoggerState(asked))
 
     @contextmanager
-    def listening(self, session: Session) -> Iterator[None]:
+    def attached_to(self, session: Session) -> Iterator[None]:
         """Write figures at the ends of steps while this context is active. Raise OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
         self._several = session.identity.has_other_ranks
         try:
-            with session.throttled("writing figures into the user's logger", self.look):
+            with session.throttled(
+                "writing figures into the user's logger", self.write_due_figures
+            ):
                 yield
-                self.look(last=True)
+                self.write_due_figures(last=True)
         finally:
             self._mailbox.close()
             self._session = self._mailbox = None
 
-    def look(self, *, last: bool = False) -> None:
+    def write_due_figures(self, *, last: bool = False) -> None:
         """Write new figures to loggers that are due. last: write to all loggers."""
         text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is not None:
@@ -110,13 +112,13 @@ class FigureLoggers:
         ]
         for log in due:
             values, log.sums, log.due_s = (
-                self._values(log.sums),
+                self._mean_values(log.sums),
                 self._newest,
                 now_s + log.asked.every_s,
             )
-            self._write(log, _figures_writer(values))
+            self._call_logger(log, _figures_writer(values))
 
-    def heard(self, alert: Alert) -> None:
+    def write_alert(self, alert: Alert) -> None:
         """Write an alert that has begun, changed or ended."""
         if alert.kind == "straggler":
             self._slow.pop(alert.about, None)
@@ -124,10 +126,10 @@ class FigureLoggers:
                 self._slow[alert.about] = alert
         self._write_text(VERDICT, f"{alert.change}: {alert.sentence}")
 
-    def ended(self, report: str) -> None:
+    def write_report(self, report: str) -> None:
         self._write_text(REPORT, _COLORS.sub("", report).strip())
 
-    def _values(self, before: dict[str, int]) -> dict[str, float]:
+    def _mean_values(self, before: dict[str, int]) -> dict[str, float]:
         """Return means over the steps since `before`, in seconds, and the slow ranks.
 
         Unknown values are left out.
@@ -153,9 +155,9 @@ class FigureLoggers:
 
     def _write_text(self, name: str, text: str) -> None:
         for log in self._logs:
-            self._write(log, lambda to, step: to.text(name, text, step))
+            self._call_logger(log, lambda to, step: to.text(name, text, step))
 
-    def _write(self, log: _LoggerState, write: Callable[[Logger, int], None]) -> None:
+    def _call_logger(self, log: _LoggerState, write: Callable[[Logger, int], None]) -> None:
         """Call a logger. One that raises is called again for the next row."""
         session, began_ns = self._session, time.monotonic_ns()
         try:

@@ -117,7 +117,7 @@ def show_report(
     from torchlens_perf.results.ask import parse_results
 
     results = parse_results(text)
-    cell.end(results)
+    cell.show_final_results(results)
     return results.text
 
 

@@ -40,22 +40,22 @@ class LiveViews:
         """
         self.callbacks.append(callback)
         if recorded.session is not None:
-            self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
+            self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def log_to(self, recorded: RunHandle, asked: LogRequest) -> None:
         """See Watch.log_to(). A logger that is added early is used once the watch has begun."""
-        self._figures.add(asked)
+        self._figures.add_logger(asked)
         if recorded.session is not None:
-            self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
+            self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
-    def begin(self, session: Session, *, has_sidecar: bool) -> None:
+    def start_views(self, session: Session, *, has_sidecar: bool) -> None:
         """Start the requested views. A later call starts those that were added since."""
-        if self._figures.is_asked and not self._writes and session.identity.rank == 0:
+        if self._figures.has_loggers and not self._writes and session.identity.rank == 0:
             self._writes = True
             if has_sidecar:
-                self.callbacks.append(self._figures.heard)
+                self.callbacks.append(self._figures.write_alert)
                 with guard("listening for figures"):
-                    self._attached.enter_context(self._figures.listening(session))
+                    self._attached.enter_context(self._figures.attached_to(session))
             else:
                 logger.warning("torchlens_perf: log_to() writes no figures: they need the sidecar")
         if self.callbacks and not self._hears:
@@ -66,18 +66,18 @@ class LiveViews:
                 )
                 return
             with guard("listening for verdicts"):
-                self._attached.enter_context(self._alerts.listening(session))
+                self._attached.enter_context(self._alerts.attached_to(session))
 
-    def display(self, recorded: RunHandle) -> None:
+    def show_in_cell(self, recorded: RunHandle) -> None:
         """See Watch._ipython_display_()."""
-        self.cell.show(recorded, self._attached.enter_context)
+        self.cell.show_results(recorded, self._attached.enter_context)
 
-    def end(self) -> None:
+    def stop_views(self) -> None:
         """Stop all live views. In a forked child the parent's views stay."""
         with guard("ending what the run was shown by"):
             self._attached.close()
 
-    def ended(self, report: str) -> None:
+    def write_report(self, report: str) -> None:
         """Pass on the report that rank 0 has shown."""
         if self._writes:
-            self._figures.ended(report)
+            self._figures.write_report(report)

@@ -73,19 +73,19 @@ class MlflowAdapter:
         self._mlflow = mlflow
         self._run_id = ""
 
-    def _known_run(self) -> str:
+    def _find_run_id(self) -> str:
         active = None if self._run_id else self._mlflow.active_run()
         if active is not None:
             self._run_id = active.info.run_id
         return self._run_id
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        run_id = self._known_run()
+        run_id = self._find_run_id()
         if run_id:
             self._mlflow.log_metrics(values, step=step, run_id=run_id)
 
     def text(self, name: str, text: str, step: int) -> None:
-        run_id = self._known_run()
+        run_id = self._find_run_id()
         if run_id:  # The run may have ended.
             self._mlflow.MlflowClient().log_text(run_id, text, f"{name}.txt")
 
@@ -136,18 +136,18 @@ class HuggingFaceAdapter:
 
     def figures(self, values: dict[str, float], step: int) -> None:
         trainer = self._trainer
-        for callback in self._trackers():
+        for callback in self._find_trackers():
             # Each logger gets a copy, because some modify it.
             callback.on_log(
                 trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model
             )
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._trackers()
+        self._find_trackers()
         for logger in self._texts.values():
             logger.text(name, text, step)
 
-    def _trackers(self) -> list[Any]:
+    def _find_trackers(self) -> list[Any]:
         found = []
         for callback in self._trainer.callback_handler.callbacks:
             if type(callback).__module__.startswith(_TRACKERS_OF_TRANSFORMERS):

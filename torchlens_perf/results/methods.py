@@ -28,7 +28,7 @@ class ResultMethods(abc.ABC):
     run_dir: Path | None = None
 
     @abc.abstractmethod
-    def _recorded(self) -> RunHandle:
+    def _get_run_handle(self) -> RunHandle:
         """Return the access to the results."""
 
     def summary(self) -> Summary:
@@ -40,7 +40,7 @@ class ResultMethods(abc.ABC):
         """
         from torchlens_perf.results.summary import build_summary
 
-        return build_summary(self._recorded())
+        return build_summary(self._get_run_handle())
 
     def step_table(self, backend: Backend | None = None) -> Any:
         """Return a frame with a row per step and rank; docs/reference/run-directory.md describes
@@ -52,7 +52,7 @@ class ResultMethods(abc.ABC):
         """
         from torchlens_perf.results.tables import read_table
 
-        return read_table(self._recorded(), "steps", backend)
+        return read_table(self._get_run_handle(), "steps", backend)
 
     def report_html(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return
@@ -79,7 +79,7 @@ class ResultMethods(abc.ABC):
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from torchlens_perf.results import ask, notebook
 
-        return notebook.to_mime_bundle(ask.request_results(self._recorded()))
+        return notebook.to_mime_bundle(ask.request_results(self._get_run_handle()))
 
     def _repr_html_(self) -> str:
         return self._repr_mimebundle_()["text/html"]
@@ -94,7 +94,7 @@ class LiveResultMethods(ResultMethods):
     _live_views: LiveViews | None = None
 
     @abc.abstractmethod
-    def _recording(self) -> LiveResultMethods:
+    def _recording_watch(self) -> LiveResultMethods:
         """Return the watch that records: this one, or the one that it has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
@@ -109,7 +109,7 @@ class LiveResultMethods(ResultMethods):
             raise ConfigError(
                 f"callback={callback!r}: must be a function of one argument, the alert"
             )
-        self._views().on_verdict(self._recorded(), callback)
+        self._get_live_views().on_verdict(self._get_run_handle(), callback)
         return callback
 
     def log_to(
@@ -130,30 +130,32 @@ class LiveResultMethods(ResultMethods):
         """
         from torchlens_perf.results.figures import check_log_arguments
 
-        self._views().log_to(self._recorded(), check_log_arguments(logger, every_s, step))
+        self._get_live_views().log_to(
+            self._get_run_handle(), check_log_arguments(logger, every_s, step)
+        )
 
     def _ipython_display_(self) -> None:
         """Show the run in a notebook cell, which is updated at the ends of steps, at most once a
         second.
         """
-        self._views().display(self._recorded())
+        self._get_live_views().show_in_cell(self._get_run_handle())
 
-    def _views(self) -> LiveViews:
+    def _get_live_views(self) -> LiveViews:
         from torchlens_perf.results.live_views import LiveViews
 
-        watch = self._recording()
+        watch = self._recording_watch()
         watch._live_views = watch._live_views or LiveViews()
         return watch._live_views
 
-    def _end_live(self) -> tuple[NotebookCell | None, bool]:
+    def _end_live_views(self) -> tuple[NotebookCell | None, bool]:
         """End the live views.
 
         Return the notebook cell for the report, and True if it has been shown live there.
         """
         was_live = self._live_views is not None and self._live_views.cell.is_live
         if self._live_views is not None:
-            self._live_views.end()
+            self._live_views.stop_views()
         with guard("looking for a notebook"):
             if last_report.is_in_notebook():
-                return self._views().cell, was_live
+                return self._get_live_views().cell, was_live
         return None, False

@@ -75,7 +75,7 @@ class NotebookCell:
     def is_live(self) -> bool:
         return self._mailbox is not None
 
-    def show(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
+    def show_results(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
         """Display the results in the running cell, and keep them up to date while the watch
         records.
 
@@ -86,61 +86,67 @@ class NotebookCell:
             raise NotImplementedError
         session = recorded.session
         if session is None or not recorded.has_sidecar:
-            self._publish(request_results(recorded))
+            self._display(request_results(recorded))
             return
         with count_as_overhead(session):
             if self._mailbox is None:
                 with guard("showing the run while it goes on"):
-                    attach(self._live(recorded))
+                    attach(self._update_live(recorded))
             if self._newest is None:
-                self._take(_FIRST_S if session.step.training_steps else 0.0)
+                self._read_results(_FIRST_S if session.step.training_steps else 0.0)
         if self._newest is not None and self._newest.missing == TOO_MANY:
-            self._publish(request_results(recorded))
+            self._display(request_results(recorded))
             return
         with count_as_overhead(session):
-            self._publish(
+            self._display(
                 self._newest
                 or missing_results("recording; the first results come with the next steps")
             )
 
     @contextmanager
-    def _live(self, recorded: RunHandle) -> Iterator[None]:
+    def _update_live(self, recorded: RunHandle) -> Iterator[None]:
         session = recorded.session
         assert session is not None
         self._mailbox = Mailbox(session.ring_path, VIEW)
         try:
             restart_sidecar(recorded)
-            with session.throttled("updating a notebook's cell", lambda: self._update(session)):
+            with session.throttled(
+                "updating a notebook's cell", lambda: self._update_display(session)
+            ):
                 yield
         finally:
             box, self._mailbox = self._mailbox, None
             box.close()
 
-    def _take(self, timeout_s: float) -> bool:
+    def _read_results(self, timeout_s: float) -> bool:
         """Read what the sidecar has written since the last call. Wait for it at most this long."""
         text = None if self._mailbox is None else self._mailbox.wait_for_message(timeout_s)
         if text is not None:
             self._newest = parse_results(text) if text else missing_results(TOO_MANY)
         return text is not None
 
-    def _update(self, session: Session) -> None:
+    def _update_display(self, session: Session) -> None:
         now_s = self._clock()
         if now_s < self._due_s:
             return
         with count_as_overhead(session):
-            if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
+            if (
+                self._read_results(0.0)
+                and self._newest is not None
+                and self._newest.missing != TOO_MANY
+            ):
                 self._handle.update(to_mime_bundle(self._newest), raw=True)
         self._due_s = now_s + max(_MIN_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - now_s))
 
-    def end(self, found: Results) -> None:
+    def show_final_results(self, found: Results) -> None:
         """Show the final results where the run is displayed, or else in the running cell."""
         if self._handle is not None:
             self._handle.update(to_mime_bundle(found), raw=True)
             return
-        self._publish(found)
+        self._display(found)
         self._cell = _running_cell_id()
 
-    def _publish(self, found: Results) -> None:
+    def _display(self, found: Results) -> None:
         from IPython.display import display
 
         if self._cell is not None and self._cell == _running_cell_id():

@@ -30,7 +30,7 @@ class Run(ResultMethods):
     def __repr__(self) -> str:
         return f"<Run {str(self.run_dir)!r}>"
 
-    def _recorded(self) -> RunHandle:
+    def _get_run_handle(self) -> RunHandle:
         run = RunDirectory(self.run_dir)
         return RunHandle(
             run, None, True, "", may_settle=not any(map(_is_recording, run.local_rings()))
@@ -66,7 +66,7 @@ class Run(ResultMethods):
         """
         from torchlens_perf.results.tables import read_table
 
-        return read_table(self._recorded(), name, backend)
+        return read_table(self._get_run_handle(), name, backend)
 
 
 def _is_recording(ring: Path) -> bool:

@@ -30,7 +30,9 @@ def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
     """
     notes: list[str] = []
     tables = list(
-        ParquetFolder(run.path / name, unreadable=add_damage_to(notes)).read(ParquetFile.table)
+        ParquetFolder(run.path / name, unreadable=add_damage_to(notes)).read_each(
+            ParquetFile.read_table
+        )
     )
     for note in notes:
         logger.warning("%s", note)

@@ -66,7 +66,7 @@ class ParquetFile:
         """The JSON that was passed to write()."""
         return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
 
-    def extremes(self, column: str) -> tuple[Any, Any] | None:
+    def read_column_range(self, column: str) -> tuple[Any, Any] | None:
         """Return the smallest and largest value of a column by its statistics; None if it has no
         statistics.
         """
@@ -79,13 +79,13 @@ class ParquetFile:
             return None
         return min(found.min for found in groups), max(found.max for found in groups)
 
-    def batches(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+    def read_batches(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield the rows in pieces, in their order, texts as dictionaries. columns: None for
         all.
         """
         yield from self._scanner(columns, {}).to_batches()
 
-    def table(
+    def read_table(
         self,
         columns: Collection[str] | None = None,
         where: Mapping[str, Collection[Any]] | None = None,
@@ -149,7 +149,7 @@ class ParquetFolder:
                 size += path.stat().st_size
         return size
 
-    def read(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
+    def read_each(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
         """Yield what `use` returns for each file. An error in it counts as damage of its file."""
         for path in self.paths:
             try:

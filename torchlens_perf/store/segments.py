@@ -129,7 +129,7 @@ def read_last_sequences(
     again if possible. None: damage is an error. Raise UnreadableFileError, also if the disk fails.
     """
     last: dict[str, int] = {}
-    for footer in ParquetFolder(run.spans, [node], add_damage_to(notes)).read(_read_footer):
+    for footer in ParquetFolder(run.spans, [node], add_damage_to(notes)).read_each(_read_footer):
         for key, kept in footer.items():
             last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
     return last
@@ -152,7 +152,7 @@ def read_chunks(
     segments = ParquetFolder(
         run.spans, [node], lambda error: (add_damage_to(notes)(error), segment_done())
     )
-    for chunks in segments.read(_read_segment):
+    for chunks in segments.read_each(_read_segment):
         for origin, (records, names), sequences in chunks:
             lost = (
                 int(sequences[-1])
@@ -171,8 +171,8 @@ def find_kept_step_range(run: RunDirectory, nodes: Collection[str]) -> tuple[int
 
     Unreadable files are left out: the reader of their rows reports them.
     """
-    found = ParquetFolder(run.spans, nodes, lambda error: None).read(
-        lambda file: file.extremes("step")
+    found = ParquetFolder(run.spans, nodes, lambda error: None).read_each(
+        lambda file: file.read_column_range("step")
     )
     extremes = [each for each in found if each is not None]
     return (
@@ -194,7 +194,7 @@ def iterate_records(
     where: dict[str, Collection[Any]] = {} if steps is None else {"step": steps}
     where = {**where, "process": list(node_of), "kind": [kind_name(kind) for kind in kinds]}
     files = ParquetFolder(run.spans, node_of.values(), unreadable)
-    for pieces in files.read(lambda file: _split_by_process(file.table(_RECORD, where))):
+    for pieces in files.read_each(lambda file: _split_by_process(file.read_table(_RECORD, where))):
         yield from pieces.items()
 
 
@@ -231,7 +231,7 @@ def _read_segment(
 ) -> list[tuple[RecordOrigin, ProcessRecords, npt.NDArray[np.int64]]]:
     """Return a segment's records and their sequence numbers, by process."""
     anchors = {key: Anchor(*kept["anchor"]) for key, kept in _read_footer(file).items()}
-    table = file.table([*_RECORD, *_ORIGIN, "sequence"])
+    table = file.read_table([*_RECORD, *_ORIGIN, "sequence"])
     codes, keys = split_dictionary(table.column("process"))
     sequences = table.column("sequence").to_numpy()
     found = []

@@ -59,7 +59,7 @@ class TableWriter:
                 os.close(ownership.create_private_file(partials[path]))
                 _write_file(table, partials[path], footer)
             sizes = {path: partial.stat().st_size for path, partial in partials.items()}
-            self._make_room(sum(sizes.values()), cap_bytes)
+            self._remove_oldest_files(sum(sizes.values()), cap_bytes)
             for path, partial in partials.items():
                 os.replace(partial, path)
                 self._sizes[path] = sizes[path]
@@ -68,7 +68,7 @@ class TableWriter:
                 partial.unlink(missing_ok=True)
             raise
 
-    def _make_room(self, needed_bytes: int, cap_bytes: int) -> None:
+    def _remove_oldest_files(self, needed_bytes: int, cap_bytes: int) -> None:
         """Remove the oldest files, one number at a time, until the new ones fit below the cap."""
         numbered: dict[int, list[Path]] = {}
         for path in self._sizes:

@@ -184,7 +184,9 @@ def _tables(
     """Yield the columns of numbers in time order for each pair of host and name."""
     needed = ["host", named_by, "time"]
     tables = list(
-        files.read(lambda file: file.table([*needed, *(set(file.names) & {"port", *quantities})]))
+        files.read_each(
+            lambda file: file.read_table([*needed, *(set(file.names) & {"port", *quantities})])
+        )
     )
     if not tables:
         return

@@ -85,10 +85,10 @@ def step_grid(
         work = _WORK if _WORK in file.names else "own_ns"
         if work != _WORK and _NO_WORK not in notes:
             notes.append(_NO_WORK)
-        for batch in file.batches(dict.fromkeys([*_COLUMNS, work])):
+        for batch in file.read_batches(dict.fromkeys([*_COLUMNS, work])):
             grid.add(_batch(batch, work, row_of, begins))
 
-    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read(add):
+    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read_each(add):
         pass
     return grid if grid.steps.any() else None
 
