@@ -1,6 +1,6 @@
 """The spans, metrics and resources that a backend must store for a run.
 
-They are derived from the run directory alone.
+These values are derived from the run directory alone.
 """
 
 from __future__ import annotations

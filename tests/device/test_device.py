@@ -86,7 +86,7 @@ def mlp() -> nn.Sequential:
 
 
 def trained_transformer(where: str, *, foreach: bool) -> list[torch.Tensor]:
-    """Return the losses of three steps and the weights after them."""
+    """Return the losses of three steps and the weights after these steps."""
     model = transformer().to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
     ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(1)).to(where)
@@ -108,7 +108,7 @@ def inputs(where: str) -> torch.Tensor:
 
 
 def train(model: nn.Module, batch: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Return the losses on the model's device, without waiting for them."""
+    """Return the losses on the model's device, without waiting for the device."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _ in range(steps):

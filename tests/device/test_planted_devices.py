@@ -88,7 +88,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, runs: Path) -> None:
     """On a busy machine a rank without a free CPU may be named too.
 
-    Then a second phase may also be slow, and both together are named "compute".
+    A second phase may also be slow on such a machine, and the two phases together are named
+    "compute".
     """
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     (fault,) = truth.faults

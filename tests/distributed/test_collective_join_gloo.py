@@ -103,7 +103,10 @@ def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> Non
 
 
 def test_late_rank_of_a_subgroup_is_found_separately_from_the_worlds(join: CollectiveJoin) -> None:
-    """Rank 1 is late in the subgroup. Its numbers are not mixed with those of the world."""
+    """Rank 1 is late in the subgroup.
+
+    The subgroup's numbers are not mixed with those of the world.
+    """
     row = of(join, "allreduce", (1, 2))
 
     assert row.joined == REPEATED

@@ -155,7 +155,10 @@ def ddp_forms_ranks(folder: Path) -> dict[str, Both]:
 
 
 def side_stream_ranks(folder: Path) -> dict[str, Trained]:
-    """Run forward and backward on a separate stream. The optimizer's stream waits for it."""
+    """Run forward and backward on a separate stream.
+
+    The optimizer's stream waits for the separate stream.
+    """
     begin(folder)
 
     def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
@@ -225,7 +228,7 @@ def tensor_parallel_ranks(folder: Path) -> Both:
 
 
 def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Run one operation between the ranks, and use its result."""
+    """Run one operation between the ranks, and use the result of the operation."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
         other = 1 - dist.get_rank()

@@ -1,6 +1,6 @@
 """Tests that ranks leave, or fail and return, in the same world or a smaller one.
 
-The job continues as without a watch.
+The job continues in the same way as an unwatched job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchlens_perf.run.ring import Kind
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(SCRIPTS / "elastic_ranks.py")
-# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
-# without a watch.
+# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
+# connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

@@ -310,7 +310,7 @@ class TestProcesses:
     def test_successor_of_a_killed_sidecar_is_not_a_second_node(self, stack: ExitStack) -> None:
         """A killed sidecar is silent but has not left.
 
-        Its successor continues under the same name.
+        The successor continues under the same name.
         """
         _, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
@@ -348,7 +348,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_stopped_node_0_does_not_block_other_nodes(self, stack: ExitStack) -> None:
-        """Neither a call nor the end of other nodes waits for a stopped node 0."""
+        """Calls and the end of other nodes do not wait for a stopped node 0."""
         _, port = host_a_store(stack)
         n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))
         n0.wait_for_next(1)

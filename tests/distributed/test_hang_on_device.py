@@ -1,6 +1,6 @@
 """Tests of two ranks on the asynchronous device, one with a kernel that never ends.
 
-Both hosts issue all work and continue. Marks on the device identify the stuck rank.
+The two hosts issue all work and continue. Marks on the device identify the stuck rank.
 """
 
 from __future__ import annotations

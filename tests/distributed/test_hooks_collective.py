@@ -91,7 +91,7 @@ def results(tap: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 def in_order(recording: Recording) -> list[Record]:
     """Return the collectives in the order of issue.
 
-    Their records are in the order of their ends.
+    The ring has the records in the order of their ends.
     """
     return sorted(recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
 
@@ -318,7 +318,7 @@ def data_parallel(folder: Path) -> Recording:
 def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Recording]]) -> None:
     """DDP issues collectives from C++ inside the backward pass, and waits after the last gradient.
 
-    That time counts as waiting.
+    The time of this wait counts as waiting.
     """
     punctual, late = results["data_parallel"]
     for rank in (punctual, late):
@@ -357,7 +357,7 @@ def fully_sharded(folder: Path) -> Recording:
 def test_fsdp2_gathers_scatters_and_waits_are_recorded(results: dict[str, list[Recording]]) -> None:
     """FSDP2 gathers in forward and backward, and scatters gradients.
 
-    Its waits in Python are spans.
+    FSDP2's waits in Python are spans.
     """
     for rank in results["fully_sharded"]:
         issued = Counter(rank.names(Kind.COLLECTIVE))

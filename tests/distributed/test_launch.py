@@ -130,8 +130,8 @@ def test_elastic_restart_is_recorded_in_the_same_run(tmp_path: Path) -> None:
 
     The run directory contains both attempts, and the report is about the last one.
     """
-    # torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect,
-    # with or without a watch.
+    # torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
+    # connect, with or without a watch.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = run(
         torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path, **own_store

@@ -198,7 +198,7 @@ def test_merging_adds_no_device_wait_and_changes_no_bit(
 def test_merged_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]]]) -> None:
     """Windows contain the steps of all ranks that the device had passed.
 
-    Their medians equal those of the ranks' records.
+    The windows' medians equal those of the ranks' records.
     """
     found = windows(told[0]["slow"]["rows"])
     assert len(found) >= WINDOWS - 1, "the last one may be on its way"

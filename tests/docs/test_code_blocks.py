@@ -372,7 +372,8 @@ def check_benchmark(arguments: list[str]) -> None:
     kind = sources[0].stem.partition("_")[0]
     text += "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{kind}*.py"))
     for word in arguments[1:]:
-        # A word in capitals is a placeholder. As a first argument it must be in the usage too.
+        # A word in capitals is a placeholder. A placeholder that is the first argument must be in
+        # the usage too.
         if word.isupper():
             assert word != arguments[1] or word in text.split('"""')[1], (
                 f"{arguments[0]} takes no {word}"

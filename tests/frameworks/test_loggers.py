@@ -116,7 +116,7 @@ OF_FRAMEWORKS = [
 
 
 def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run the job. Return its last output line and its logged values."""
+    """Run the job. Return the job's last output line and its logged values."""
     folder.mkdir()
     script = str(FOLDER / "jobs" / "framework_loggers.py")
     environment = {

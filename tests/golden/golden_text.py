@@ -44,7 +44,10 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def expected_text(text: str, file: Path) -> str:
-    """Return the text of the golden file. UPDATE_GOLDEN=1 first replaces it with `text`."""
+    """Return the text of the golden file.
+
+    UPDATE_GOLDEN=1 first replaces the file's content with `text`.
+    """
     if os.environ.get("UPDATE_GOLDEN"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

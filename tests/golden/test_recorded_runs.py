@@ -33,7 +33,7 @@ def test_ten_recorded_runs_are_present() -> None:
 def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]:
     """Replay a recorded run.
 
-    Return its report, and the exporter with everything that it received.
+    Return the run's report, and the exporter with everything that it received.
     """
     run, exporter = RunDirectory(folder / name), InMemoryExporter()
     run.create()

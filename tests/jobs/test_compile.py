@@ -37,8 +37,9 @@ def _forget_graphs() -> Iterator[None]:
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select a way of routing calls: the native recorder, or a replaced nn.Module.__call__ as
-    without a C compiler.
+    """Select a way of routing calls: the native recorder, or a replaced nn.Module.__call__.
+
+    The second way is used without a C compiler.
     """
     if request.param == "python":
         monkeypatch.setattr(session, "Recorder", python.Recorder)

@@ -1,6 +1,6 @@
 """Tests in which each system call at a watch's start and end fails in turn.
 
-Training is the same as without the package.
+Training equals training without the package.
 
 The short form fails the first call of each line of the package. The long form fails every call.
 """

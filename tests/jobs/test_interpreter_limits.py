@@ -27,7 +27,7 @@ from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import RAISE, swallowed
 
-# Maximum depth around a user's call. With the native recorder it is 0.
+# Maximum depth around a user's call. With the native recorder this depth is 0.
 FRAMES_OF_OURS = 5
 
 

@@ -89,7 +89,7 @@ def vectorcall(function: Callable[..., Any]) -> int | None:
 
 
 def open_files() -> list[str]:
-    """Return the open files, except the one that lists them."""
+    """Return the open files, except the directory that is listed for this purpose."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

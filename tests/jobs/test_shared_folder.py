@@ -51,7 +51,7 @@ in_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_concurrent_threads_create_one_folder(tmp_path: Path) -> None:
     """Four threads create the folder 3000 times each.
 
-    Their equal process ids imitate containers of one image.
+    The equal process ids of the threads imitate containers of one image.
     """
     failed: list[RunStoreError] = []
 

@@ -1,6 +1,6 @@
 """Tests of jobs with any kind of stderr and logging handlers.
 
-A job ends as without the package, and its recording is complete.
+A job ends in the same way as without the package, and its recording is complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests from the tap to the joined collective: two ranks, a device without data, and an NCCL
 without a GPU.
 
-Below the tap, a call of NCCL replaces c10d's operation on the device. Its kernel takes a planted
-time.
+Below the tap, a call of NCCL replaces c10d's operation on the device. The kernel of this call takes
+a planted time.
 
 On the last rank the kernel begins later, as if it followed more work.
 """
@@ -113,7 +113,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
             dist.all_reduce(OnDevice(), group=group, async_op=True)
-            # Both ranks have issued the operation before either kernel begins.
+            # The two ranks have issued the operation before either kernel begins.
             dist.barrier()
             end_ns = torch.tensor([time.monotonic_ns() + LATE_NS + TRANSFER_NS + 5 * MILLISECOND])
             # All kernels end together.
@@ -213,7 +213,7 @@ def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> 
 def test_ends_are_known_by_events_without_the_plugin(ranks: list[dict[str, Any]]) -> None:
     """The end is known for operations that the caller waits for, and unknown for asynchronous ones.
 
-    On CPUs it is the host's end.
+    On CPUs, the recorded end is that of the host.
     """
     for told in ranks:
         waited_for, asynchronous, on_cpu = sorted(

@@ -146,7 +146,7 @@ def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None
 
 
 def test_operation_without_reported_end_has_none_after_its_communicator(rig: NcclRig) -> None:
-    """Its group does not count as ended."""
+    """The operation's group does not count as ended."""
     rig.kernel(rig.collective(0))
     rig.collective(1)
     rig.nccl.finalize(rig.context)
@@ -159,7 +159,7 @@ def test_operation_without_reported_end_has_none_after_its_communicator(rig: Ncc
 def test_oldest_running_operations_are_recorded_without_an_end(rig: NcclRig) -> None:
     """The dropped operations are counted.
 
-    Their later ends affect no other operation.
+    Later ends of dropped operations affect no other operation.
     """
     tasks = [rig.collective(number, channels=1) for number in range(MAX_TIMED + 3)]
     assert ends(rig) == [(number, Flag.ASYNC) for number in range(3)]
@@ -289,7 +289,7 @@ def test_coalesced_group_is_counted_and_untimed_with_interface_4(
 ) -> None:
     """Interface 4 reports the group only at its launch.
 
-    The records are as without the plugin.
+    The records equal those made without the plugin.
     """
     rig = make(4)
     rig.nccl.group_start()
@@ -403,7 +403,7 @@ def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None
 def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: NcclRig) -> None:
     """NCCL's count is wrong (nccl#2369).
 
-    From that moment on, its times are neither used nor requested.
+    From that moment on, NCCL's times are neither used nor requested.
     """
     rig.kernel(rig.collective(0))
     earlier_ns = rig.device_ns() - 50_000_000
@@ -429,7 +429,7 @@ def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: Ncc
 def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], NcclRig]) -> None:
     """In one case, the second clock is a second behind.
 
-    In the other case, it replaces the first.
+    In another case, the second clock replaces the first.
     """
     rig = make(6)
 
@@ -477,7 +477,7 @@ def test_failed_call_is_recorded_at_once_with_its_error(rig: NcclRig) -> None:
 
 
 def test_operations_running_at_the_watchs_end_are_recorded_without_an_end(rig: NcclRig) -> None:
-    """Their kernels add nothing to the next watch."""
+    """Kernels of these operations add nothing to the next watch."""
     task = rig.collective(0)
     rig.recorder.close()
     assert ends(rig) == [(0, Flag.ASYNC)]
@@ -518,7 +518,7 @@ def test_cost_of_an_operation_is_limited(make: Callable[[int], NcclRig]) -> None
 def test_thread_sanitizer_finds_no_race_in_the_plugin(tmp_path: Path) -> None:
     """Three communicators have a proxy thread each.
 
-    One of them is switched, recreated and stopped. All operations are reported.
+    One of the communicators is switched, recreated and stopped. All operations are reported.
     """
     compiler = shutil.which("gcc") or "cc"
     sources = [

@@ -1,6 +1,6 @@
 """Tests that training process and sidecar divide a device's steps into equal parts.
 
-Rows are restored from their records.
+The sidecar restores rows from their records.
 """
 
 from __future__ import annotations

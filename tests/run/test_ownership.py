@@ -18,7 +18,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Return a file three folders deep. The given user owns all of them."""
+    """Return a file three folders deep. The given user owns file and folders."""
     path = tmp_path / "home" / "cache" / "ours" / "tap.so"
     path.parent.mkdir(parents=True)
     path.touch()

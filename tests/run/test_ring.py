@@ -311,7 +311,7 @@ def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: P
         if ended:
             break
         if batches % 4 == 0:
-            # Both writers can overwrite the whole ring in this time.
+            # The two kinds of writers can overwrite the whole ring in this time.
             time.sleep(0.003)
     reader.close()
 

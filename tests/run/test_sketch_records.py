@@ -42,7 +42,10 @@ def test_window_is_restored_from_its_records() -> None:
 
 
 def test_records_of_earlier_versions_are_left_out() -> None:
-    """Their buckets have other bounds. Their first word is a count without the version's mark."""
+    """Buckets of earlier versions have other bounds.
+
+    The first word of such a record is a count without the version's mark.
+    """
     records = np.zeros(2, record_dtype())
     records["flags"], records["start_ns"] = [0, 1], [12, 3]
     assert from_records(records) == ([], 2)

@@ -30,7 +30,7 @@ from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
 
 folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-# Also write states without their segments.
+# Write states even without their segments.
 schedule._SAVE_S = schedule._ACCOUNT_S = 0.002
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
 # Maximum lifetime of a sidecar.
@@ -56,7 +56,7 @@ def saved(run_directory: RunDirectory) -> int | None:
 
 
 def half_written(run_directory: RunDirectory) -> set[tuple[str, int]]:
-    """Return the sidecar's incomplete files and the times of their creation."""
+    """Return the paths and creation times of the sidecar's incomplete files."""
     found = set()
     for folder_name, _, names in os.walk(run_directory.path):
         for name in names:

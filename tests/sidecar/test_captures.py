@@ -407,7 +407,10 @@ def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
 
 
 def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None:
-    """Both ranks record the same steps. A restarted sidecar does not request the capture again."""
+    """The two ranks record the same steps.
+
+    A restarted sidecar does not request the capture again.
+    """
     (node.run.nodes / "node-a.json").touch()
     found = with_groups(findings(episode(3)), PLACES)
     for _ in range(2):

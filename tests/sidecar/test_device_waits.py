@@ -17,7 +17,7 @@ IN_ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
 def stack_in(source: str, line: int = 31) -> Stack:
-    """Return a stack like that of py-spy. Its file is not read."""
+    """Return a stack like that of py-spy. The stack's file is not read."""
     return Stack((f"train (gpt.py:{line})", "<module> (gpt.py:50)"), "", innermost=(source, line))
 
 
@@ -101,7 +101,7 @@ def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
 
 
 def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
-    """The rank's device may block it."""
+    """The rank's device may block the rank."""
     place = LastDeviceMark(99, 7, "", 0.0)
     assert DeviceWaitSampler().is_due(found(behind(2, inside=(), device=place)))
     assert not DeviceWaitSampler().is_due(found(behind(2, inside=())))

@@ -1,6 +1,6 @@
 """Test of the number of system calls to the run directory's disk.
 
-Nodes of a cluster share its metadata server.
+Nodes of a cluster share the disk's metadata server.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 def sidecar(
     run: RunDirectory, exporter: InMemoryExporter | None = None, host: str = HOST
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
-    """Return a sidecar and the list of its report requests."""
+    """Return a sidecar and the list of the sidecar's report requests."""
     asked: list[dict[str, Any]] = []
     return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
@@ -481,7 +481,7 @@ def test_hang_finding_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -
 
 
 def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
-    """Changes are its start, other blocking ranks and its end.
+    """Changes are the hang's start, other blocking ranks, and the hang's end.
 
     A longer duration is not a change.
     """

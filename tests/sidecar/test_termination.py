@@ -151,7 +151,7 @@ def test_report_is_complete_if_training_ends_after_sigterm(job: Job) -> None:
 def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
     """A second SIGTERM together with the first one has no effect.
 
-    The job starts a new sidecar at its end.
+    The job starts a new sidecar at the job's end.
     """
     os.kill(job.sidecar, signal.SIGTERM)
     os.kill(job.sidecar, signal.SIGTERM)

@@ -50,7 +50,7 @@ def tree() -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[Path]:
-    """Return the files of an unpacked sdist in the same way. Tests may have run in it."""
+    """Return the files of an unpacked sdist in the same way. Tests may have run in the sdist."""
     for path in folder.iterdir():
         if (
             path.name.startswith(".")

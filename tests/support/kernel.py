@@ -53,7 +53,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=120)
 
     def run(self, code: str, interrupt_at: str = "", timeout_s: float = 120) -> Output:
-        """Run a cell, and interrupt it once it has printed `interrupt_at`."""
+        """Run a cell. Interrupt the cell once it has printed `interrupt_at`."""
         request = self.client.execute(code)
         messages: list[tuple[str, dict[str, Any]]] = []
         while True:

@@ -56,7 +56,7 @@ def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
 
 
 def remove(runs: Path) -> None:
-    """Remove all folders. Other processes may remove some of them at the same time."""
+    """Remove all folders. Other processes may remove some folders at the same time."""
     deadline_s = time.monotonic() + 10
     while (found := places(runs)) and time.monotonic() < deadline_s:
         for place in found:

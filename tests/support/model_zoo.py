@@ -907,7 +907,7 @@ def noisy(samples: list[tuple[Tensor]]) -> list[Tensor]:
 
 
 class Logged(Tensor):
-    """A tensor that logs the operations on it."""
+    """A tensor that logs all operations on the tensor."""
 
     log: ClassVar[list[str]] = []
 

@@ -16,7 +16,7 @@ FORWARD = ("forward GPT", "blocks.3")
 def rank(number: int, **changed: Any) -> RankProgress:
     """Return a rank that has waited in allreduce 57 of its backward pass.
 
-    Its last step ended 12 s ago.
+    The rank's last step ended 12 s ago.
     """
     values: dict[str, Any] = {
         "rank": number, "host": f"node-{'abcdefgh'[number // 2]}", "step": 100, "since_step_s": SINCE_S,

@@ -96,7 +96,7 @@ class Rank:
 
 @contextlib.contextmanager
 def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
-    """Yield an empty run directory. Remove the folders of its rings at the end."""
+    """Yield an empty run directory. Remove the folders of the run's rings at the end."""
     made = make_run(folder)
     yield made
     for local in create_local_folders(made.run_id):

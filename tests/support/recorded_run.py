@@ -65,8 +65,8 @@ def train(
 def spans_of(run: RunDirectory, every: int) -> int:
     """Return the number of a run's spans.
 
-    The sum contains records of sampled steps, a root for each step of rank 0, and one span for the
-    run if it has a trace context.
+    Spans are the records of sampled steps, a root for each step of rank 0, and one span for a run
+    with a trace context.
     """
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
     # Counters are not spans.
@@ -172,7 +172,10 @@ def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture
 def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """Return a finished run of two ranks whose ring files are unread. All its steps are traced."""
+    """Return a finished run of two ranks whose ring files are unread.
+
+    All steps of the run are traced.
+    """
     run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
     shutil.copytree(_recorded.path, run.path)
     rings = run.node_rings_path(node_name())

@@ -138,7 +138,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 while os.getppid() == parent:
                     time.sleep(0.001)
                 # Another object, for example gloo's, may soon reuse this descriptor number. The end
-                # of the socket object must not close it.
+                # of the socket object must not close that number.
                 os.close(connection.detach())
                 return json.loads(message), list(descriptors)
             connection.send(str(program).encode())

@@ -2,8 +2,8 @@
 
 backward() steps the engine, and optimizer.step() does nothing.
 
-Without a GPU Accelerate treats each process as the only one. So DeepSpeed makes the ranks, and the
-job selects the examples of each rank.
+Without a GPU Accelerate treats each process as the only one. Therefore DeepSpeed makes the ranks,
+and the job selects the examples of each rank.
 """
 
 import logging

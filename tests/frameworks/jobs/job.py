@@ -46,7 +46,7 @@ def classifier() -> nn.Module:
 
 
 class Examples(Dataset):  # type: ignore[type-arg]
-    """Random examples, the same in every run. They load slowly where the fault is planted."""
+    """Random examples, the same in every run. Loading is slow where the fault is planted."""
 
     def __init__(self, count: int, *, slow: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -37,8 +37,8 @@ pytestmark = [
 ]  # fmt: skip
 SCRIPT = str(SCRIPTS / "launched_elastic.py")
 WITHIN_S = 180.0
-# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
-# without a watch.
+# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
+# connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
-# torchrun's own store keeps the addresses of the first attempt. Then gloo fails to connect, with or
-# without a watch.
+# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
+# connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

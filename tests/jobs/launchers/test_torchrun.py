@@ -63,7 +63,7 @@ def check(done: Done) -> None:
 def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
     """Run a job with a slow rank with and without recording.
 
-    Check its run, and that all results are bit-equal.
+    Check the recorded run, and that all results are bit-equal.
     """
     done = run(folder, *commands, SLOW_RANK=str(SLOW_RANK), **environment)
     check(done)

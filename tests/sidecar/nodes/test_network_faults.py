@@ -235,7 +235,7 @@ class TestNode0:
     def test_call_without_a_name_or_full_nonce_is_refused(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """Both calls have the right token."""
+        """The two calls have the right token."""
         stranger = RawClient(nodes.address())
 
         assert (
@@ -303,7 +303,7 @@ class TestNode0:
         assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
     def test_call_of_a_silent_node_is_ended_by_node_0(self, nodes: Nodes) -> None:
-        """The link may have been cut. When it works again, the node's posts arrive."""
+        """The link may have been cut. When the link works again, the node's posts arrive."""
         merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
         other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
         for number in range(3):

@@ -40,7 +40,7 @@ def array(address: Any, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
 class TwinDriver:
     """Implements the methods of cuda/driver.py on the CPU.
 
-    Streams are torch's, identified by number. Their threads run the enqueued work.
+    Streams are torch's, identified by number. The streams' threads run the enqueued work.
     """
 
     def __init__(self) -> None:

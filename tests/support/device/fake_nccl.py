@@ -102,7 +102,7 @@ class FakeNccl:
         return int(self.library.fake_load(self.interface))
 
     def communicator(self, ranks: int = 2, rank: int = 0) -> int:
-        """Create a communicator, and return the plugin's context for it."""
+        """Create a communicator, and return the plugin's context for the communicator."""
         context = self.library.fake_communicator(ranks, rank)
         assert context
         return int(context)

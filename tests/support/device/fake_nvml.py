@@ -32,7 +32,7 @@ AMPERE = {
     for name, value in HOPPER.items()
     if not name.startswith(("gpm", "field 161", "field 162", "field 163", "field 269", "field 27"))
 } | {"field 52": 3, "field 59": 1, "field 38": 0, "field 45": 2}
-# A workstation's GPU has no ECC, no NVLink and no memory temperature. Its power is read by a
+# A workstation's GPU has no ECC, no NVLink and no memory temperature. The power is read by a
 # separate function.
 WORKSTATION = {
     "temperature": 70, "sm_mhz": 2500, "sm_max_mhz": 3000, "memory_mhz": 10_000, "reasons": 0x20, "busy": 50,

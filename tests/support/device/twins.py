@@ -19,7 +19,7 @@ FEWEST_RANKS = 2
 
 
 class Scores(NamedTuple):
-    """Scores of ranks relative to each other."""
+    """Scores of ranks relative to other ranks."""
 
     middle: npt.NDArray[np.float32]
     """Shape [slots, 2]: lower median and median absolute deviation of the ranks' times, in ns."""
