@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_simulated import FIRST_FAULTY, KINDS, Job
 from benchmarks.measure import Table
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
@@ -40,7 +40,7 @@ def found(run: Simulation, device: SimulatedDevice | None) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory(Path(folder) / "run")
         directory.create()
-        record(run, STEPS, directory, "", device)
+        record_simulation(run, STEPS, directory, "", device)
         return node_state.load_all(directory)[0].findings
 
 

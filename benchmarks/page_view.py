@@ -23,9 +23,9 @@ from playwright.sync_api import Browser, sync_playwright
 from benchmarks.measure import Table
 from benchmarks.page_scale import write_run
 from tests.support.page_contents import enlarged
-from torchlens_perf.page.document.html import document
+from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.document.write import write_page
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.simulation import Topology
 
@@ -81,7 +81,8 @@ def main() -> int:
             write_run(run, Topology(ranks // 8, 8), steps)
             write_page(run, written)
             whole.write_text(
-                document(enlarged(contents(few), ranks, steps, 11, 2 * steps // 5)), "utf-8"
+                build_document(enlarged(gather_contents(few), ranks, steps, 11, 2 * steps // 5)),
+                "utf-8",
             )
             for kind, path in (("as written", written), ("each step", whole)):
                 found = [measured(browser, path) for _ in range(REPEATS)]

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.measure import Table
 from benchmarks.planted_cause_rank import STEPS
 from benchmarks.planted_faults import seeds, started
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import load_all
 from torchlens_perf.verdicts.words.evidence import PastStragglerEvidence, StragglerEvidence
@@ -55,7 +55,7 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
     """Return a recorded run's slowed rank, named rank, kinds of causes, and sentence."""
     suspect, _, path = (folder / "truth").read_text().partition(" ")
     run = RunDirectory(Path(path))
-    verdict = build(run.run_id, load_all(run))["verdicts"][0]
+    verdict = build_report(run.run_id, load_all(run))["verdicts"][0]
     evidence = verdict["evidence"]
     diagnosis = (
         evidence.diagnosis

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.view.terminal import short_lines
+from torchlens_perf.view.terminal import short_report_lines
 
 _COLUMNS = 120
 
@@ -25,8 +25,8 @@ console = Console(
     markup=False,
 )
 folder = f"torchlens-perf/{run.run_id}"
-for line in short_lines(
-    run_report(run), folder, _COLUMNS, color=True, page=f"{folder}/report.html"
+for line in short_report_lines(
+    load_report(run), folder, _COLUMNS, color=True, page=f"{folder}/report.html"
 ):
     console.print(line, no_wrap=True)
 console.save_svg(sys.argv[2], title="make demo")

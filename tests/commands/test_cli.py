@@ -234,7 +234,7 @@ def test_help_lists_each_public_command_once(
     assert [line.split()[1] for line in lines[:3]] == ["run", "report", "doctor"]
     assert max(map(len, lines)) <= 100
     listed = [line.split()[0] for line in lines[3:] if line.startswith("  ")]
-    everything = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    everything = cli._build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     assert sorted([*listed, "results"]) == sorted(everything)  # type: ignore[type-var,arg-type]
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.commands.doctor import BROKEN, LIMITED, OK, Check, examine, summary
+from torchlens_perf.commands.doctor import BROKEN, LIMITED, OK, Check, run_checks, summarize
 from torchlens_perf.recorder import torch_private
 
 
 def by_subject() -> dict[str, Check]:
-    return {check.subject: check for check in examine()}
+    return {check.subject: check for check in run_checks()}
 
 
 def test_all_doctor_checks_pass_in_the_test_environment(
@@ -138,8 +138,8 @@ def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -
     program = (
         "from pathlib import Path\n"
         "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
-        "from torchlens_perf.commands.doctor import examine\n"
-        "print(next(str(c) for c in examine() if c.subject == 'ring files'))"
+        "from torchlens_perf.commands.doctor import run_checks\n"
+        "print(next(str(c) for c in run_checks() if c.subject == 'ring files'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -188,7 +188,7 @@ def test_doctor_summary_has_each_problem_with_its_remedy() -> None:
     """Limited features are not listed as recorded. If a check is broken, nothing is recorded."""
     native = Check(OK, "recorder", "native", records="steps")
     tap = Check(LIMITED, "tap", "from Python", "torchlens-perf build-tap", records="ends")
-    lines = list(summary([native, tap]))
+    lines = list(summarize([native, tap]))
 
     assert lines[1:4] == [
         "recorded  steps",
@@ -197,7 +197,7 @@ def test_doctor_summary_has_each_problem_with_its_remedy() -> None:
     ]
     assert lines[-1].endswith("(1 of 2 checks passed)")
     broken = list(
-        summary([native, Check(BROKEN, "torch", "cannot be imported", "pip install torch")])
+        summarize([native, Check(BROKEN, "torch", "cannot be imported", "pip install torch")])
     )
     assert not any(line.startswith("recorded") for line in broken)
     assert "broken    torch: cannot be imported" in broken

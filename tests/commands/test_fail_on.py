@@ -13,7 +13,7 @@ from tests.support.findings import findings, hang, hung
 from tests.support.live_simulation import LiveSimulation
 from tests.support.ranks import Rank, make_run, read_to_end
 from torchlens_perf.commands.cli import main
-from torchlens_perf.commands.fail_on import KINDS, exit_code
+from torchlens_perf.commands.fail_on import KINDS, choose_exit_code
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.evidence import EVIDENCE, NobodySlowEvidence, NotComparedEvidence
@@ -137,7 +137,9 @@ def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code:
         "steps": {"count": 60, "p50_s": 0.1},
         "run": {"world_size": 8},
     }
-    assert exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
+    assert (
+        choose_exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
+    )
 
 
 def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
@@ -149,8 +151,8 @@ def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
         ({"is_over": True}, 3, 3),
     ):
         report: Any = {"verdicts": [{**row, **changed}], "steps": {"count": 2, "p50_s": None}}
-        assert exit_code(["slow-rank"], report, [NodeState("node")])[0] == slow_rank
-        assert exit_code(["cpu-contention"], report, [NodeState("node")])[0] == contention
+        assert choose_exit_code(["slow-rank"], report, [NodeState("node")])[0] == slow_rank
+        assert choose_exit_code(["cpu-contention"], report, [NodeState("node")])[0] == contention
 
 
 @pytest.mark.parametrize(

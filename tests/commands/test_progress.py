@@ -21,10 +21,10 @@ from tests.support.endpoints import silent
 from tests.support.processes import ROOT
 from tests.support.ranks import HOST, Rank, read_to_end, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
-from torchlens_perf.commands.cli import _parser, main
+from torchlens_perf.commands.cli import _build_parser, main
 from torchlens_perf.commands.doctor import LIMITED, OK, Check
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.report.run_report import report_and_states
+from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
@@ -230,7 +230,7 @@ def test_progress_counts_segments_of_a_replay_and_node_files_of_a_report(tmp_pat
         assert calls == [(place + 1, count) for place in range(count)]
         assert count >= 3
         calls.clear()
-        report_and_states(run, lambda *call: calls.append(call))
+        load_report_and_states(run, lambda *call: calls.append(call))
         assert calls == [(1, 1)]
 
 
@@ -279,7 +279,7 @@ def test_quiet_doctor_omits_passed_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = [Check(OK, "recorder", "native"), Check(LIMITED, "tap", "missing", "build it")]
-    monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter(checks))
     assert main(["doctor", "--quiet"]) == 0
     assert capsys.readouterr().out == "limited tap: missing; build it\n"
     assert main(["doctor", "--verbose"]) == 0
@@ -289,7 +289,7 @@ def test_quiet_doctor_omits_passed_checks(
 def test_quiet_build_prints_nothing_on_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tap_build, "build", lambda: Path("/there/tap.so"))
+    monkeypatch.setattr(tap_build, "build_tap", lambda: Path("/there/tap.so"))
     assert (main(["build-tap", "--quiet"]), capsys.readouterr().out) == (0, "")
     assert (main(["build-tap"]), capsys.readouterr().out) == (0, "/there/tap.so\n")
 
@@ -310,7 +310,9 @@ def test_quiet_run_prints_no_report_and_no_note(wanted: str, tmp_path: Path) -> 
 
 def test_every_command_accepts_quiet() -> None:
     (commands,) = [
-        action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action
+        for action in _build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
     ]
     assert len(commands.choices) >= 7
     assert [

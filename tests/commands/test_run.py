@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
-from torchlens_perf.commands.run import split_options, typed_options
+from torchlens_perf.commands.run import options_of_this_python, split_options
 
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 
@@ -63,7 +63,7 @@ def test_options_before_the_module_apply_to_the_script(
 
     Options in the first line of a console script do not apply to the script.
     """
-    assert typed_options(command_line) == options
+    assert options_of_this_python(command_line) == options
 
 
 def test_script_imports_its_neighbours_despite_options_of_the_console_script(

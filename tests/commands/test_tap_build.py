@@ -75,7 +75,7 @@ def in_background() -> Path:
 
 def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
     """In an image, for example, only the complete, executable tap is left next to the package."""
-    built = tap_build.build()
+    built = tap_build.build_tap()
 
     assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
     assert stat.S_IMODE(built.stat().st_mode) == 0o755
@@ -90,7 +90,7 @@ def test_tap_is_built_in_the_cache_if_others_can_write_to_the_package(
     """In an environment shared by a group, each user builds in their own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
-    assert tap_build.build() == cache / native_tap.file_name() == native_tap.loaded_from()
+    assert tap_build.build_tap() == cache / native_tap.file_name() == native_tap.loaded_from()
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
 
@@ -135,17 +135,17 @@ def test_built_files_are_private_for_any_umask(
 
 def test_loadable_tap_is_not_built_again(cache: Path, cxx: Path) -> None:
     """A job on another node may have the tap mapped."""
-    built = tap_build.build()
+    built = tap_build.build_tap()
     before = built.stat()
     native_tap.load.cache_clear()
 
-    assert tap_build.build() == in_background() == built
+    assert tap_build.build_tap() == in_background() == built
     assert (built.stat().st_ino, built.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(runs(cxx)) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF, and no more", b"text"])
-@pytest.mark.parametrize("build", [tap_build.build, in_background])
+@pytest.mark.parametrize("build", [tap_build.build_tap, in_background])
 def test_damaged_tap_is_replaced_by_a_new_build(
     build: Callable[[], Path],
     content: bytes,
@@ -155,7 +155,7 @@ def test_damaged_tap_is_replaced_by_a_new_build(
 ) -> None:
     """The doctor suggests a build if the tap cannot be loaded."""
     damaged = (
-        tap_requirements.SOURCES if build is tap_build.build else cache
+        tap_requirements.SOURCES if build is tap_build.build_tap else cache
     ) / native_tap.file_name()
     damaged.write_bytes(content)
     damaged.chmod(0o755)
@@ -177,7 +177,7 @@ def test_folder_left_by_a_killed_build_is_removed(cache: Path, cxx: Path) -> Non
 # -- requirements of the build
 
 
-@pytest.mark.parametrize("build", [tap_build.build, in_background])
+@pytest.mark.parametrize("build", [tap_build.build_tap, in_background])
 def test_missing_compiler_is_one_line_with_the_package_to_install(
     build: Callable[[], Path],
     cache: Path,
@@ -206,7 +206,7 @@ def test_cxx_may_contain_arguments(
     """An example is "ccache g++"."""
     monkeypatch.setenv("CXX", command.format(cxx=cxx))
 
-    assert tap_build.build().is_file()
+    assert tap_build.build_tap().is_file()
     (arguments,) = runs(cxx)
     assert ("-O1" in arguments.split()) == ("-O1" in command)
 
@@ -231,7 +231,7 @@ def test_missing_python_headers_are_reported_before_compiling(
         tap_requirements.why_not_buildable(native_tap.file_name()) or ""
     )
     with pytest.raises(BuildError, match="Python's headers are missing in "):
-        tap_build.build()
+        tap_build.build_tap()
     assert runs(cxx) == []
 
 
@@ -241,7 +241,7 @@ def test_missing_torch_headers_are_reported_with_the_searched_folder(
     """Some distributions omit the headers."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     with pytest.raises(BuildError, match="this torch came without its headers") as caught:
-        tap_build.build()
+        tap_build.build_tap()
 
     assert str(tmp_path / "torch" / "include") in str(caught.value)
     assert runs(cxx) == []
@@ -256,7 +256,7 @@ def test_build_without_the_c_sources_is_refused(cache: Path, cxx: Path) -> None:
         == "the package came without its native sources: reinstall torchlens_perf"
     )
     with pytest.raises(BuildError, match="without its native sources"):
-        tap_build.build()
+        tap_build.build_tap()
 
 
 def test_tap_is_not_built_without_the_native_recorder(
@@ -266,7 +266,7 @@ def test_tap_is_not_built_without_the_native_recorder(
     with pytest.raises(
         BuildError, match="the native recorder is missing: install a C compiler and reinstall"
     ):
-        tap_build.build()
+        tap_build.build_tap()
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_unusable_folders_are_all_listed_with_their_problems(
         (tmp_path / "home").rmdir()
     else:
         (tmp_path / "home").chmod(0o777)
-    for attempt in (tap_build.build, in_background):
+    for attempt in (tap_build.build_tap, in_background):
         with pytest.raises(BuildError, match="no folder for the tap: ") as caught:
             attempt()
         assert f"{tap_requirements.SOURCES} can be written by everybody" in str(caught.value)
@@ -347,7 +347,7 @@ def test_message_has_the_first_compiler_error_and_no_file_is_left(
         " >&2; exit 1"
     )
     with pytest.raises(BuildError) as caught:
-        tap_build.build()
+        tap_build.build_tap()
 
     assert str(caught.value) == "the compiler failed: a.cpp:7: error:  [31mno file"
     assert not list(tap_requirements.SOURCES.glob("*.so")) + list(
@@ -363,7 +363,7 @@ def test_compiler_runs_in_the_c_locale(
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     says('[ "$LC_ALL" = C ] && echo "x.cpp:1: error: found" || echo "x.cpp:1: Fehler"; exit 1')
     with pytest.raises(BuildError, match=r"the compiler failed: x.cpp:1: error: found"):
-        tap_build.build()
+        tap_build.build_tap()
 
 
 def test_message_has_the_exit_status_of_a_compiler_without_output(
@@ -371,7 +371,7 @@ def test_message_has_the_exit_status_of_a_compiler_without_output(
 ) -> None:
     says("exit 3")
     with pytest.raises(BuildError, match=r"^the compiler failed: status 3$"):
-        tap_build.build()
+        tap_build.build_tap()
 
 
 def test_executable_file_that_is_no_compiler_is_reported(
@@ -381,7 +381,7 @@ def test_executable_file_that_is_no_compiler_is_reported(
     (tmp_path / "cxx").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
     with pytest.raises(BuildError, match="cxx cannot be run: "):
-        tap_build.build()
+        tap_build.build_tap()
 
 
 def test_built_tap_that_cannot_be_loaded_is_not_installed(
@@ -390,7 +390,7 @@ def test_built_tap_that_cannot_be_loaded_is_not_installed(
     """The compiler may not fit Python or torch."""
     says('echo nothing > "$out"')
     with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
-        tap_build.build()
+        tap_build.build_tap()
 
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
@@ -402,7 +402,7 @@ def test_endless_compiler_is_killed_with_its_children(
     monkeypatch.setattr(tap_build, "_TIMEOUT_S", 1)
     says(f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait")
     with pytest.raises(BuildError, match="the compiler did not end within 1 s"):
-        tap_build.build()
+        tap_build.build_tap()
 
     assert has_ended(int((tmp_path / "child").read_text()))
     assert not list(tap_requirements.SOURCES.glob(".build-*"))
@@ -431,7 +431,7 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
         tap_requirements.why_not_buildable(name.replace("cpython", "pypy")) is None
     )  # Another Python has no failure.
     with pytest.raises(BuildError):
-        tap_build.build()
+        tap_build.build_tap()
     assert len(runs(tmp_path / "cxx")) == 2
 
 
@@ -507,12 +507,12 @@ def test_no_tap_is_built_if_the_ranks_have_another_torch(cache: Path, cxx: Path)
     assert runs(cxx) == []
 
 
-@pytest.mark.parametrize("build", [tap_build.build, in_background])
+@pytest.mark.parametrize("build", [tap_build.build_tap, in_background])
 def test_second_process_does_not_wait_for_a_running_build(
     build: Callable[[], Path], cache: Path, cxx: Path
 ) -> None:
     """The second process reports why there is no tap yet."""
-    place = tap_requirements.SOURCES if build is tap_build.build else cache
+    place = tap_requirements.SOURCES if build is tap_build.build_tap else cache
     with open(place / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(BuildError, match=r"^another process builds it just now$"):

@@ -25,7 +25,7 @@ from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import judged_again, run_directory, score
 from tests.device import device
 from tests.support.gloo import run_ranks
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
@@ -93,7 +93,7 @@ def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, r
     """
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     (fault,) = truth.faults
-    report = build("run", [state])
+    report = build_report("run", [state])
 
     found = {(each.rank, each.phase) for each in state.findings.episodes}
     assert found & {(fault.rank, fault.phase), (fault.rank, "compute")}

@@ -19,10 +19,10 @@ import pytest
 from tests.support.live_ranks import LiveRanks
 from tests.support.processes import SCRIPTS, wait_for_sidecar
 from torchlens_perf.commands.cli import main
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import BY_USER, FLIGHT_RECORDER, STACKS, TRACE, Request
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.terminal import render_full
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -78,7 +78,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         wait_for_sidecar(run)
         code, _, error = torchlens_perf("capture", run.path, "--rank", 1)
 
-    (row,) = captures(run)
+    (row,) = capture_rows(run)
     assert (row["rank"], row["first_step"], row["last_step"], row["ended"]) == (
         1,
         STEPS + 20,
@@ -116,14 +116,14 @@ def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_pat
         job.wait_for(
             lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S
         )
-        wait(lambda: len(captures(run)) == 2)
+        wait(lambda: len(capture_rows(run)) == 2)
         unknown = torchlens_perf("capture", run.path, "--rank", "0,7")
         too_many = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 21)
         asked = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 2, "--no-wait")
         busy = torchlens_perf("capture", run.path, "--rank", 1)
-        wait(lambda: len(captures(run)) == 3)
+        wait(lambda: len(capture_rows(run)) == 3)
         told = torchlens_perf("capture", run.path, "--rank", 0, "--steps", 2)
-        rows = captures(run)
+        rows = capture_rows(run)
         report = job.report()
 
     assert [(row["asked_by"], row["rank"]) for row in rows] == [
@@ -138,12 +138,12 @@ def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_pat
         verdict["rank"] for verdict in report["verdicts"] if verdict["kind"] == "straggler"
     ] == [1]
     assert (unknown[0], too_many[0], asked[0], busy[0], told[0]) == (2, 2, 0, 2, 0)
-    assert "no rank 7 runs here (there are 0-1;" in unknown[2]
+    assert "rank 7 does not run here. Running ranks: 0-1." in unknown[2]
     assert "--steps 21: must be from 1 to 20" in too_many[2]
-    assert "a capture is in progress" in busy[2]
+    assert "another capture is in progress" in busy[2]
     assert (
         f"captured: rank 0, steps {rows[3]['first_step']}-{rows[3]['last_step']}:"
         f" {run.path}/captures/" in told[1]
     )
     report["captures"] = rows
-    assert "  Profiles" in render(report, str(run.path), columns=118, color=False)
+    assert "  Profiles" in render_full(report, str(run.path), columns=118, color=False)

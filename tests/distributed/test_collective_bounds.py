@@ -329,7 +329,7 @@ def outcomes(
     One set of processes runs all scenarios, because its start is slow.
     """
     if request.param == "native":
-        tap_build.build()
+        tap_build.build_tap()
     function = one_rank if request.param == "native" else one_rank_in_python
     return run_ranks(function, tmp_path_factory.mktemp("ranks"), RANKS)
 

@@ -91,7 +91,7 @@ def one_rank_in_python(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
-        tap_build.build()
+        tap_build.build_tap()
     return str(request.param)
 
 

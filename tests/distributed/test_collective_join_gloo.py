@@ -64,7 +64,7 @@ def one_rank(folder: Path) -> Recording:
 @pytest.fixture(scope="module")
 def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
     """Join the records of the three ranks."""
-    tap_build.build()
+    tap_build.build_tap()
     join = CollectiveJoin()
     join.set_ranks(range(RANKS))
     for rank, recording in enumerate(run_ranks(one_rank, tmp_path_factory.mktemp("ranks"), RANKS)):

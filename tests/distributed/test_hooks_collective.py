@@ -73,7 +73,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
 def tap(request: pytest.FixtureRequest) -> str:
     """Return the kind of the ranks' tap. The native tap is built if it is missing."""
     if request.param == "native":
-        tap_build.build()
+        tap_build.build_tap()
     return str(request.param)
 
 

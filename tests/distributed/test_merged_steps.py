@@ -31,7 +31,7 @@ from tests.support.reports import as_json, checked
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import choice, stamps
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.device.merged_rows import MergedRow, unpack_row
 from torchlens_perf.run.device.step_parts import StepPart
 from torchlens_perf.run.directory import RunDirectory
@@ -168,7 +168,7 @@ def _report_of(run: RunDirectory, host: str) -> dict[str, Any]:
     sidecar.judge_ranks(1e6, final=True)
     sidecar.save_records()
     sidecar.close()
-    return as_json(checked(build(run.run_id, node_state.load_all(run))))
+    return as_json(checked(build_report(run.run_id, node_state.load_all(run))))
 
 
 def windows(rows: list[MergedRow]) -> list[dict[str, list[MergedRow]]]:

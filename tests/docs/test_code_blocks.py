@@ -320,7 +320,7 @@ def check_torchlens_perf(arguments: list[str]) -> None:
         assert run.split_options(arguments[1:])[1]
         return
     try:
-        cli._parser().parse_args(arguments)
+        cli._build_parser().parse_args(arguments)
     except (SystemExit, TorchlensPerfError) as error:
         raise AssertionError(f"torchlens-perf {' '.join(arguments)}: {error}") from None
 

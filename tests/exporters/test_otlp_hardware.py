@@ -19,7 +19,7 @@ from tests.support.telemetry import read_gpus
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -107,7 +107,7 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
     samples = read_gpus(run, HOST)
     assert set(samples) == {FIRST, SECOND}
     assert [sample.last_xid for sample in samples[SECOND]][-1] == 79
-    rows = {row["uuid"]: row for row in build(run.run_id, node_state.load_all(run))["gpus"]}
+    rows = {row["uuid"]: row for row in build_report(run.run_id, node_state.load_all(run))["gpus"]}
     assert (rows[FIRST]["ranks"], rows[SECOND]["ranks"]) == ([0, 1], [2])
     assert (rows[SECOND]["signals"]["sm_clock_share"], rows[SECOND]["xids"]) == (0.5, 1)
     assert "GPUs" in run.report.read_text()

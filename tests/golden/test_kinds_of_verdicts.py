@@ -14,7 +14,7 @@ from tests.golden.golden_text import expected_text, golden_text
 from tests.report.test_schema import STATES
 from tests.support.ranks import make_run
 from tests.support.reports import checked
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 
 KEPT = Path(__file__).parent / "kinds"
 
@@ -25,7 +25,7 @@ KEPT = Path(__file__).parent / "kinds"
 def test_report_with_each_kind_of_verdict_equals_its_golden_file(
     kind: str, evidence: type, tmp_path: Path
 ) -> None:
-    report = checked(build("run", [STATES[kind, evidence](make_run(tmp_path))]))
+    report = checked(build_report("run", [STATES[kind, evidence](make_run(tmp_path))]))
     text = golden_text(f"{kind} by {evidence.__name__}", report)
 
     assert text == expected_text(text, KEPT / f"{kind}_{evidence.__name__}.txt")

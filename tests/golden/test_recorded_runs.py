@@ -17,7 +17,7 @@ import pytest
 from tests.golden.golden_text import expected_text, golden_text
 from tests.support.reports import checked
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.verdicts import node_state
@@ -39,7 +39,7 @@ def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
     replay(run, exporter)
-    return checked(build(name, node_state.load_all(run))), exporter
+    return checked(build_report(name, node_state.load_all(run))), exporter
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -13,10 +13,10 @@ import pytest
 
 from tests.golden.golden_text import expected_text, golden_text
 from tests.support.reports import checked
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.exporters import otlp_environment
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run import directory
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
@@ -79,6 +79,6 @@ def _text_of_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(topology, faults=[parse_fault(each) for each in faults], noise=0.05)
-    record(simulation, STEPS, run, "golden", device)
-    report: dict[str, Any] = checked(build(run.run_id, node_state.load_all(run)))
+    record_simulation(simulation, STEPS, run, "golden", device)
+    report: dict[str, Any] = checked(build_report(run.run_id, node_state.load_all(run)))
     return golden_text(" and ".join(faults) or "no fault", report, exporter.alerts)

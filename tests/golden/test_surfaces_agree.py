@@ -25,29 +25,29 @@ from tests.report.test_order import heads, shown_in_order
 from tests.results.test_figures import Board
 from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
-from torchlens_perf.page.notebook import results
-from torchlens_perf.page.sections.overview import key_figures
-from torchlens_perf.page.sections.verdicts import verdicts as cards
-from torchlens_perf.report.build import build
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.page.notebook import results_as_json
+from torchlens_perf.page.sections.overview import build_key_figures
+from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
+from torchlens_perf.report.build import build_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, FigureLoggers
 from torchlens_perf.results.figures import check_log_arguments as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
-from torchlens_perf.serve.run_list import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, read_lines
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.top.overview import all_findings
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.view.headline import headlines, overall
-from torchlens_perf.view.terminal import render, render_short
+from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.terminal import render_full, render_short
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
@@ -87,9 +87,9 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
     simulation = Simulation(
         topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05
     )
-    record(simulation, STEPS, run, run.run_id, device)
+    record_simulation(simulation, STEPS, run, run.run_id, device)
 
-    hold_together(checked(build(run.run_id, node_state.load_all(run))), exporter, tmp_path)
+    hold_together(checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path)
 
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
@@ -160,14 +160,16 @@ def parts_add_up(report: dict[str, Any]) -> None:
 
 
 def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
-    assert shown_in_order(render(report, "x", columns=400, color=False), ends_of_sentences(report))
-    in_cell = json.loads(results(report, "x", ""))
+    assert shown_in_order(
+        render_full(report, "x", columns=400, color=False), ends_of_sentences(report)
+    )
+    in_cell = json.loads(results_as_json(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
     of_summary = [
         (each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]
     ]
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
-    found = headlines(cast("Any", report))
+    found = build_headlines(cast("Any", report))
     in_top = " ".join(
         line.plain for line in all_findings(View("x", cast("Any", report), tuple(found)), 4000)
     )
@@ -179,12 +181,12 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
         assert all(text in page for _, text in headline.facts)
         if headline.cost_share:
             assert percent(headline.cost_share) in page
-    head = overall(found)
+    head = choose_headline(found)
     assert head is not None
     short = " ".join(render_short(report, "x", columns=400, color=False).split())
     assert head.sentence[-30:] in short
     assert (f"cost {head.cost}" in short) == bool(head.cost)
-    tiles = key_figures(report, head)  # type: ignore[arg-type]
+    tiles = build_key_figures(report, head)  # type: ignore[arg-type]
     if tiles is not None:
         figures = " ".join(" ".join(tiles.itertext()).split())
         per_second = re.search(r"([\d.]+) steps/s", short)
@@ -201,7 +203,7 @@ def ends_of_sentences(report: dict[str, Any]) -> list[str]:
 
     A terminal shows the rank and its phase apart from the sentence.
     """
-    return [head.sentence[-30:] for head in headlines(cast("Any", report))]
+    return [head.sentence[-30:] for head in build_headlines(cast("Any", report))]
 
 
 def alerts_and_assessment_have_the_figures_of_the_rows(
@@ -269,7 +271,7 @@ def loggers_have_the_figures_of_the_rows(
         figures.write_alert(alert)
     figures._newest = {"steps": 1, "step": 1, "data": 0}
     figures.write_due_figures(last=True)
-    figures.write_report(render(report, "x", columns=400, color=True))
+    figures.write_report(render_full(report, "x", columns=400, color=True))
     values = {name: value for name, value, _ in board.rows}
     slow = [row for row in report["verdicts"] if row["kind"] == "straggler"]
 
@@ -283,8 +285,8 @@ def loggers_have_the_figures_of_the_rows(
 
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
     """Check the list of `serve`. Its page of one run equals the report's page."""
-    (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
-    verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
+    (line,) = read_lines(str(folder), find_runs(str(folder)), 60.0)
+    verdict = choose_headline(build_headlines(load_report(RunDirectory(folder / line.name))))
     assert verdict is not None
     assert (line.status, line.sentence, line.cost) == (
         verdict.status,

@@ -86,7 +86,7 @@ def test_py_spy_is_installed_on_supported_processors() -> None:
 
 def test_doctor_reports_if_py_spy_can_read_stacks() -> None:
     """py-spy reads the stack of this process."""
-    program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
+    program = "from torchlens_perf.commands.doctor import _check_stacks; print(*_check_stacks())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

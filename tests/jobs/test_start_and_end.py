@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm_python
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -58,7 +58,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
         # Use the last watch, even if only the first one has been read yet.
         run = RunDirectory(max((folder / "runs").iterdir()))
         if any(run.nodes.glob("*.json")):
-            report: Any = build(run.run_id, node_state.load_all(run))
+            report: Any = build_report(run.run_id, node_state.load_all(run))
             if not report["run"]["live"] and report["steps"]["count"] >= 12:
                 return report, took_s, code
         time.sleep(0.5)

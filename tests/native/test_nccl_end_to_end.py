@@ -160,7 +160,7 @@ def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     if request.param == "native":
-        tap_build.build()
+        tap_build.build_tap()
     folder = tmp_path_factory.mktemp("ranks")
     compile_nccl(folder / "libnccl.so", "-shared", "-fPIC")
     return run_ranks(one_rank if request.param == "native" else one_rank_in_python, folder, RANKS)

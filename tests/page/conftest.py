@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.simulations import simulation
-from torchlens_perf.commands.simulate import record
-from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.commands.simulate import record_simulation
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
@@ -31,7 +31,7 @@ def recorded(
     # A run can have only one sidecar, and other processes simulate at the same time.
     run = RunDirectory(folder / f"run-{uuid.uuid4().hex[:12]}")
     run.create()
-    record(simulation(*faults, **more), steps, run, "simulated", device)
+    record_simulation(simulation(*faults, **more), steps, run, "simulated", device)
     return run
 
 
@@ -44,8 +44,8 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 @pytest.fixture(scope="session")
-def shown(simulated: RunDirectory) -> Contents:
-    return contents(simulated)
+def shown(simulated: RunDirectory) -> PageContents:
+    return gather_contents(simulated)
 
 
 @pytest.fixture(scope="session")

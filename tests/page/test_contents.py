@@ -16,12 +16,12 @@ from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_matrices import Steps, decoded
 from tests.support.reports import as_json
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.page.contents import Contents, Matrix
+from torchlens_perf.page.contents import EncodedMatrix, PageContents
 from torchlens_perf.page.document import html
 from torchlens_perf.page.gather import device_grid, step_matrices
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.page.matrix import LOG_STEP
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
@@ -37,7 +37,7 @@ def table_of(run: RunDirectory, kind: str) -> Any:
     return {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
 
 
-def cells(matrix: Matrix) -> np.ndarray:
+def cells(matrix: EncodedMatrix) -> np.ndarray:
     return decoded(matrix, RANKS)
 
 
@@ -50,15 +50,17 @@ def near(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool((np.abs(np.log(found[known] / expected[known])) <= LOG_STEP / 2 * 1.001).all())
 
 
-def test_report_in_the_page_equals_report_json(simulated: RunDirectory, shown: Contents) -> None:
+def test_report_in_the_page_equals_report_json(
+    simulated: RunDirectory, shown: PageContents
+) -> None:
     """Only the heat map is left out, because the matrices replace it."""
-    expected = {**as_json(run_report(simulated)), "heat": None}
+    expected = {**as_json(load_report(simulated)), "heat": None}
 
     assert json.loads(json.dumps(shown["thinned_report"])) == expected
 
 
 def test_matrices_equal_the_steps_in_the_run_directory(
-    simulated: RunDirectory, shown: Contents
+    simulated: RunDirectory, shown: PageContents
 ) -> None:
     """Durations, parts and work of each step and rank are compared, within the stated error."""
     steps, matrices = table_of(simulated, "steps"), shown["steps"]
@@ -81,7 +83,7 @@ def test_matrices_equal_the_steps_in_the_run_directory(
     assert near(cells(matrices["work"]), work)
 
 
-def test_ranks_in_the_page_have_hosts_and_mesh_coordinates(shown: Contents) -> None:
+def test_ranks_in_the_page_have_hosts_and_mesh_coordinates(shown: PageContents) -> None:
     assert shown["steps"] is not None
     places = shown["steps"]["places"]
 
@@ -94,7 +96,7 @@ def test_ranks_in_the_page_have_hosts_and_mesh_coordinates(shown: Contents) -> N
     assert len({place["host"] for place in places}) == 2
 
 
-def test_planted_slow_rank_is_in_verdict_and_matrices(shown: Contents) -> None:
+def test_planted_slow_rank_is_in_verdict_and_matrices(shown: PageContents) -> None:
     matrices = shown["steps"]
     assert matrices is not None
     (slow,) = matrices["slow"]
@@ -109,7 +111,7 @@ def test_planted_slow_rank_is_in_verdict_and_matrices(shown: Contents) -> None:
     assert np.nanmean(excess[others]) < 0.05
 
 
-def test_work_in_the_page_is_compared_with_the_median_of_other_ranks(shown: Contents) -> None:
+def test_work_in_the_page_is_compared_with_the_median_of_other_ranks(shown: PageContents) -> None:
     matrices = shown["steps"]
     assert matrices is not None
     steps = Steps(matrices)
@@ -121,14 +123,16 @@ def test_work_in_the_page_is_compared_with_the_median_of_other_ranks(shown: Cont
 
 def test_ranks_of_other_populations_are_not_compared_in_the_page() -> None:
     work = np.array([[1.0, 2.0], [1.0, np.nan], [3.0, 4.0], [5.0, 6.0], [1.0, 0.0]])
-    others = step_matrices._others_s(work, ["first", "first", "last", "last", "alone"])
+    others = step_matrices._others_median_s(work, ["first", "first", "last", "last", "alone"])
 
     np.testing.assert_allclose(
         others, [[1.0, np.nan], [1.0, np.nan], [5.0, 6.0], [3.0, 4.0], [np.nan] * 2]
     )
 
 
-def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown: Contents) -> None:
+def test_spans_of_whole_steps_equal_their_records(
+    simulated: RunDirectory, shown: PageContents
+) -> None:
     """Each record is a span with its kind, name, start and duration, and no span is missing."""
     spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
     left_out = {"step", "thread_time", "memory"}
@@ -153,7 +157,7 @@ def test_spans_of_whole_steps_equal_their_records(simulated: RunDirectory, shown
 
 
 def test_whole_steps_in_the_page_have_the_stated_reasons(
-    simulated: RunDirectory, shown: Contents
+    simulated: RunDirectory, shown: PageContents
 ) -> None:
     """The order is a typical slow step, the slowest step, and the first slow step."""
     steps = table_of(simulated, "steps")
@@ -161,17 +165,17 @@ def test_whole_steps_in_the_page_have_the_stated_reasons(
     found = {row["why"]: row["step"] for row in reversed(shown["traces"]["steps"])}
     numbers = [row["step"] for row in shown["traces"]["steps"]]
 
-    assert shown["traces"]["steps"][0]["why"] == f"typical while rank {SLOW_RANK} is slow"
+    assert shown["traces"]["steps"][0]["why"] == f"typical step while rank {SLOW_RANK} is slow"
     assert numbers[0] >= SINCE_STEP
     assert found["slowest"] == max(longest, key=lambda step: longest[step])
     assert abs(found[f"first slow step of rank {SLOW_RANK}"] - SINCE_STEP) <= 2
-    assert found[f"typical before rank {SLOW_RANK} was slow"] < SINCE_STEP
+    assert found[f"typical step before rank {SLOW_RANK} was slow"] < SINCE_STEP
     assert {0, STEPS - 1} <= set(numbers)
     assert len(set(numbers)) == len(numbers) > 20
 
 
 def test_collectives_of_whole_steps_have_last_rank_and_waits(
-    simulated: RunDirectory, shown: Contents
+    simulated: RunDirectory, shown: PageContents
 ) -> None:
     """The last rank has the shortest duration.
 
@@ -213,12 +217,12 @@ def test_small_budget_widens_columns_and_drops_steps(
     simulated: RunDirectory, budget_bytes: int
 ) -> None:
     """The page has a note, and still has all verdicts."""
-    small = contents(simulated, budget_bytes)
-    whole = contents(simulated)
+    small = gather_contents(simulated, budget_bytes)
+    whole = gather_contents(simulated)
     assert small["steps"] is not None
     said = " ".join(small["thinned"]["sentences"])
 
-    assert len(html.as_json(small)) <= budget_bytes * 1.05
+    assert len(html.contents_as_json(small)) <= budget_bytes * 1.05
     assert small["report"]["verdicts"] == whole["report"]["verdicts"]
     assert (small["steps"]["columns"]["width"] > 1) == (budget_bytes < 80_000)
     if small["steps"]["columns"]["width"] > 1:
@@ -234,7 +238,7 @@ def test_small_budget_widens_columns_and_drops_steps(
 
 def test_work_of_ranks_judged_by_devices_is_by_the_device_clock(on_device: RunDirectory) -> None:
     """The work and the device parts equal those of the report."""
-    shown = contents(on_device)
+    shown = gather_contents(on_device)
     matrices = shown["steps"]
     assert matrices is not None
     work, parts = (
@@ -261,7 +265,7 @@ def test_damaged_file_is_noted_and_the_rest_is_shown(
     (copy.steps / "node-0000-000099.parquet").write_bytes(b"PAR1 and no more")
     (path,) = copy.spans.glob("*.parquet")
     path.write_bytes(path.read_bytes()[:5000])
-    shown = contents(copy)
+    shown = gather_contents(copy)
 
     assert shown["steps"] is not None
     assert shown["traces"]["steps"] == []
@@ -278,7 +282,7 @@ def test_page_of_files_without_work_uses_own_time(
     shutil.copytree(simulated.path, copy.path)
     (path,) = copy.steps.glob("*.parquet")
     pq.write_table(pq.read_table(path).drop_columns(["work_ns"]), path)
-    shown, before = contents(copy), contents(simulated)
+    shown, before = gather_contents(copy), gather_contents(simulated)
 
     assert [
         line
@@ -295,16 +299,16 @@ def test_page_of_a_missing_run_is_an_error_with_its_path(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with pytest.raises(RunStoreError, match="is not a run directory"):
-        contents(RunDirectory(tmp_path_factory.mktemp("empty")))
+        gather_contents(RunDirectory(tmp_path_factory.mktemp("empty")))
 
 
 def test_report_windows_are_shown_if_device_steps_are_too_many(
     on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A note says that there are too many steps to join."""
-    each = contents(on_device)
+    each = gather_contents(on_device)
     monkeypatch.setattr(device_grid, "MAX_STEPS", 10)
-    shown = contents(on_device)
+    shown = gather_contents(on_device)
     assert each["steps"] is not None
     assert shown["steps"] is not None
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.page.conftest import SLOW_RANK, recorded
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.document.html import as_json, document
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.document.html import build_document, contents_as_json
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.view.headline import Headline
@@ -71,13 +71,15 @@ def element_text(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Contents:
-    return contents(recorded(tmp_path_factory.mktemp("alone"), steps=60, topology=Topology(1, 1)))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> PageContents:
+    return gather_contents(
+        recorded(tmp_path_factory.mktemp("alone"), steps=60, topology=Topology(1, 1))
+    )
 
 
 @pytest.fixture(scope="module")
-def text(shown: Contents) -> str:
-    return document(shown)
+def text(shown: PageContents) -> str:
+    return build_document(shown)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,9 @@ def test_elements_of_the_page_are_closed_and_ids_unique(page: Parsed) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_section_with_content_is_there_without_scripts(page: Parsed, shown: Contents) -> None:
+def test_every_section_with_content_is_there_without_scripts(
+    page: Parsed, shown: PageContents
+) -> None:
     """Each section has a fragment, a heading and a link."""
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
@@ -133,7 +137,7 @@ def test_charts_say_that_they_need_scripts(page: Parsed) -> None:
     assert len(waiting) == len(charts)
 
 
-def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: Contents) -> None:
+def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: PageContents) -> None:
     """Each rank's bar has its parts in seconds, lengths on one scale, and shares of the rank's own
     step.
     """
@@ -159,7 +163,7 @@ def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: Contents)
             assert words.endswith(f"({percent(each['parts'][part] / sum(each['parts'].values()))})")
 
 
-def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Contents) -> None:
+def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: PageContents) -> None:
     """Slow ranks come first."""
     page = " ".join(element_text(text).split())
     headline, steps = shown["headlines"][0], shown["report"]["steps"]
@@ -184,9 +188,9 @@ def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Cont
     assert len(rows) == len(shown["report"]["ranks"])
 
 
-def test_page_of_a_single_process_does_not_mention_ranks(alone: Contents) -> None:
+def test_page_of_a_single_process_does_not_mention_ranks(alone: PageContents) -> None:
     """There are no sections, columns or words on ranks."""
-    text = document(alone)
+    text = build_document(alone)
     page = Parsed(text)
     sections = {attributes["id"] for tag, attributes in page.elements if tag == "section"}
     words = page.all_text()
@@ -243,14 +247,14 @@ def test_policy_allows_only_the_pages_own_scripts(text: str) -> None:
     assert "unsafe" not in policy[1]
 
 
-def test_data_in_the_page_are_json_and_no_markup(text: str, shown: Contents) -> None:
+def test_data_in_the_page_are_json_and_no_markup(text: str, shown: PageContents) -> None:
     """The contents that are read back from the page equal the original ones."""
     found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.S)
     assert found is not None
 
     assert not re.search(r"[<>&\u2028\u2029]", found[1])
     assert found[1].isascii()
-    assert json.loads(found[1]) == json.loads(as_json(shown))
+    assert json.loads(found[1]) == json.loads(contents_as_json(shown))
     made_for_scripts = {"named_ranks", "prominent_ranks"}
     assert set(json.loads(found[1])) - made_for_scripts == set(shown) - {
         "headlines",
@@ -286,13 +290,13 @@ def hostile(value: Any, key: str = "") -> Any:
     return value if not isinstance(value, str) or key in kept else HOSTILE
 
 
-def test_hostile_texts_are_shown_as_text(shown: Contents) -> None:
+def test_hostile_texts_are_shown_as_text(shown: PageContents) -> None:
     """The page has the same elements as without them, and no text controls a terminal or reverses
     letters.
     """
-    expected = [tag for tag, _ in Parsed(document(shown)).elements]
+    expected = [tag for tag, _ in Parsed(build_document(shown)).elements]
     attacked = hostile(copy.deepcopy(shown))
-    text = document(cast("Contents", attacked))
+    text = build_document(cast("PageContents", attacked))
     found = Parsed(text)
 
     assert [tag for tag, _ in found.elements if tag == "img"] == []
@@ -305,11 +309,11 @@ def test_hostile_texts_are_shown_as_text(shown: Contents) -> None:
     text.encode("utf-8")
 
 
-def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
+def test_long_names_are_shortened_with_a_tooltip(shown: PageContents) -> None:
     """A module's name has ten thousand characters."""
     changed = copy.deepcopy(shown)
     changed["report"]["modules"][0]["name"] = "layer." * 1700
-    page = Parsed(document(changed))
+    page = Parsed(build_document(changed))
     titles = [
         attributes["title"]
         for tag, attributes in page.elements
@@ -321,7 +325,7 @@ def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
     assert max(len(title or "") for title in titles) <= 2001
 
 
-def test_page_of_a_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
+def test_page_of_a_run_without_steps_has_no_empty_sections(shown: PageContents) -> None:
     """Missing values are not shown as zero."""
     empty = copy.deepcopy(shown)
     empty["steps"], empty["traces"], empty["telemetry"] = None, {"names": [], "steps": []}, []
@@ -336,7 +340,7 @@ def test_page_of_a_run_without_steps_has_no_empty_sections(shown: Contents) -> N
         "p99_s": None,
         "max_s": None,
     }
-    page = Parsed(document(empty))
+    page = Parsed(build_document(empty))
 
     assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == [
         "verdicts",
@@ -347,7 +351,7 @@ def test_page_of_a_run_without_steps_has_no_empty_sections(shown: Contents) -> N
     assert "of steps complete" not in words
 
 
-def test_rank_cards_have_the_location_of_the_rank(shown: Contents) -> None:
+def test_rank_cards_have_the_location_of_the_rank(shown: PageContents) -> None:
     """Values that are equal on all ranks are left out."""
     placed = copy.deepcopy(shown)
     places = {
@@ -357,20 +361,20 @@ def test_rank_cards_have_the_location_of_the_rank(shown: Contents) -> None:
         "host.rack": "rack 12",
     }
     placed["report"]["verdicts"][0]["where"] = places
-    text = document(placed).partition('id="heat"')[0]
+    text = build_document(placed).partition('id="heat"')[0]
 
     assert "host.rack rack 12" in text
     assert "torch.elastic" not in text
     assert "slurm.job.id" not in text
 
 
-def test_further_verdicts_are_a_line_each_and_ended_ones_come_last(shown: Contents) -> None:
+def test_further_verdicts_are_a_line_each_and_ended_ones_come_last(shown: PageContents) -> None:
     several = copy.deepcopy(shown)
     row, headline = several["report"]["verdicts"][0], several["headlines"][0]
     over = dataclasses.replace(headline, is_over=True, severity="neutral")
     several["report"]["verdicts"] = [row, row, row]
     several["headlines"] = [over, headline, dataclasses.replace(headline, kind="data_bound")]
-    page = document(several).partition('id="heat"')[0]
+    page = build_document(several).partition('id="heat"')[0]
     first, second, third = (page.index(f'id="verdict-{number}"') for number in (2, 3, 1))
 
     assert first < second < page.index("Earlier in this run (1)") < third

@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import identity_of, make_run
 from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample, ProcessSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.page.gather.hardware_series import MAX_POINTS, hardware_series, within
+from torchlens_perf.page.gather.hardware_series import MAX_POINTS, fit_series, read_hardware_series
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
@@ -39,7 +39,7 @@ def written(run: RunDirectory, gpus: list[GpuSample], links: list[LinkSample]) -
 
 def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]:
     notes: list[str] = []
-    found = hardware_series(
+    found = read_hardware_series(
         run, processes(run), dict.fromkeys((0, 1), NODE), ranks, BEGIN_NS, notes
     )
     assert notes == []
@@ -126,11 +126,11 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
     )
     every = list(series_of(run, [0, 1]).values())
     notes: list[str] = []
-    kept = within(every, 400, notes)
+    kept = fit_series(every, 400, notes)
 
     assert [each["title"] for each in kept] == ["SM clock", "SM clock"]
-    assert notes == ["Of 4 quantities that were measured over time, 2 are shown."]
-    assert within(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
+    assert notes == ["Only 2 of 4 quantities that were measured over time are shown."]
+    assert fit_series(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
 
 
 def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: RunDirectory) -> None:

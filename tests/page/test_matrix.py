@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.support.page_matrices import decoded
-from torchlens_perf.page.matrix import SMALLEST_S, encoded
+from torchlens_perf.page.matrix import SMALLEST_S, encode_durations
 
 DURATIONS = st.one_of(
     st.floats(0, 1e7, allow_nan=False), st.just(float("nan")), st.floats(1e-9, 1e-3)
@@ -21,7 +21,7 @@ DURATIONS = st.one_of(
 @given(arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=DURATIONS))
 def test_decoded_durations_are_within_the_stated_error(values: np.ndarray) -> None:
     """The range is from a nanosecond to months. Smaller values become 0 s, and NaN stays NaN."""
-    matrix = encoded(values)
+    matrix = encode_durations(values)
     back = decoded(matrix, len(values))
 
     assert back.shape == values.shape
@@ -34,7 +34,7 @@ def test_decoded_durations_are_within_the_stated_error(values: np.ndarray) -> No
 
 
 def test_matrix_codes_have_the_documented_format() -> None:
-    matrix = encoded(np.array([[np.nan, 0.0], [SMALLEST_S, 1.0]]))
+    matrix = encode_durations(np.array([[np.nan, 0.0], [SMALLEST_S, 1.0]]))
     codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2")
 
     assert codes.tolist()[:3] == [0, 1, 2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
-from torchlens_perf.page.gather.step_collectives import joined_by_step
+from torchlens_perf.page.gather.step_collectives import join_by_step
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.store.segments import ProcessRecords
 
@@ -62,17 +62,19 @@ def job(jitter_ns: int = 0) -> list[RankRecords]:
 
 def test_node_clocks_5_s_apart_are_aligned() -> None:
     ranks = job()
-    clock = NodeClocks([of_step(ranks, step) for step in range(5)], ()).of(of_step(ranks, 2))
+    clock = NodeClocks([of_step(ranks, step) for step in range(5)], ()).common_clock(
+        of_step(ranks, 2)
+    )
 
     assert clock.offset_ns == {0: 0, 1: 0, 2: -AHEAD_NS["other"], 3: -AHEAD_NS["other"]}
     assert clock.words.startswith(
-        "The clocks of 2 nodes are laid together by the ends of 5 or more collectives"
+        "The clocks of 2 nodes are aligned by the ends of 5 or more collectives"
     )
 
 
 def test_clocks_of_a_single_node_are_not_corrected() -> None:
     ranks = job()[:2]
-    clock = NodeClocks([of_step(ranks, 0)], ()).of(of_step(ranks, 0))
+    clock = NodeClocks([of_step(ranks, 0)], ()).common_clock(of_step(ranks, 0))
 
     assert clock.offset_ns == {0: 0, 1: 0}
     assert clock.words == ""
@@ -90,7 +92,7 @@ def test_ranks_with_unknown_clocks_are_left_out_of_the_timeline(
     jitter_ns: int, steps: int, uncomparable: tuple[str, ...]
 ) -> None:
     ranks = job(jitter_ns)
-    clock = NodeClocks([of_step(ranks, step) for step in range(steps)], uncomparable).of(
+    clock = NodeClocks([of_step(ranks, step) for step in range(steps)], uncomparable).common_clock(
         of_step(ranks, 0)
     )
 
@@ -100,7 +102,7 @@ def test_ranks_with_unknown_clocks_are_left_out_of_the_timeline(
 
 def test_waits_are_known_without_synchronized_clocks() -> None:
     """The last rank and the waits are computed from durations."""
-    found = joined_by_step(job(), [0, 1, 2], ())
+    found = join_by_step(job(), [0, 1, 2], ())
 
     assert sorted(found) == [0, 1, 2, 3, 4]
     (row,) = found[2]
@@ -116,11 +118,11 @@ def test_waits_are_known_without_synchronized_clocks() -> None:
 
 def test_last_rank_is_known_only_for_complete_groups() -> None:
     """A missing rank may have come later."""
-    (row,) = joined_by_step(job()[:3], [0, 1, 2], ())[2]
+    (row,) = join_by_step(job()[:3], [0, 1, 2], ())[2]
 
     assert row["last_rank"] is None
     assert row["wait_us"]["0"] == 40e3
 
 
 def test_groups_with_different_sequence_numbers_are_not_joined() -> None:
-    assert joined_by_step(job(), [0, 1, 2, 3], ("0",)) == {}
+    assert join_by_step(job(), [0, 1, 2, 3], ("0",)) == {}

@@ -17,10 +17,15 @@ from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import printable
-from torchlens_perf.page.notebook import MAX_BYTES, cell, results
-from torchlens_perf.page.small_charts import MAX_BARS, image, parts_chart, step_chart
-from torchlens_perf.view.headline import headlines
-from torchlens_perf.view.markup import html
+from torchlens_perf.page.notebook import MAX_BYTES, build_cell, results_as_json
+from torchlens_perf.page.small_charts import (
+    MAX_BARS,
+    build_image,
+    draw_parts_chart,
+    draw_step_chart,
+)
+from torchlens_perf.view.headline import build_headlines
+from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS
 
@@ -116,8 +121,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any]) -> None:
     """The order is verdict, numbers, notes and path."""
-    page = Page(cell(report, "/runs/one"))
-    (first,) = headlines(report, "/runs/one")
+    page = Page(build_cell(report, "/runs/one"))
+    (first,) = build_headlines(report, "/runs/one")
 
     assert "SLOW RANK rank 1" in page.words
     assert first.cost
@@ -135,11 +140,11 @@ def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any])
 
 def test_pictures_in_a_cell_have_alternative_texts(report: dict[str, Any]) -> None:
     """The texts have the report's numbers."""
-    (steps, history), (parts, bars) = Page(cell(report, "/runs/one")).images
+    (steps, history), (parts, bars) = Page(build_cell(report, "/runs/one")).images
 
     assert steps.startswith("Step time over steps 8 to ")
     assert duration(max(report["history"]["median_s"])) in steps
-    assert "step time: median of the ranks, and their range" in texts(history)
+    assert "step time (median and range of the ranks)" in texts(history)
     for rank in report["ranks"]:
         said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
         assert said.startswith(duration(rank["typical"]["s"]))
@@ -154,7 +159,7 @@ def test_pictures_are_readable_in_a_light_and_in_a_dark_notebook(report: dict[st
 
     The image has a transparent background, and its text has contrast on both themes.
     """
-    for _, svg in Page(cell(report, "")).images:
+    for _, svg in Page(build_cell(report, "")).images:
         style = svg[0].text or ""
         (color,) = re.findall(r"text{[^}]*fill:(#\w+)", style)
 
@@ -162,7 +167,7 @@ def test_pictures_are_readable_in_a_light_and_in_a_dark_notebook(report: dict[st
         assert "prefers-color-scheme" not in style
         for ground in ("#ffffff", "#111111"):
             assert contrast(color, ground) >= 4.2
-    assert "color:" not in re.sub(r"border-left: 4px solid #\w+", "", cell(report, ""))
+    assert "color:" not in re.sub(r"border-left: 4px solid #\w+", "", build_cell(report, ""))
 
 
 def contrast(first: str, second: str) -> float:
@@ -182,7 +187,7 @@ def contrast(first: str, second: str) -> float:
 
 def test_hostile_names_are_inert_in_a_cell(report: dict[str, Any]) -> None:
     """No text of a report becomes a tag or attribute, controls a terminal, or reverses text."""
-    clean = Page(cell(report, "/runs/one"))
+    clean = Page(build_cell(report, "/runs/one"))
 
     def planted(value: Any) -> Any:
         if isinstance(value, dict):
@@ -208,12 +213,14 @@ def test_hostile_names_are_inert_in_a_cell(report: dict[str, Any]) -> None:
                 else planted(report[field])
             ),
         }
-        page = Page(cell(bad, HOSTILE))
+        page = Page(build_cell(bad, HOSTILE))
         assert "<script>alert(1)</script>" in page.words
         assert not set("\x1b\u202e\u2028") & set(page.words + json.dumps(page.images[0][0]))
         assert len(page.images) == len(clean.images)
-    json.loads(results({**report, "run": planted(report["run"])}, HOSTILE, HOSTILE))
-    ((says, _),) = Page(html(image('<svg xmlns="http://www.w3.org/2000/svg"/>', HOSTILE))).images
+    json.loads(results_as_json({**report, "run": planted(report["run"])}, HOSTILE, HOSTILE))
+    ((says, _),) = Page(
+        to_html(build_image('<svg xmlns="http://www.w3.org/2000/svg"/>', HOSTILE))
+    ).images
     assert says == printable(HOSTILE)
 
 
@@ -221,12 +228,12 @@ def test_cell_of_a_run_without_steps_has_no_chart(tmp_path: Path) -> None:
     """Values that were not measured are not shown as zero."""
     run = make_run(tmp_path)
     found = report_on(run, [Rank(run, 0, 1)])
-    page = Page(cell(found, ""))
+    page = Page(build_cell(found, ""))
 
     assert page.images == []
     assert "overhead" in page.words
     assert "not measured" in page.words
-    assert headlines(found)[0].sentence in page.words
+    assert build_headlines(found)[0].sentence in page.words
 
 
 def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
@@ -242,7 +249,7 @@ def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
         "width": 1024, "first_steps": [1024 * i for i in columns], "median_s": [1.23456789 + i for i in columns],
         "fastest_s": [1.0 for _ in columns], "slowest_s": [100.0 for _ in columns],
     }  # fmt: skip
-    text = cell(large, "/runs/" + "d" * 5000)
+    text = build_cell(large, "/runs/" + "d" * 5000)
     page = Page(text)
 
     assert len(text.encode()) < MAX_BYTES
@@ -252,7 +259,7 @@ def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
 
 def test_chart_shows_slow_ranks_and_a_sample_of_others() -> None:
     known = {rank: {"forward": 0.1, "backward": 0.2} for rank in range(100)}
-    chart = parts_chart(known, "typical step", [77, 3])
+    chart = draw_parts_chart(known, "typical step", [77, 3])
     assert chart is not None
     labels = [text for text in texts(picture(chart[0])) if text.startswith("rank ")]
 
@@ -263,7 +270,7 @@ def test_chart_shows_slow_ranks_and_a_sample_of_others() -> None:
 
 def test_chart_lengths_are_proportional_to_the_numbers() -> None:
     """A bar's pieces are as long as the parts, and a point is as high as the step."""
-    chart = parts_chart(
+    chart = draw_parts_chart(
         {0: {"forward": 0.1, "backward": 0.3}, 1: {"forward": 0.1, "backward": 0.1}}, "typical step"
     )
     assert chart is not None
@@ -277,7 +284,7 @@ def test_chart_lengths_are_proportional_to_the_numbers() -> None:
         "fastest_s": [0.1] * 3,
         "slowest_s": [0.4] * 3,
     }
-    svg, _ = step_chart(history)  # type: ignore[arg-type]
+    svg, _ = draw_step_chart(history)  # type: ignore[arg-type]
     (points,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
     (zero,) = re.findall(r'y="([\d.]+)" text-anchor="end">0<', svg)
     heights = [float(zero) - 4 - float(point.split(",")[1]) for point in points.split()]
@@ -289,7 +296,7 @@ def test_ranks_judged_by_devices_are_shown_by_device_times(report: dict[str, Any
     device = {"parts": {"forward": 0.01, "backward": 0.02, "communication": 0.005}}
     ranks = [{**rank, "device": device} for rank in report["ranks"]]
     by_device = {**report, "run": {**report["run"], "judged_by": "device"}, "ranks": ranks}
-    (steps, _), (parts, _) = Page(cell(by_device, "")).images
+    (steps, _), (parts, _) = Page(build_cell(by_device, "")).images
 
     assert steps.startswith("Step time on the device over steps")
     assert parts.startswith(
@@ -298,7 +305,7 @@ def test_ranks_judged_by_devices_are_shown_by_device_times(report: dict[str, Any
 
 
 def test_summary_object_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
-    value = json.loads(results(report, "/runs/one", "the text"))
+    value = json.loads(results_as_json(report, "/runs/one", "the text"))
     summary, verdict = value["summary"], report["verdicts"][0]
 
     assert value["text"] == "the text"

@@ -9,13 +9,13 @@ import numpy.typing as npt
 import pytest
 
 from torchlens_perf.page.gather import step_grid
-from torchlens_perf.page.gather.step_grid import Batch, StepGrid
+from torchlens_perf.page.gather.step_grid import StepBatch, StepGrid
 from torchlens_perf.run.ring import Flag
 
 RANKS, FIRST, LAST, PARTS = 3, 5, 104, 2
 
 
-def steps(seed: int = 0) -> Batch:
+def steps(seed: int = 0) -> StepBatch:
     """Return a hundred steps of each rank, in any order."""
     random = np.random.default_rng(seed)
     row, step = np.meshgrid(np.arange(RANKS), np.arange(FIRST, LAST + 1))
@@ -23,7 +23,7 @@ def steps(seed: int = 0) -> Batch:
     parts = random.integers(0, 10**6, (count, PARTS))
     flags = np.zeros(count, np.int64)
     flags[step.ravel() == 40] = int(Flag.EVALUATION)
-    batch = Batch(
+    batch = StepBatch(
         row=row.ravel(),
         step=step.ravel(),
         start_ns=(step.ravel() - FIRST) * 10**7,
@@ -37,13 +37,16 @@ def steps(seed: int = 0) -> Batch:
     return chosen(batch, random.permutation(count))
 
 
-def chosen(batch: Batch, places: npt.NDArray[np.int64]) -> Batch:
-    return Batch(
-        **{field.name: getattr(batch, field.name)[places] for field in dataclasses.fields(Batch)}
+def chosen(batch: StepBatch, places: npt.NDArray[np.int64]) -> StepBatch:
+    return StepBatch(
+        **{
+            field.name: getattr(batch, field.name)[places]
+            for field in dataclasses.fields(StepBatch)
+        }
     )
 
 
-def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
+def grid_of(*batches: StepBatch, warm_from: int = 8) -> StepGrid:
     grid = StepGrid(range(RANKS), np.full(RANKS, warm_from), FIRST, LAST, PARTS)
     for batch in batches:
         grid.add(batch)
@@ -71,8 +74,8 @@ def test_cpu_contention_is_a_share_of_measured_steps_or_nan() -> None:
     """The value is NaN if no step was measured."""
     grid = grid_of(steps())
 
-    assert np.isnan(grid.no_cpu_share(0)).all()
-    assert (grid.no_cpu_share(1) == grid.ready_ns[1] / grid.step_ns[1]).all()
+    assert np.isnan(grid.contention_share(0)).all()
+    assert (grid.contention_share(1) == grid.ready_ns[1] / grid.step_ns[1]).all()
 
 
 def test_widened_grid_equals_one_that_was_wide_from_the_start(

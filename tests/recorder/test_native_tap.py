@@ -12,7 +12,7 @@ import torch
 
 from tests.support.recording import recorded
 from tests.support.taps import cache, copy_of_sources, load_anew, tap
-from torchlens_perf.commands.doctor import LIMITED, OK, Check, examine
+from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
@@ -33,7 +33,7 @@ def put(tap: Path, folder: Path) -> Path:
 
 
 def doctor() -> Check:
-    (check,) = [check for check in examine() if check.subject == "tap on collectives"]
+    (check,) = [check for check in run_checks() if check.subject == "tap on collectives"]
     return check
 
 

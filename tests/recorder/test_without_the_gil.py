@@ -26,13 +26,13 @@ from torchlens_perf.commands import doctor
 from torchlens_perf.recorder import recorder
 with perf.watch() as w, perf.section("part"):
     pass
-print(sys._is_gil_enabled(), recorder.NATIVE, w.run_dir, *doctor._native(), sep="|")
+print(sys._is_gil_enabled(), recorder.NATIVE, w.run_dir, *doctor._check_native_recorder(), sep="|")
 """
 BROKEN = """
 import sys
 from torchlens_perf.recorder import recorder
 from torchlens_perf.commands import doctor
-print(recorder.NATIVE, recorder.LOADING_PROBLEM, *doctor._native(), sep="|")
+print(recorder.NATIVE, recorder.LOADING_PROBLEM, *doctor._check_native_recorder(), sep="|")
 """
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_recorded_without_the_gil(
     ] == caplog.messages
     assert len(caplog.messages) == 1
     assert list(tmp_path.iterdir()) == []
-    (line,) = doctor._native()
+    (line,) = doctor._check_native_recorder()
     assert line.severity == doctor.BROKEN
     assert "PYTHON_GIL=1" in str(line)
 

@@ -12,13 +12,13 @@ from tests.support.ranks import identity_of
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.collective_rows import arrived_last, collective_rows, is_chance
+from torchlens_perf.report.collective_rows import collective_rows, count_last_arrivals, is_chance
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.latest_attempt import newest_joins
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.view.collective_table import collective_table
+from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.specs import Table
 
 NAME = "allreduce group=0 dtype=float32"
@@ -26,7 +26,7 @@ NAME = "allreduce group=0 dtype=float32"
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     report = {"collectives": rows, "verdicts": [], "run": {"world_size": 2}}
-    made = collective_table(cast("Any", report))
+    made = build_collective_table(cast("Any", report))
     assert made is not None
     return made
 
@@ -125,12 +125,12 @@ def test_last_arrivals_are_counted_for_each_rank() -> None:
         for rank in range(3)
     }
     rows = collective_rows([save_and_load(joined(issued))])
-    found = arrived_last(rows)
+    found = count_last_arrivals(rows)
 
     assert {row["operation"]: row["joined"] for row in rows} == {"allreduce": 20, "broadcast": 20}
     assert found == {rank: {"count": 5, "joined": 20, "share": 0.25} for rank in range(3)}
-    assert arrived_last(on_nodes((0, 1), (2, 3), last=3)) == {}
-    assert arrived_last([]) == {}
+    assert count_last_arrivals(on_nodes((0, 1), (2, 3), last=3)) == {}
+    assert count_last_arrivals([]) == {}
 
 
 def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tests.support.findings import MS, episode, findings
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
@@ -29,7 +29,7 @@ STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
 
 
 def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0) -> str:
-    report = checked(build("r", [node(loops, cpu_users=users, threads=threads)]))
+    report = checked(build_report("r", [node(loops, cpu_users=users, threads=threads)]))
     row = next(row for row in report["verdicts"] if row["kind"] == "lack_of_cpu")
     return str(row["text"].partition(" Next: ")[2])
 
@@ -111,7 +111,7 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
     for step in range(20, 200, 20):
         loop[step] = {**STARVED, "forward": 224.0, "cpu": 150.0, "flags": int(flag)}
     loop[55] = {**STARVED, "forward": 924.0, "cpu": 900.0}
-    rows = checked(build("r", [node([loop])]))["verdicts"]
+    rows = checked(build_report("r", [node([loop])]))["verdicts"]
 
     assert [row["kind"] for row in rows] == ["lack_of_cpu", "long_steps"]
     assert "1 other step waits 900 ms longer: 900 ms in total." in rows[0]["text"]
@@ -132,7 +132,7 @@ def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(
     loop = [dict(STARVED) for _ in range(100)]
     for step in steps:
         loop[step] = {**STARVED, "forward": 24.0 + more, "cpu": 20.0 + more}
-    (row,) = checked(build("r", [node([loop])]))["verdicts"]
+    (row,) = checked(build_report("r", [node([loop])]))["verdicts"]
 
     assert words in row["text"]
 
@@ -149,7 +149,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     state.findings = dataclasses.replace(
         state.findings, groups=(StragglerGroup("rank", "", (1,), slow, diagnosis=why),)
     )
-    texts = [row["text"] for row in checked(build("r", [state]))["verdicts"]]
+    texts = [row["text"] for row in checked(build_report("r", [state]))["verdicts"]]
 
     assert texts[0].startswith("Waiting for a CPU takes ")
     assert "No cause found (checked: garbage collection, waits for a disk). " in texts[1]

@@ -23,7 +23,7 @@ from torchlens_perf.analysis.statistics.device import (
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_spans import nest
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClockQuality
@@ -33,8 +33,8 @@ from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings.source import HOLD_S
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.view.tables import tables
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.tables import build_tables
+from torchlens_perf.view.terminal import render_full
 
 HOST = {"forward": 1.0, "backward": 1.0, "optimizer": 0.5}
 DEVICE = {Kind.FORWARD: 10 * MS, Kind.BACKWARD: 20 * MS, Kind.OPTIMIZER: 2 * MS, Kind.STEP: 33 * MS}
@@ -132,11 +132,11 @@ def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
     sidecar.judge_ranks(1e6, final=True)
     sidecar.save_records()
     sidecar.close()
-    return checked(build(run.run_id, node_state.load_all(run)))
+    return checked(build_report(run.run_id, node_state.load_all(run)))
 
 
 def text_of(report: dict[str, Any]) -> str:
-    return render(report, "runs/x", columns=140, color=False)
+    return render_full(report, "runs/x", columns=140, color=False)
 
 
 def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirectory) -> None:
@@ -460,7 +460,7 @@ def test_modules_are_sorted_by_own_device_time(run: RunDirectory) -> None:
         ("embed", pytest.approx(0.001)),
         ("layer.norm", pytest.approx(0.001)),
     ]
-    (table,) = [each for each in tables(cast("Any", report)) if each.key == "modules"]
+    (table,) = [each for each in build_tables(cast("Any", report)) if each.key == "modules"]
     assert table.columns[0].values[0] == "layer"
     assert table.columns[1].title == "device per step"
 
@@ -470,7 +470,7 @@ def test_device_table_omits_columns_in_a_narrow_terminal(run: RunDirectory) -> N
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(20, 0)
     report = report_on(run, [rank])
-    text = render(report, "x", columns=44, color=False)
+    text = render_full(report, "x", columns=44, color=False)
     header = text[text.index("device clock, ms") :].splitlines()[1]
     assert "step" in header
     assert "starved passes" not in header

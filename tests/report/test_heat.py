@@ -12,7 +12,7 @@ from tests.support.findings import episode, findings
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory, Windows
 from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
-from torchlens_perf.report.heat import heat
+from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -48,7 +48,7 @@ def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -
     `populations` has a letter for each rank.
     """
     places = {rank: Placement("node", letter) for rank, letter in enumerate(populations)}
-    value = heat(on_one_grid(*ranks), found, places)
+    value = build_heat_map(on_one_grid(*ranks), found, places)
     assert value is not None
     assert value == json.loads(json.dumps(value, allow_nan=False))
     return value
@@ -95,9 +95,9 @@ def test_excess_is_relative_to_ranks_of_the_same_population() -> None:
     assert [excess(value, rank) for rank in range(4)] == [[0.0] * 5] * 4
     assert excess(value, 4) == [None] * 5
     alone = on_one_grid(windows(40), windows(40))
-    assert heat(alone, NOTHING, {0: Placement("", "a"), 1: Placement("", "b")}) is None
-    assert heat(on_one_grid(windows(40)), NOTHING, {}) is None
-    assert heat(on_one_grid(), NOTHING, {}) is None
+    assert build_heat_map(alone, NOTHING, {0: Placement("", "a"), 1: Placement("", "b")}) is None
+    assert build_heat_map(on_one_grid(windows(40)), NOTHING, {}) is None
+    assert build_heat_map(on_one_grid(), NOTHING, {}) is None
 
 
 def test_missing_window_is_not_zero_in_the_heat_map() -> None:

@@ -16,7 +16,7 @@ from tests.support.findings import PLACES, episode, findings, hang, hung, slow_l
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE, state_of
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
@@ -28,7 +28,7 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Strag
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.over import held_words
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.terminal import render_full
 
 # Number of steps in a window of a short run.
 WIDTH = 8
@@ -60,7 +60,7 @@ def node(
 
 def rows(state: NodeState) -> dict[str, dict[str, Any]]:
     """Return the report's verdicts by kind, the first of each kind."""
-    verdicts = checked(build("r", [state]))["verdicts"]
+    verdicts = checked(build_report("r", [state]))["verdicts"]
     return {row["kind"]: row for row in reversed(verdicts)}
 
 
@@ -131,7 +131,7 @@ def test_verdict_of_no_slow_rank_is_valid_since_the_last_episode() -> None:
 
 
 def test_ended_verdicts_come_last() -> None:
-    verdicts = build(
+    verdicts = build_report(
         "r", [node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159))]
     )["verdicts"]
 
@@ -199,7 +199,7 @@ def test_cpu_contention_is_unknown_if_it_is_not_measured_later() -> None:
     """
     lacking = {**BASE, "forward": 24.0, "host": 20.0}
     loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
-    report = checked(build("r", [node([loop])]))
+    report = checked(build_report("r", [node([loop])]))
 
     assert "0 ns" not in " ".join(row["text"] for row in report["verdicts"])
     assert not [row for row in report["verdicts"] if row["kind"].startswith("lack_of_cpu")]
@@ -239,7 +239,7 @@ def test_short_or_constant_bottlenecks_are_not_reported_as_changes(
     """Some bottlenecks last for a few windows, others hardly differ from the rest of the run."""
     kinds = [
         row["kind"]
-        for row in build("r", [node([loop] * 2)])["verdicts"]
+        for row in build_report("r", [node([loop] * 2)])["verdicts"]
         if row["kind"] != "long_steps"
     ]
     assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
@@ -253,8 +253,8 @@ def test_bottleneck_that_ended_has_its_last_step() -> None:
     assert (held["since_step"], held["until_step"]) == (0, 320)
     assert (held["windows_held"], held["windows_judged"]) == (40, 50)
     text = " ".join(
-        render(
-            build("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False
+        render_full(
+            build_report("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False
         ).split()
     )
     assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
@@ -285,7 +285,9 @@ def test_all_steps_of_an_unusual_kind_count_for_its_windows() -> None:
     loop = usual(200)
     for step, host in ((1, 901.0), (60, 901.0), (150, 9001.0)):
         loop[step] = {**BASE, "host": host, "flags": Flag.EVALUATION}
-    found = [row for row in build("r", [node([loop])])["verdicts"] if row["kind"] == "long_steps"]
+    found = [
+        row for row in build_report("r", [node([loop])])["verdicts"] if row["kind"] == "long_steps"
+    ]
 
     assert found
     assert [row["held"] for row in found] == [None] * len(found)
@@ -346,7 +348,9 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
     stacks = {2: RankStack(("train.py:7 in load",), "")}
     loop = usual(200)
     loop[57] = {**BASE, "host": 60_000.0}
-    report = checked(build("r", [node([loop], records=hung(60.0, over=True, stacks=stacks))]))
+    report = checked(
+        build_report("r", [node([loop], records=hung(60.0, over=True, stacks=stacks))])
+    )
     row = report["verdicts"][0]
 
     assert (
@@ -364,7 +368,7 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
         "hang_ended",
         "compute_bound",
     ], "its step is no second one"
-    text = render(report, "x", columns=200, color=False)
+    text = render_full(report, "x", columns=200, color=False)
     assert text.index("The job hung") < text.index("train.py:7 in load") < text.index("Computing")
     assert "  earlier " not in text
 
@@ -372,20 +376,22 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
 def test_short_past_hang_is_listed_as_earlier() -> None:
     loop = usual(20_000)
     loop[57] = {**BASE, "host": 12_000.0}
-    report = checked(build("r", [node([loop], records=hung(12.0, over=True))]))
+    report = checked(build_report("r", [node([loop], records=hung(12.0, over=True))]))
 
     assert (
         report["verdicts"][-1]["text"]
         == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
     )
-    assert "  earlier " in render(report, "x", columns=200, color=False)
+    assert "  earlier " in render_full(report, "x", columns=200, color=False)
 
 
 @pytest.mark.parametrize("ended", ["closed", "died"])
 @pytest.mark.parametrize("seen_to_end", [True, False])
 def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str) -> None:
     """The end of the hang may not have been observed."""
-    report = build("r", [node([usual(57)] * 2, records=hung(60.0, over=seen_to_end), ended=ended)])
+    report = build_report(
+        "r", [node([usual(57)] * 2, records=hung(60.0, over=seen_to_end), ended=ended)]
+    )
     row = report["verdicts"][0]
 
     assert row["kind"] == "hang_ended"
@@ -395,7 +401,7 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
         == "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next:"
         " look at it."
     )
-    text = render(report, "x", columns=110, color=False)
+    text = render_full(report, "x", columns=110, color=False)
     assert "  earlier " not in text
     assert "The job hung in step 57" in text
 
@@ -449,8 +455,8 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 def test_newest_ended_findings_are_listed_as_earlier() -> None:
     """The number of older findings is shown."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
-    text = render(
-        build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]),
+    text = render_full(
+        build_report("r", [node([usual(160)] * 2, findings(*past, last_step=159))]),
         "x",
         columns=110,
         color=False,

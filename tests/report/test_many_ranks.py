@@ -21,10 +21,10 @@ STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200
 MAKE_REPORT = """
 import sys, tracemalloc
 from pathlib import Path
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 tracemalloc.start()
-report = run_report(RunDirectory(Path(sys.argv[1])))
+report = load_report(RunDirectory(Path(sys.argv[1])))
 print(len(report["ranks"]), tracemalloc.get_traced_memory()[1])
 """
 

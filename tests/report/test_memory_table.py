@@ -14,7 +14,7 @@ from tests.support.device.fake_allocator import GB
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import LiveMemoryRow, LiveMemoryTable, OutOfMemory
 from torchlens_perf.run.ring import Kind
@@ -22,7 +22,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.oom import next_action
-from torchlens_perf.view.terminal import show
+from torchlens_perf.view.terminal import print_report
 
 
 def live_row(
@@ -96,7 +96,7 @@ def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
 
 def shown(report: dict[str, Any]) -> str:
     file = io.StringIO()
-    show(report, file, "runs/x")
+    print_report(report, file, "runs/x")
     return file.getvalue()
 
 
@@ -294,7 +294,9 @@ def test_memory_readings_are_exported_live_and_in_a_replay(run: RunDirectory) ->
     assert [
         reading.step for reading in next(iter(state.processes.values())).statistics.memory.readings
     ] == [0, 16, 32]
-    assert build(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
+    assert (
+        build_report(run.run_id, [state])["ranks"][0]["memory"]["device"]["fragmentation"] is None
+    )
 
 
 def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -> None:
@@ -321,7 +323,7 @@ def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -
     second = Sidecar(run, HOST, None, lambda run, asked: None)
     second.read_rings()
     second.count_records()
-    assert build(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
+    assert build_report(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
     second.close()
     assert sorted(path.name for path in run.oom.glob("*.txt")) == [
         "rank00000-30.txt",

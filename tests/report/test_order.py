@@ -13,21 +13,21 @@ from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
-from torchlens_perf.page.notebook import results
-from torchlens_perf.page.sections.verdicts import verdicts as cards
-from torchlens_perf.report.build import build
+from torchlens_perf.page.notebook import results_as_json
+from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.overview import all_findings
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
-from torchlens_perf.view.headline import headlines
-from torchlens_perf.view.markup import html
-from torchlens_perf.view.terminal import render, render_short
+from torchlens_perf.view.headline import build_headlines
+from torchlens_perf.view.markup import to_html
+from torchlens_perf.view.terminal import render_full, render_short
 
 
 def report_on(state: NodeState) -> dict[str, Any]:
-    return checked(build("r", [state]))
+    return checked(build_report("r", [state]))
 
 
 def heads(report: dict[str, Any]) -> list[str]:
@@ -64,15 +64,15 @@ def test_every_screen_sorts_verdicts_by_cost() -> None:
 
     assert [kind for kind, _ in kinds] == ["long_steps", "data_bound", "long_steps", "none"]
     assert lost == sorted(lost, reverse=True)
-    assert shown_in_order(render(report, "x", columns=250, color=False), first_words)
+    assert shown_in_order(render_full(report, "x", columns=250, color=False), first_words)
     short_words = [first_words[0], "data loading", first_words[2]]
     assert shown_in_order(render_short(report, "x", columns=250, color=False), short_words)
-    in_cell = json.loads(results(report, "x", ""))
+    in_cell = json.loads(results_as_json(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
-    found = headlines(report)  # type: ignore[arg-type]
+    found = build_headlines(report)  # type: ignore[arg-type]
     sentences = [headline.sentence for headline in found]
     assert shown_in_order(in_cell["html"], sentences)
-    page = html(cards({"report": report, "headlines": found}))  # type: ignore[typeddict-item]
+    page = to_html(cards({"report": report, "headlines": found}))  # type: ignore[typeddict-item]
     assert shown_in_order(page, sentences)
     in_top = " ".join(line.plain for line in all_findings(View("x", report, tuple(found)), 4000))  # type: ignore[arg-type]
     assert shown_in_order(in_top, sentences)

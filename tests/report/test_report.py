@@ -14,14 +14,14 @@ from tests.support.reports import as_json, checked
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.exporters import Exporter
-from torchlens_perf.report.build import SCHEMA, build
+from torchlens_perf.report.build import SCHEMA, build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.words.report import VerdictRow
-from torchlens_perf.view.terminal import render, show
+from torchlens_perf.view.terminal import print_report, render_full
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 
@@ -43,7 +43,7 @@ def report_on(
     sidecar.judge_ranks(1e6, final=True)
     sidecar.save_records()
     sidecar.close()
-    return checked(build(run.run_id, [sidecar.state]))
+    return checked(build_report(run.run_id, [sidecar.state]))
 
 
 def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> None:
@@ -233,7 +233,7 @@ def test_few_or_no_steps_are_explained_without_zeros(
 
     assert value["verdicts"][0]["text"].startswith(text)
     assert "Next: " in value["verdicts"][0]["text"]
-    assert text in render(value, "/runs/1", columns=100, color=False)
+    assert text in render_full(value, "/runs/1", columns=100, color=False)
     if steps <= 2:
         assert value["steps"]["p50_s"] is None
         assert value["ranks"][0]["own_s"]["p50_s"] is None
@@ -248,7 +248,7 @@ def test_steps_of_inference_are_called_forward_passes(run: RunDirectory) -> None
     value = report_on(run, [rank])
 
     assert value["steps"]["inference"]
-    assert "20 forward passes" in render(value, "/runs/1", columns=100, color=False)
+    assert "20 forward passes" in render_full(value, "/runs/1", columns=100, color=False)
 
 
 def test_run_that_gets_slower_has_the_change_of_its_step_time(run: RunDirectory) -> None:
@@ -259,7 +259,7 @@ def test_run_that_gets_slower_has_the_change_of_its_step_time(run: RunDirectory)
     value = report_on(run, [rank])
 
     assert value["steps"]["trend"]["change"] == pytest.approx(0.33, abs=0.05)
-    assert "trend slower 3" in render(value, "/runs/1", columns=100, color=False)
+    assert "trend slower 3" in render_full(value, "/runs/1", columns=100, color=False)
 
 
 def test_report_has_ranks_of_several_nodes_with_their_hosts(run: RunDirectory) -> None:
@@ -273,8 +273,8 @@ def test_report_has_ranks_of_several_nodes_with_their_hosts(run: RunDirectory) -
         sidecar.count_records()
         states.append(sidecar.state)
         sidecar.close()
-    value = checked(build(run.run_id, states))
-    text = render(value, "/runs/1", columns=130, color=False)
+    value = checked(build_report(run.run_id, states))
+    text = render_full(value, "/runs/1", columns=130, color=False)
 
     assert value["run"]["nodes"] == ["node-a", "node-b"]
     assert [row["kind"] for row in value["verdicts"]].count("not_compared") == 1
@@ -303,7 +303,9 @@ def test_ranks_that_left_an_elastic_job_are_not_in_the_report(run: RunDirectory)
         ProcessState(identity, Anchor(number, number, 0), RankStatistics())
         for number, identity in enumerate(identities)
     ]
-    value = build(run.run_id, [NodeState(HOST, {each.identity.key: each for each in processes})])
+    value = build_report(
+        run.run_id, [NodeState(HOST, {each.identity.key: each for each in processes})]
+    )
 
     assert (value["run"]["world_size"], [rank["rank"] for rank in value["ranks"]]) == (1, [0])
 
@@ -318,7 +320,7 @@ class TestTerminal:
     def test_report_in_a_file_or_pipe_is_plain_text(self, run: RunDirectory) -> None:
         """There are no escape sequences, no overlong lines, and no padding."""
         file = io.StringIO()
-        show(self.value(run), file, "/runs/1")
+        print_report(self.value(run), file, "/runs/1")
         text = file.getvalue()
 
         assert "\x1b" not in text
@@ -328,14 +330,14 @@ class TestTerminal:
         assert "SLOW RANK rank 1 (node-a) backward since step 0" in " ".join(text.split())
 
     def test_report_in_a_terminal_has_colours_and_its_width(self, run: RunDirectory) -> None:
-        text = render(self.value(run), "/runs/1", columns=90, color=True)
+        text = render_full(self.value(run), "/runs/1", columns=90, color=True)
 
         assert "\x1b[1;31m" in text
 
     def test_bars_of_all_ranks_have_one_scale(self, run: RunDirectory) -> None:
         """The slow rank is compared with another one."""
         lines = (
-            render(self.value(run), "/runs/1", columns=86, color=False)
+            render_full(self.value(run), "/runs/1", columns=86, color=False)
             .partition("Excess")[0]
             .splitlines()
         )
@@ -354,7 +356,7 @@ class TestTerminal:
     def test_slow_rank_is_the_first_row_of_the_table(self, run: RunDirectory) -> None:
         value = self.value(run)
         value["ranks"][1]["arrived_last"] = {"count": 30, "joined": 40, "share": 0.75}
-        lines = render(checked(value), "/runs/1", columns=130, color=False).splitlines()
+        lines = render_full(checked(value), "/runs/1", columns=130, color=False).splitlines()
         (header,) = [place for place, line in enumerate(lines) if line.startswith("  rank  step")]
 
         assert value["ranks"][0]["arrived_last"] is None
@@ -371,7 +373,7 @@ class TestTerminal:
         wide, narrow = (
             text.partition("Typical step of each rank, ms\n")[2].splitlines()[:3]
             for text in (
-                render(self.value(run), "/r", columns=width, color=False)
+                render_full(self.value(run), "/r", columns=width, color=False)
                 for width in (200, columns)
             )
         )
@@ -391,7 +393,7 @@ class TestTerminal:
         for name in ("\x1b[2Jgone", "two\nlines", "[link=http://x]click[/link]", "right\u202eleft"):
             rank.session.recorder.record_span(Kind.SECTION, rank.session.intern(name), 0, 5)
         rank.steps(1, **WORK)
-        text = render(report_on(run, [rank]), "/runs/\x1b[31m1", columns=100, color=False)
+        text = render_full(report_on(run, [rank]), "/runs/\x1b[31m1", columns=100, color=False)
 
         assert "\x1b" not in text
         assert "\u202e" not in text
@@ -405,7 +407,7 @@ class TestTerminal:
         ranks = [Rank(run, rank, 20, ring_records=1024) for rank in range(20)]
         for rank in ranks:
             rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})
-        text = render(report_on(run, ranks), "/runs/1", columns=130, color=False)
+        text = render_full(report_on(run, ranks), "/runs/1", columns=130, color=False)
 
         assert "  16 more ranks, compute 12.0 ms" in text
         assert text.partition("  rank  ")[2].splitlines()[1].split()[0] == "13"
@@ -444,7 +446,7 @@ def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) ->
     state = NodeState(
         HOST, {"key": process}, dropped_segments=4, notes=["OTLP: 3 of 9 spans were not delivered"]
     )
-    notes = "\n".join(build("run", [state])["quality"]["notes"])
+    notes = "\n".join(build_report("run", [state])["quality"]["notes"])
 
     for text in (
         "5 records were",
@@ -465,6 +467,6 @@ def test_report_from_a_saved_state_is_the_same(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(64, **WORK)
     before = report_on(run, [rank])
-    after = build(run.run_id, node_state.load_all(run))
+    after = build_report(run.run_id, node_state.load_all(run))
 
     assert after == before

@@ -13,18 +13,18 @@ import pytest
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from torchlens_perf.page import notebook
-from torchlens_perf.page.document.html import document
-from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.report.build import build
+from torchlens_perf.page.document.html import build_document
+from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.serve.run_list import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, read_lines
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.top.live_runs import runs_in
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
-from torchlens_perf.view.terminal import render, render_short
+from torchlens_perf.view.terminal import render_full, render_short
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
 # This pid belongs to a process that started at boot.
@@ -54,7 +54,7 @@ def state_of(run: RunDirectory, ranks: list[Rank], closed: tuple[int, ...] = ())
 
 
 def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
-    return checked(build(run.run_id, [state]))
+    return checked(build_report(run.run_id, [state]))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,17 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
         rank.steps(12, **WORK)
         rank.begin(Kind.FORWARD, "layer")
     report = report_of(run, state_of(run, ranks, tuple({*range(size)} - {*died})))
-    (line,) = lines_of(str(run.path), find_runs(str(run.path)), 10.0)
+    (line,) = read_lines(str(run.path), find_runs(str(run.path)), 10.0)
     (row,) = runs_in(run.path.parent)
 
-    for draw in (render, render_short):
+    for draw in (render_full, render_short):
         title = draw(report, "/r", columns=100, color=False).splitlines()[0]
         without_steps = re.sub(r" (12 steps,|after [0-9.]+ m?s)", "", title)
         assert without_steps.endswith(words.replace("of them", "ranks"))
-    assert words in notebook.cell(report, "/r")
-    assert words.partition(", ")[2] in document(contents(run)).partition("</header>")[0]
+    assert words in notebook.build_cell(report, "/r")
+    assert (
+        words.partition(", ")[2] in build_document(gather_contents(run)).partition("</header>")[0]
+    )
     assert line.state == words.partition(", ")[2]
     assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
     assert row.state == report["run"]["state"]
@@ -106,7 +108,7 @@ def test_rank_that_died_is_in_the_title_while_others_run(run: RunDirectory) -> N
 
     assert (
         "2 ranks, 12 steps, running for 132 ms, rank 1 died"
-        in render(report, "/r", columns=100, color=False).splitlines()[0]
+        in render_full(report, "/r", columns=100, color=False).splitlines()[0]
     )
     assert report["run"]["state"] == "running"
 
@@ -132,14 +134,16 @@ def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> N
     rank = Rank(run, 0, 8)
     rank.steps(50, **WORK)
     report = report_of(run, state_of(run, [rank], (0,)))
-    (line,) = lines_of(str(run.path), find_runs(str(run.path)), 10.0)
+    (line,) = read_lines(str(run.path), find_runs(str(run.path)), 10.0)
 
     assert ranks_words(report["run"]) == "only 1 of 8 ranks seen"
     assert (
         "only 1 of 8 ranks seen, 50 steps, ended"
-        in render(report, "/r", columns=100, color=False).splitlines()[0]
+        in render_full(report, "/r", columns=100, color=False).splitlines()[0]
     )
-    assert "only 1 of 8 ranks seen" in document(contents(run)).partition("</header>")[0]
+    assert (
+        "only 1 of 8 ranks seen" in build_document(gather_contents(run)).partition("</header>")[0]
+    )
     assert (line.seen, line.ranks) == (1, 8)
     text = " ".join(verdict["text"] for verdict in report["verdicts"])
     assert "Only 1 of 8 ranks was seen" in text
@@ -179,7 +183,7 @@ def test_long_start_of_a_job_is_a_verdict(
     assert ("startup" in kinds) is bool(first)
     line = startup_words(report["run"])
     assert line.startswith(f"startup {words}")
-    assert line in " ".join(render(report, "/r", columns=200, color=False).split())
+    assert line in " ".join(render_full(report, "/r", columns=200, color=False).split())
     assert ("torch.compile took" in line) is bool(compile_s)
     if first:
         assert kinds[0] == "startup"
@@ -218,7 +222,7 @@ def test_long_start_is_no_verdict_if_all_steps_are_warm_up(steps: int, run: RunD
     report = report_of(run, state)
 
     assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]
-    assert "more than usual" not in render(report, "/r", columns=100, color=False)
+    assert "more than usual" not in render_full(report, "/r", columns=100, color=False)
     assert startup_words(report["run"]).startswith("startup 200 s")
 
 
@@ -228,7 +232,9 @@ def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) 
     report = report_of(run, state_of(run, [rank], (0,)))
 
     assert report["run"]["startup"] is None
-    assert "before the first recorded step" not in render(report, "/r", columns=100, color=False)
+    assert "before the first recorded step" not in render_full(
+        report, "/r", columns=100, color=False
+    )
 
 
 # -- few steps, or none
@@ -262,7 +268,7 @@ def test_report_on_few_steps_shows_their_phases(
     rank = Rank(run, 0, 1)
     rank.steps(steps, **WORK)
     report = report_of(run, state_of(run, [rank], () if live else (0,)))
-    text = render(report, "/r", columns=200, color=False)
+    text = render_full(report, "/r", columns=200, color=False)
 
     assert report["verdicts"][0]["text"].startswith(words)
     assert "1 steps" not in text

@@ -24,10 +24,10 @@ from tests.support.simulations import simulation
 from tests.support.tables import MS, mixed_table
 from tests.verdicts.words.test_bottleneck import BASE, state_of
 from torchlens_perf.commands.cli import main
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.report import report_json
-from torchlens_perf.report.build import build
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.build import build_report
+from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
@@ -59,7 +59,7 @@ def test_schema_command_prints_a_complete_schema_without_a_run(
     schema = json.loads(capsys.readouterr().out)
     top = schema["$defs"][schema["$ref"].rpartition("/")[2]]
 
-    assert set(top["properties"]) == set(top["required"]) == set(build("run", []))
+    assert set(top["properties"]) == set(top["required"]) == set(build_report("run", []))
     assert top["properties"]["ranks"]["items"] == {"$ref": "#/$defs/Rank"}
     assert schema["$defs"]["Rank"]["properties"]["step_s"] == {"$ref": "#/$defs/Distribution"}
     assert {"type": "null"} in schema["$defs"]["Distribution"]["properties"]["p50_s"]["anyOf"]
@@ -70,7 +70,7 @@ def test_schema_command_prints_a_complete_schema_without_a_run(
 
 def test_schema_check_finds_wrong_fields() -> None:
     """The examples have an additional field, a missing one, and one of another type."""
-    report = build("run", [])
+    report = build_report("run", [])
     wrong_type = {**report, "steps": {**report["steps"], "count": "0"}}
     wrong = [
         {**report, "more": 1},
@@ -152,7 +152,7 @@ def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> Node
 
 def linked(run: RunDirectory) -> NodeState:
     """Return a node that has found a slow link."""
-    record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
+    record_simulation(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
     (state,) = node_state.load_all(run)
     return state
 
@@ -257,7 +257,7 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(
     run: RunDirectory, kind: str, of: Any
 ) -> None:
     """A verdict has exactly the fields of its evidence, and conforms to no other kind."""
-    report = checked(build("run", [STATES[kind, of](run)]))
+    report = checked(build_report("run", [STATES[kind, of](run)]))
     places = enumerate(report["verdicts"])
     type_of = dict if issubclass(of, dict) else of
     place = next(
@@ -288,7 +288,7 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(
 
 def test_all_fields_of_a_report_are_always_present() -> None:
     """Exceptions are fields that tables of earlier recorders lack."""
-    definitions = report_json.schema()["$defs"]
+    definitions = report_json.build_schema()["$defs"]
     lacking = {
         name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()
     }
@@ -301,7 +301,7 @@ def test_all_fields_of_a_report_are_always_present() -> None:
 
 def test_report_on_an_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:
     """All values are null or empty lists, and there is a rank without a step."""
-    checked(build("run", []))
+    checked(build_report("run", []))
     report_on(run, [Rank(run, 0, 1)])
 
 
@@ -347,8 +347,8 @@ def test_report_on_a_simulated_run_conforms_to_the_schema(
     run: RunDirectory, fault: str, topology: Topology | None, kind: str
 ) -> None:
     """The run has many ranks with joined collectives and a finding on them."""
-    record(simulation(fault, topology=topology), 96, run, "note")
-    report = checked(build(run.run_id, node_state.load_all(run)))
+    record_simulation(simulation(fault, topology=topology), 96, run, "note")
+    report = checked(build_report(run.run_id, node_state.load_all(run)))
 
     assert report["verdicts"][0]["kind"] == kind
     assert any(row["busbw"] for row in report["collectives"])
@@ -360,7 +360,7 @@ def test_messages_between_two_ranks_conform_to_the_schema() -> None:
         0: [Issued("send group=0 dtype=float16 peer=1", 0, 90)],
         1: [Issued("recv group=0 dtype=float16 peer=0", 0, 20)],
     }
-    report = checked(build("run", [NodeState(HOST, join=joined(issued))]))
+    report = checked(build_report("run", [NodeState(HOST, join=joined(issued))]))
 
     assert report["collectives"][0]["pair"] == [0, 1]
 
@@ -427,7 +427,7 @@ def test_report_with_hardware_readings_conforms_to_the_schema(
     for second in range(10):
         (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
         rig.seconds(1, FIRST, SECOND_GPU)
-    report = checked(build("run", [NodeState(HOST, telemetry=rig.log.run_totals())]))
+    report = checked(build_report("run", [NodeState(HOST, telemetry=rig.log.run_totals())]))
     (all_told, little), (link,) = report["gpus"], report["links"]
 
     assert [key for key, value in all_told.items() if value is None] == []
@@ -447,7 +447,7 @@ def test_report_with_captures_conforms_to_the_schema(run: RunDirectory) -> None:
         folder = capture_files.rank_folder(run.captures, "a", rank)
         folder.mkdir(parents=True)
         capture_files.write_capture_file(capture_files.outcome_path(folder), outcome)
-    report = checked(build("run", [], captures(run)))
+    report = checked(build_report("run", [], capture_rows(run)))
 
     assert [row["last_step"] for row in report["captures"]] == [7, None]
 
@@ -459,7 +459,7 @@ def test_report_on_a_hanging_live_run_conforms_to_the_schema(run: RunDirectory) 
     sidecar.read_rings()
     sidecar.count_records()
     sidecar.state.hang = OpenHang("dead", 90.0, 10, (0,), (), {}, text="It hangs.")
-    report = checked(build(run.run_id, [sidecar.state]))
+    report = checked(build_report(run.run_id, [sidecar.state]))
     rank.close()
     sidecar.close()
 

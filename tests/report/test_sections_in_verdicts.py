@@ -14,11 +14,11 @@ from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import MS
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.view.tables import section_table
+from torchlens_perf.view.tables import build_section_table
 
 STEPS = 60
 
@@ -56,7 +56,7 @@ def report_on(run: RunDirectory, *ranks: Loop) -> dict[str, Any]:
     sidecar.count_records()
     state = sidecar.state
     sidecar.close()
-    return checked(build(run.run_id, [state]))
+    return checked(build_report(run.run_id, [state]))
 
 
 def first(report: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def first(report: dict[str, Any]) -> str:
 
 def columns_of(report: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the values of the table of sections, by the title of their column."""
-    table = section_table(cast("Any", report))
+    table = build_section_table(cast("Any", report))
     assert table is not None
     return {column.title: list(column.values) for column in table.columns}
 

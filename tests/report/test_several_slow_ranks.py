@@ -10,16 +10,16 @@ from tests.exporters.test_exporters import Metrics
 from tests.support.reports import as_json
 from tests.support.simulations import simulation
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.exporters import Assessment, semantics
-from torchlens_perf.page.document.html import document
-from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.report.build import build
+from torchlens_perf.page.document.html import build_document
+from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.node_state import NodeState, load_all
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.terminal import render_full
 
 SLOW = (0, 3)
 NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")
@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     run = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
     run.create()
     faults = [f"constant:rank={rank},share=0.2" for rank in SLOW]
-    record(
+    record_simulation(
         simulation(*faults, topology=Topology(4, node_size=4)), 150, run, "simulated", request.param
     )
     return run
@@ -57,12 +57,12 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
     run: RunDirectory, state: NodeState
 ) -> None:
     """The screens are terminal, page, JSON and gauge. No single cost is shown."""
-    report = build(run.run_id, [state])
+    report = build_report(run.run_id, [state])
     (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
     assert joint_ns is not None
     rows = [row for row in as_json(report)["verdicts"] if row["kind"] == "straggler"]
-    terminal = " ".join(render(report, str(run.path), columns=120, color=False).split())
-    page = document(contents(run))
+    terminal = " ".join(render_full(report, str(run.path), columns=120, color=False).split())
+    page = build_document(gather_contents(run))
     metrics = Metrics()
     identity = next(iter(state.processes.values())).identity
     metrics.on_assessment(Assessment(identity, state.findings, None, ()))

@@ -11,7 +11,7 @@ from tests.report.test_held import node
 from tests.support.findings import findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.ring import Flag
 
 USUAL = {**BASE, "communication": 2.0}
@@ -31,7 +31,7 @@ def stalls(
 
 
 def report_on(loops: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    return checked(build("r", [node(loops, findings(last_step=127, compared=RANKS))]))
+    return checked(build_report("r", [node(loops, findings(last_step=127, compared=RANKS))]))
 
 
 def long(report: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
     loops = [[dict(USUAL) for _ in range(128)] for _ in range(2)]
     loops[0][90] = {**USUAL, "communication": 374.0}
     loops[1][90] = {**USUAL, "host": 374.0}
-    report = checked(build("r", [node(loops, findings(last_step=127, compared=2))]))
+    report = checked(build_report("r", [node(loops, findings(last_step=127, compared=2))]))
     (text,) = long(report)
 
     assert text.startswith("Step 90: the other rank waited 37")

@@ -24,7 +24,7 @@ from tests.support.processes import ROOT
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.tap_requirements import FailureRecord
-from torchlens_perf.serve.readers import _called
+from torchlens_perf.serve.readers import _call_with_read_errors
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.store import segments
 from torchlens_perf.verdicts import node_state
@@ -184,13 +184,13 @@ def test_reader_process_of_the_live_page_has_a_memory_limit() -> None:
     """A viewer gets a message. The test needs its own process, because the limit is permanent."""
     program = (
         "import resource\n"
-        "from torchlens_perf.serve.readers import _called, _start\n"
+        "from torchlens_perf.serve.readers import _call_with_read_errors, _start\n"
         "_start('torchlens_perf.serve.run_list')\n"
         "from tests.security.test_large_files import allocate\n"
-        "print(_called(allocate, (1 << 20,)))\n"
+        "print(_call_with_read_errors(allocate, (1 << 20,)))\n"
         "limit = resource.getrlimit(resource.RLIMIT_DATA)[0]\n"
         "assert 0 < limit <= 8 << 30\n"
-        "try:\n    _called(allocate, (limit,))\n"
+        "try:\n    _call_with_read_errors(allocate, (limit,))\n"
         "except Exception as error:\n    print(error)\n"
     )
     done = subprocess.run(
@@ -198,8 +198,8 @@ def test_reader_process_of_the_live_page_has_a_memory_limit() -> None:
     )
     first, second = done.stdout.splitlines()
     assert first == "1048576"
-    assert "GiB of memory to read, the limit of a reader" in second
-    assert _called.__name__  # The program's text uses this function by name.
+    assert "GiB of memory, the limit of a reader" in second
+    assert _call_with_read_errors.__name__  # The program's text uses this function by name.
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows])

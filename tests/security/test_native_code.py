@@ -49,7 +49,7 @@ def test_doctor_reports_a_relative_or_empty_cache_path(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
-    first, *_ = doctor._tap()
+    first, *_ = doctor._check_tap()
 
     assert first.severity == doctor.LIMITED
     assert str(first).startswith(

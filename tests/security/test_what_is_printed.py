@@ -23,11 +23,11 @@ from tests.support.ranks import HOST, make_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.doctor import Check
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run import captures
 from torchlens_perf.run.captures import Outcome, Request
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.terminal import render_full
 
 _HOSTILE = [
     "\x1b[2J\x1b[31mred", "\x1b]8;;http://evil/\x1b\\click\x1b]8;;\x1b\\", "\x1b]0;title\x07", "\x9b2J", "\x90q\x9c",
@@ -114,7 +114,7 @@ def test_texts_of_a_node_state_are_escaped_in_all_outputs(
     run.node_state_path(HOST).write_text(json.dumps(value))
     with contextlib.suppress(RunStoreError):  # Some texts must be ranks or numbers.
         for color in (False, True):
-            shown = render(run_report(run), str(run.path), columns=100, color=color)
+            shown = render_full(load_report(run), str(run.path), columns=100, color=color)
             assert_harmless(
                 re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path))
             )
@@ -133,7 +133,7 @@ def test_hostile_notes_and_names_are_escaped_in_the_report(
     for process in value["processes"].values():
         process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
     run.node_state_path(HOST).write_text(json.dumps(value))
-    shown = render(run_report(run), str(run.path), columns=100, color=False)
+    shown = render_full(load_report(run), str(run.path), columns=100, color=False)
 
     assert_harmless(shown, 100 + len(str(run.path)))
     assert "?]8;;http://evil/?\\train.py" in shown
@@ -174,7 +174,7 @@ def test_texts_of_a_captured_rank_are_escaped(
     )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        capture._wait(run, request, timeout_s=10, quiet=False)
+        capture._wait_for_results(run, request, timeout_s=10, quiet=False)
     assert "rank 0" in out.getvalue()
     assert_harmless(out.getvalue())
 
@@ -185,7 +185,7 @@ def test_texts_of_a_captured_rank_are_escaped(
 )
 def test_settings_are_escaped_by_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Check(2, text, text, text)]
-    monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))
+    monkeypatch.setattr("torchlens_perf.commands.doctor.run_checks", lambda: iter(found))
     assert_harmless(_printed("doctor"))
 
 

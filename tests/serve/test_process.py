@@ -121,7 +121,7 @@ def test_invalid_arguments_fail_with_one_line_and_exit_code_2(runs: Path, tmp_pa
     """Examples are a used port, a missing folder, and a public address without its option."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, word in (
-            ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 takes a free one"),
+            ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 selects a free port"),
             ([str(runs), "--port", "70000"], "from 0 to 65535"),
             ([str(tmp_path / "none")], "torchlens-perf serve DIR"),
             ([str(runs), "--host", "0.0.0.0"], "--allow-remote"),
@@ -205,7 +205,7 @@ def test_hanging_disk_affects_only_its_run(hanging: tuple[Path, Path, dict[str, 
         news.next()
         flag.touch()
         event = news.next()
-        assert "its disk did not answer within 5 s" in event["problem"]
+        assert "the disk did not answer within 5 s" in event["problem"]
         assert viewer.page("well")
         assert viewer.ask("/").status == 200
         # The page is the same as before.

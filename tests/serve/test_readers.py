@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.leftovers import eventually
 from torchlens_perf.errors import ConfigError, RunStoreError
-from torchlens_perf.serve.readers import Readers
-from torchlens_perf.serve.run_names import NoSuchError, ReadError
+from torchlens_perf.serve.readers import ReaderPool
+from torchlens_perf.serve.run_names import NotFoundError, ReadError
 
 pytestmark = pytest.mark.distributed
 
@@ -51,9 +51,9 @@ def die() -> None:
     os._exit(3)
 
 
-def in_loop(work: Callable[[Readers], Coroutine[Any, Any, _T]], most: int = 1) -> _T:
+def in_loop(work: Callable[[ReaderPool], Coroutine[Any, Any, _T]], most: int = 1) -> _T:
     async def run() -> _T:
-        readers = Readers(most)
+        readers = ReaderPool(most)
         try:
             return await work(readers)
         finally:
@@ -71,7 +71,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_reader_processes_have_the_lowest_priority_and_are_reused() -> None:
-    async def work(readers: Readers) -> list[tuple[int, int]]:
+    async def work(readers: ReaderPool) -> list[tuple[int, int]]:
         return [await readers.call(pid_and_priority, within_s=LONGEST_S) for _ in range(2)]
 
     first, second = in_loop(work)
@@ -83,7 +83,7 @@ def test_reader_processes_have_the_lowest_priority_and_are_reused() -> None:
 @pytest.mark.parametrize(
     ("kind", "status"),
     [
-        (NoSuchError, 404),
+        (NotFoundError, 404),
         (ConfigError, 400),
         (RunStoreError, 503),
         (OSError, 503),
@@ -93,7 +93,7 @@ def test_reader_processes_have_the_lowest_priority_and_are_reused() -> None:
 def test_errors_of_readers_become_messages_with_an_http_status(
     kind: type[Exception], status: int
 ) -> None:
-    async def work(readers: Readers) -> ReadError:
+    async def work(readers: ReaderPool) -> ReadError:
         with pytest.raises(ReadError) as raised:
             await readers.call(fail, kind, "why\x1b[2J\nso", within_s=LONGEST_S)
         return raised.value
@@ -109,7 +109,7 @@ def test_unusual_errors_and_dead_readers_become_read_errors() -> None:
     The next call uses a new process.
     """
 
-    async def work(readers: Readers) -> list[str]:
+    async def work(readers: ReaderPool) -> list[str]:
         said = []
         for function in (fail_oddly, die):
             with pytest.raises(ReadError) as raised:
@@ -130,7 +130,7 @@ def test_reader_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     """
     mark = tmp_path / "mark"
 
-    async def work(readers: Readers) -> tuple[str, str]:
+    async def work(readers: ReaderPool) -> tuple[str, str]:
         # Wait until the reader process has started.
         await readers.call(pid_and_priority, within_s=LONGEST_S)
         stuck = asyncio.ensure_future(readers.call(sleep, str(mark), within_s=LONGEST_S / 60))
@@ -143,7 +143,7 @@ def test_reader_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
         return str(busy.value), str(late.value)
 
     busy, late = in_loop(work)
-    assert "all readers are busy" in busy
+    assert "all reader processes are busy" in busy
     assert "did not answer within 1 s" in late
     assert eventually(lambda: is_gone(int(mark.read_text())))
 
@@ -151,7 +151,7 @@ def test_reader_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
 def test_closing_the_readers_cancels_running_calls(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
-    async def work(readers: Readers) -> None:
+    async def work(readers: ReaderPool) -> None:
         stuck = asyncio.ensure_future(readers.call(sleep, str(mark), within_s=LONG_S))
         while not mark.exists() or not mark.read_text():
             await asyncio.sleep(0.01)

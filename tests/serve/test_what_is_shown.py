@@ -16,12 +16,12 @@ import pytest
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer, Viewer, links
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.document.html import as_json
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.document.html import contents_as_json
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.serve.run_list import SORTS
-from torchlens_perf.serve.run_names import address, name_in
-from torchlens_perf.view.headline import headlines
+from torchlens_perf.serve.run_names import parse_run_name, quote_name
+from torchlens_perf.view.headline import build_headlines
 
 pytestmark = pytest.mark.distributed
 
@@ -39,8 +39,8 @@ def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
     """All values equal those of the report."""
     text = viewer.list()
     (row,) = cells(text)
-    held = contents(RunDirectory(runs / "done"))["report"]
-    verdict = headlines(held)[0]
+    held = gather_contents(RunDirectory(runs / "done"))["report"]
+    verdict = build_headlines(held)[0]
 
     assert links(text, "runs/") == ["runs/done/"]
     assert row.pop("started") == (held["run"]["started"] or "").replace("T", " ")[:16]
@@ -58,7 +58,7 @@ def test_served_page_equals_the_page_file(viewer: Viewer, runs: Path) -> None:
 
     Only scripts and styles are loaded by address.
     """
-    held = json.loads(as_json(contents(RunDirectory(runs / "done"))))
+    held = json.loads(contents_as_json(gather_contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")
     text = viewer.page("done")
     found = re.search(
@@ -120,8 +120,8 @@ def test_request_paths_cannot_leave_the_folder(viewer: Viewer, path: str) -> Non
     ],
 )  # fmt: skip
 def test_run_names_in_addresses_cannot_leave_the_folder(path: bytes, name: str) -> None:
-    assert name_in(path) == name
-    assert name == "" or name_in(f"/runs/{address(name)}/".encode()) == name
+    assert parse_run_name(path) == name
+    assert name == "" or parse_run_name(f"/runs/{quote_name(name)}/".encode()) == name
 
 
 def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs: Path) -> None:

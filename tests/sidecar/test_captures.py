@@ -19,7 +19,7 @@ from tests.support.findings import PLACES, episode, findings
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.commands.cli import main
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import (
     BY_USER,
@@ -36,7 +36,7 @@ from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy, with_groups
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.view.tables import capture_table
+from torchlens_perf.view.tables import build_capture_table
 
 
 class Node:
@@ -124,7 +124,7 @@ def test_finished_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
     outcome = node.outcomes()["one", 1]
     assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
     assert list(node.folder.glob("rank*")) == []
-    (row,) = captures(node.run)
+    (row,) = capture_rows(node.run)
     assert (row["rank"], row["first_step"], row["last_step"], row["asked_by"]) == (
         1,
         12,
@@ -281,7 +281,7 @@ def test_unreadable_request_is_noted_once(node: Node, wrong: dict[str, Any]) -> 
     assert [request.id for request in capture_files.read_requests(node.run.captures)[0]] == ["one"]
     (note,) = node.relay.notes
     assert note.startswith("a capture request is invalid: bad.request.json: ")
-    assert captures(node.run) == []
+    assert capture_rows(node.run) == []
     assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
 
 
@@ -354,8 +354,8 @@ def test_captures_are_listed_newest_first(node: Node) -> None:
     node.run_round(0.1)
     node.run_round(0.1)
 
-    rows = captures(node.run)
-    table = capture_table(cast("Any", {"captures": rows}))
+    rows = capture_rows(node.run)
+    table = build_capture_table(cast("Any", {"captures": rows}))
 
     assert table is not None
     assert {column.title: column.values for column in table.columns} == {
@@ -493,9 +493,9 @@ def test_capture_command_waits_until_the_first_steps_are_read(node: Node, before
         (
             ["--timeout", "0.2"],
             False,
-            "has not read the first steps yet: ask again in some seconds",
+            "has not read the first steps yet: try again in a few seconds",
         ),
-        (["--no-wait"], False, "has not read the first steps yet: ask again in some seconds"),
+        (["--no-wait"], False, "has not read the first steps yet: try again in a few seconds"),
         (["--timeout", "60"], True, "has ended: a capture needs a live run"),
     ],
 )
@@ -526,5 +526,5 @@ def test_capture_of_a_run_without_updates_does_not_say_it_has_ended(node: Node) 
         os.utime(path, (time.time() - 600, time.time() - 600))
     with contextlib.redirect_stderr(io.StringIO()) as err:
         assert main(["capture", str(node.run.path), "--rank", "0"]) == 2
-    assert "is silent for 10 minutes" in err.getvalue()
+    assert "has written nothing for 10 minutes" in err.getvalue()
     rank.close()

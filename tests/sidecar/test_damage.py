@@ -26,7 +26,7 @@ from tests.support.ranks import HOST, Rank
 from torchlens_perf.commands.cli import main
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.recorder import sidecar
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -91,7 +91,7 @@ def test_node_with_contradictory_state_is_left_out_of_the_report(run: RunDirecto
     process["identity"]["rank"] = 1
     process["anchor"][0] = 1 << 80
     (run.nodes / "zz.json").write_text(json.dumps(state))
-    report = run_report(run)
+    report = load_report(run)
 
     assert [rank["rank"] for rank in report["ranks"]] == [0]
     assert any("zz.json" in note for note in report["quality"]["notes"])
@@ -115,7 +115,7 @@ def test_report_is_built_or_fails_with_one_line_if_state_bytes_change(
             damaged[at : at + draw.randint(0, 3)] = draw.randbytes(draw.randint(0, 3))
         broken.write_bytes(damaged)
 
-        assert 0 in [rank["rank"] for rank in run_report(run)["ranks"]]
+        assert 0 in [rank["rank"] for rank in load_report(run)["ranks"]]
     if states == STATES:
         note(
             "node states of any bytes",
@@ -135,7 +135,7 @@ def test_damaged_state_is_renamed_and_noted(damage: str, run: RunDirectory) -> N
     run.node_state_path(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
     rank.close()
     finish(run)
-    report = run_report(run)
+    report = load_report(run)
 
     assert report["ranks"][0]["steps"] == 20
     assert any("It is kept as" in note for note in report["quality"]["notes"])
@@ -165,7 +165,7 @@ def test_damaged_segment_is_left_out_and_noted(
     assert len(pd.read_parquet(second)) == 30 * 5
     assert "replayed 30 steps, 150 records" in output
     assert output.count(f"{first} cannot be read") == 1
-    assert any(str(first) in note for note in run_report(run)["quality"]["notes"])
+    assert any(str(first) in note for note in load_report(run)["quality"]["notes"])
 
 
 # -- disks that fail for a while
@@ -212,7 +212,7 @@ def test_disk_errors_for_some_seconds_lose_no_records(
     flag.unlink()
     rank.close()
     wait_for_sidecar(run)
-    report = run_report(run)
+    report = load_report(run)
 
     assert (report["ranks"][0]["steps"], report["quality"]["lost"]) == (90, 0)
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(90 * 5))

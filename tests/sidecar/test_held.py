@@ -15,7 +15,7 @@ from tests.support.reports import checked
 from tests.support.simulations import simulation
 from tests.support.tables import MS
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
@@ -62,7 +62,7 @@ def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = 
 
 def held(run: RunDirectory) -> dict[tuple[str, int | None], Held]:
     """Return the validity of verdicts by kind and rank. Times are seconds since the first step."""
-    report = checked(build(run.run_id, node_state.load_all(run)))
+    report = checked(build_report(run.run_id, node_state.load_all(run)))
     began = datetime.datetime.fromisoformat(report["run"]["started"])
     found = {(row["kind"], row["rank"]): dict(row["held"] or {}) for row in report["verdicts"]}
     for each in found.values():

@@ -12,7 +12,7 @@ from tests.sidecar.test_node import WORK, dead_process, finish, run_round, sidec
 from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.page.notebook import results_of
+from torchlens_perf.page.notebook import results_from_run
 from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox
 from torchlens_perf.sidecar import live_results
@@ -32,7 +32,7 @@ class Live:
 
     def _results(self, run: RunDirectory) -> str:
         self.made += 1
-        return results_of(run)
+        return results_from_run(run)
 
     def steps(self, count: int, **slow: float) -> None:
         """Make steps of both ranks. slow: changed durations of rank 1."""
@@ -126,7 +126,7 @@ def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
     """The dead process could not remove its mailbox. Views of other processes are updated."""
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
-    results = LiveResults(made, results_of)
+    results = LiveResults(made, results_from_run)
     view = Mailbox(died.ring_path, VIEW)
     for rank in (died, lives):
         rank.steps(8, **WORK)
@@ -172,7 +172,7 @@ def test_requesting_process_computes_the_results_of_a_large_job(
     live.round(1.0)
 
     assert (box.wait_for_message(0.0), view.wait_for_message(0.0), live.made) == ("", "", 0)
-    assert json.loads(results_of(live.run))["summary"]["steps"] == 8
+    assert json.loads(results_from_run(live.run))["summary"]["steps"] == 8
     box.close()
     view.close()
 

@@ -21,7 +21,7 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.sampling.decision import EVERYTHING
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory, create_local_folders, sidecar_lock_path
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -66,7 +66,7 @@ def finish(
 
 
 def report(run: RunDirectory) -> dict[str, Any]:
-    return build(run.run_id, node_state.load_all(run))
+    return build_report(run.run_id, node_state.load_all(run))
 
 
 def dead_process() -> dict[str, int]:

@@ -28,7 +28,7 @@ from tests.support.taps import (
     with_torch,
 )
 from torchlens_perf.recorder import recorder
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import tap_for_next_run
@@ -310,7 +310,7 @@ def reported(
         sidecar.close()
     return [
         note
-        for note in build(run.run_id, node_state.load_all(run))["quality"]["notes"]
+        for note in build_report(run.run_id, node_state.load_all(run))["quality"]["notes"]
         if "tap" in note
     ]
 
@@ -368,7 +368,7 @@ def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path)
         (state,) = node_state.load_all(run)
 
     assert state.tap_outlook == PLANNED
-    assert not any("tap" in note for note in build(run.run_id, [state])["quality"]["notes"])
+    assert not any("tap" in note for note in build_report(run.run_id, [state])["quality"]["notes"])
 
 
 def test_no_tap_is_reported_missing_for_ranks_without_a_common_group(
@@ -392,4 +392,4 @@ def test_state_of_an_earlier_version_without_an_outlook_can_be_read(tmp_path: Pa
             del process["missing_tap"]
         path.write_text(json.dumps(value))
 
-        assert build(run.run_id, node_state.load_all(run))["quality"]["records"] > 0
+        assert build_report(run.run_id, node_state.load_all(run))["quality"]["records"] > 0

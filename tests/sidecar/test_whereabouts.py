@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
@@ -63,13 +63,13 @@ def test_report_shows_the_current_activity_of_running_ranks_only(run: RunDirecto
     sidecar.read_rings()
     sidecar.count_records()
     sidecar.save_state()
-    live = run_report(run)
+    live = load_report(run)
     saved_s = node_state.load(run.node_state_path(HOST)).saved_unix_ns / 1e9
     rank.close()
     sidecar.read_rings()
     sidecar.count_records()
     sidecar.save_state()
-    ended = run_report(run)
+    ended = load_report(run)
     sidecar.close()
 
     assert live["run"]["total_steps"] == 500
@@ -95,7 +95,7 @@ def test_total_steps_are_known_if_all_ranks_agree(
     sidecar.read_rings()
     sidecar.count_records()
     sidecar.save_state()
-    found = run_report(run)["run"]["total_steps"]
+    found = load_report(run)["run"]["total_steps"]
     for rank in ranks:
         rank.close()
     sidecar.close()

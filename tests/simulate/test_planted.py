@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.simulations import simulation
-from torchlens_perf.commands.cli import _parser
+from torchlens_perf.commands.cli import _build_parser
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.page.document.write import write_page
 from torchlens_perf.run import open_files
@@ -24,7 +24,7 @@ ACCURACY = Path(__file__).parents[2] / "docs/internals/accuracy.md"
 
 
 def simulate(*arguments: str) -> int:
-    options = _parser().parse_args(["simulate", *arguments])
+    options = _build_parser().parse_args(["simulate", *arguments])
     code: int = options.command(options)
     return code
 
@@ -321,7 +321,7 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     assert "planted faults: 1 of 1 found" in capsys.readouterr().out
 
     size_bytes = write_page(RunDirectory(out), tmp_path / "page.html", 400_000)
-    options = _parser().parse_args(["top", str(out), "--once"])
+    options = _build_parser().parse_args(["top", str(out), "--once"])
     assert options.command(options) == 0
     frame = capsys.readouterr().out
 

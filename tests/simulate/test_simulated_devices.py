@@ -16,12 +16,12 @@ from tests.support.page_matrices import Steps
 from tests.support.ranks import make_run
 from tests.support.reports import checked
 from tests.support.simulations import judge_run, simulation
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.page.document.html import document
+from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather import device_grid
-from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.report.build import build
+from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.faults import parse_fault
@@ -44,7 +44,7 @@ def recorded(folder: Path, fault: str, device: SimulatedDevice | None) -> Findin
     """Record a run with the given fault and device, and return the sidecar's findings."""
     run = make_run(folder)
     made = simulation(*([fault] if fault else []), noise=0.05)
-    record(made, STEPS, run, "note", device)
+    record_simulation(made, STEPS, run, "note", device)
     (state,) = node_state.load_all(run)
     by = {process.judged_by for process in state.processes.values()}
     assert by == {HOST if device is None else DEVICE}
@@ -79,8 +79,10 @@ def test_slow_rank_is_reported_with_late_or_missing_device_times(
 def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path: Path) -> None:
     """The report has no slow rank, and does not claim that no rank is slow."""
     run = make_run(tmp_path)
-    record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
-    report = build(run.run_id, node_state.load_all(run))
+    record_simulation(
+        simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0)
+    )
+    report = build_report(run.run_id, node_state.load_all(run))
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
 
     assert "straggler" not in kinds
@@ -90,7 +92,9 @@ def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path:
 def test_replay_has_the_same_verdicts_as_the_live_run(tmp_path: Path) -> None:
     """Findings of a replay are judged by the device's clock in the stored records."""
     run = make_run(tmp_path)
-    record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05))
+    record_simulation(
+        simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(3, 0.05)
+    )
     (live,) = node_state.load_all(run)
     (path,) = run.nodes.glob("*.json")
     # Delete the live state, so that the second state is the replay's.
@@ -117,9 +121,9 @@ def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any], 
     """
     run = make_run(folder)
     made = Simulation(Topology(8), faults=[parse_fault(each) for each in faults], noise=0.05)
-    record(made, STEPS, run, "note", LAUNCH_BOUND)
+    record_simulation(made, STEPS, run, "note", LAUNCH_BOUND)
     states = node_state.load_all(run)
-    return states[0].findings, checked(build(run.run_id, states)), run
+    return states[0].findings, checked(build_report(run.run_id, states)), run
 
 
 def test_no_rank_is_reported_when_hosts_run_ahead_of_their_devices(tmp_path: Path) -> None:
@@ -165,10 +169,10 @@ def test_page_compares_hosts_for_each_step_of_a_short_run(
         # The 8 ranks have one step more than this limit.
         monkeypatch.setattr(device_grid, "MAX_STEPS", 8 * STEPS - 1)
     _, _, run = launch_bound(tmp_path, "constant:rank=2,share=0.1,phase=forward,since=32")
-    page = contents(run)
+    page = gather_contents(run)
     assert page["steps"] is not None
     excess = Steps(page["steps"]).excess()
-    drawn = document(page)
+    drawn = build_document(page)
 
     if each_step:
         assert np.nanmean(excess[2, 40:]) == pytest.approx(0.1, abs=0.02)

@@ -15,11 +15,11 @@ import pytest
 from tests.support.ranks import Rank, make_run
 from tests.support.simulations import judge_run, simulation, table_of
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.commands.cli import _parser
-from torchlens_perf.commands.simulate import record
+from torchlens_perf.commands.cli import _build_parser
+from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind, RingReader
@@ -145,7 +145,7 @@ def test_simulated_files_and_bins_in_memory_have_the_same_verdicts(
     """One run uses ring files and the sidecar; the other one uses the detector directly."""
     run = make_run(tmp_path)
     faults = [fault] if fault else []
-    record(simulation(*faults, noise=0.05), 160, run, "note")
+    record_simulation(simulation(*faults, noise=0.05), 160, run, "note")
     from_files = node_state.load_all(run)[0].findings
     from_rows = judge_run(simulation(*faults, noise=0.05), 160)
 
@@ -157,7 +157,9 @@ def test_simulated_files_and_bins_in_memory_have_the_same_verdicts(
 def test_slower_modules_of_a_slow_rank_are_found_by_the_sidecar(tmp_path: Path) -> None:
     """The tables of a report are not needed."""
     run = make_run(tmp_path)
-    record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
+    record_simulation(
+        simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note"
+    )
     state = node_state.load_all(run)[0]
     (group,) = state.findings.groups
     names = next(iter(state.processes.values())).statistics.modules
@@ -172,7 +174,7 @@ def test_all_steps_recorded_by_a_simulation_are_stored(tmp_path: Path) -> None:
     """No record is lost, and no ring file remains."""
     run = make_run(tmp_path)
     # A ring file has room for fewer steps than these.
-    record(simulation(topology=Topology(4, 2, 2, node_size=8)), 300, run, "note")
+    record_simulation(simulation(topology=Topology(4, 2, 2, node_size=8)), 300, run, "note")
     state = node_state.load_all(run)[0]
 
     assert {p.identity.rank for p in state.processes.values()} == set(range(16))
@@ -194,7 +196,7 @@ def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(
     # A simulation is short: without this, the sidecar might not sample the process at all.
     monkeypatch.setattr(host_signals, "_MIN_INTERVAL_S", 0.0)
     run = make_run(tmp_path)
-    record(simulation(topology=Topology(2)), 300, run, "note")
+    record_simulation(simulation(topology=Topology(2)), 300, run, "note")
     state = node_state.load_all(run)[0]
 
     assert [process.cpu_wait for process in state.processes.values()] == [[0.0, 0.0]] * 2
@@ -203,8 +205,8 @@ def test_cpu_wait_of_the_simulator_is_not_charged_to_ranks(
 def test_slow_link_is_found_in_simulated_files(tmp_path: Path) -> None:
     """Collectives of simulated ranks are matched. The verdict is a slow group, not a slow rank."""
     run = make_run(tmp_path)
-    record(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
-    report = build(run.run_id, node_state.load_all(run))
+    record_simulation(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
+    report = build_report(run.run_id, node_state.load_all(run))
 
     assert report["verdicts"][0]["kind"] == "slow_link"
     assert "3-15/4" in report["verdicts"][0]["text"]
@@ -231,9 +233,9 @@ def test_slow_link_and_imbalance_raise_one_alert_each(
     monkeypatch.setattr(
         "torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live
     )
-    record(simulation(fault, topology=topology), 96, run, "note")
+    record_simulation(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)
-    report = build(run.run_id, node_state.load_all(run))
+    report = build_report(run.run_id, node_state.load_all(run))
     (verdict,) = [each for each in report["verdicts"] if each["kind"] == kind]
     (alert,) = [each for each in live.alerts if each.kind == kind]
 
@@ -245,7 +247,7 @@ def test_slow_link_and_imbalance_raise_one_alert_each(
 
 def command(*arguments: str) -> int:
     """Run `simulate` as the command line does, but let errors pass."""
-    options = _parser().parse_args(["simulate", *arguments])
+    options = _build_parser().parse_args(["simulate", *arguments])
     code: int = options.command(options)
     return code
 
@@ -418,7 +420,7 @@ def test_simulate_does_not_overwrite_a_run_directory(tmp_path: Path) -> None:
 def test_simulated_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> None:
     """The times are equal both by the sidecar's monotonic clock and by the wall clock."""
     run = make_run(tmp_path)
-    record(simulation(), 20, run, "note")
+    record_simulation(simulation(), 20, run, "note")
     times = {}
     for origin, records, _, _ in segments.read_chunks(run, "node-0000"):
         ends = records[records["kind"] == Kind.STEP]

@@ -21,7 +21,7 @@ from typing import Any
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import checked
 from tests.support.warm_python import WarmPython
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -94,7 +94,7 @@ class Done:
     def report(self) -> dict[str, Any]:
         """Return the report on the only run."""
         (run,) = self.runs
-        return checked(build(run.run_id, node_state.load_all(run)))
+        return checked(build_report(run.run_id, node_state.load_all(run)))
 
     def straggler(self) -> dict[str, Any] | None:
         verdicts = [

@@ -23,7 +23,7 @@ from typing import Any
 from tests.support.processes import SCRIPTS, clean_environ
 from tests.support.reports import as_json
 from tests.support.warm_python import WarmPython
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -120,7 +120,7 @@ class LiveRanks:
     def report(self, node: str = "") -> dict[str, Any]:
         """Return the current output of `torchlens-perf report --json` on the node."""
         value: dict[str, Any] = as_json(
-            build(self.run_id, node_state.load_all(self.run_directory(node)))
+            build_report(self.run_id, node_state.load_all(self.run_directory(node)))
         )
         return value
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.page.contents import Contents, SlowTime, StepMatrices
-from torchlens_perf.page.matrix import encoded
+from torchlens_perf.page.contents import PageContents, SlowPeriod, StepMatrices
+from torchlens_perf.page.matrix import encode_durations
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
-from torchlens_perf.view.rank_tables import rank_table
+from torchlens_perf.view.rank_tables import build_rank_table
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
 STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = (
@@ -39,8 +39,14 @@ _SHARES = {
 
 
 def enlarged(
-    small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False
-) -> Contents:
+    small: PageContents,
+    ranks: int,
+    steps: int,
+    slow_rank: int,
+    since: int,
+    *,
+    devices: bool = False,
+) -> PageContents:
     """Return the page of a larger job in which one rank's forward pass becomes slower at a step.
 
     `small` is the page of a simulated run.
@@ -74,9 +80,12 @@ def enlarged(
         if verdict["kind"] == "straggler":
             verdict |= {"rank": slow_rank, "since_step": since}
             verdict["evidence"]["ranks"] = [slow_rank]
-    made["tables"] = [rank_table(report), *(each for each in made["tables"] if each.key != "ranks")]
+    made["tables"] = [
+        build_rank_table(report),
+        *(each for each in made["tables"] if each.key != "ranks"),
+    ]
     made["telemetry"] = _telemetry(shown, slow_rank, steps * STEP_S)
-    return cast("Contents", made)
+    return cast("PageContents", made)
 
 
 def _host(rank: int) -> str:
@@ -105,7 +114,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
             values[LATE_RANK, :LATE_STEPS] = np.nan
     order = ("data", "forward", "backward", "optimizer", "communication", "host")
     compared_work = np.where(compared, work, np.nan)
-    slow: SlowTime = {
+    slow: SlowPeriod = {
         "rank": slow_rank,
         "phase": "forward",
         "since_step": since,
@@ -133,16 +142,16 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
             }
             for rank in range(ranks)
         ],
-        "step": encoded(step),
+        "step": encode_durations(step),
         "bands": {
             "p5_s": _quantile(step, 0.05), "p50_s": _quantile(step, 0.5), "p95_s": _quantile(step, 0.95),
             "max_s": np.nanmax(step, axis=0).tolist(),
         },
         "slow": [slow],
-        "work": encoded(compared_work),
-        "others": encoded(compared_work / (1 + relative_excess(compared_work))),
-        "parts": {part: encoded(parts[part]) for part in order},
-        "device_parts": {part: encoded(0.98 * parts[part]) for part in order} if devices else {},
+        "work": encode_durations(compared_work),
+        "others": encode_durations(compared_work / (1 + relative_excess(compared_work))),
+        "parts": {part: encode_durations(parts[part]) for part in order},
+        "device_parts": {part: encode_durations(0.98 * parts[part]) for part in order} if devices else {},
         "memory_bytes": memory.tolist(),
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.page.contents import Matrix
+from torchlens_perf.page.contents import EncodedMatrix
 from torchlens_perf.page.matrix import _FIRST, _NOT_MEASURED, _ZERO
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 
-def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
+def decoded(matrix: EncodedMatrix, ranks: int) -> npt.NDArray[np.float64]:
     """Return the input of encoded(), exact to half of log_step.
 
     Missing values are NaN. Raises ValueError.

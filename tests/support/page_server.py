@@ -19,7 +19,7 @@ from torchlens_perf.serve.access import TOKEN_HEADER
 
 # Readers of runs have the lowest priority, so they are slow on a busy machine.
 ENDS_WITHIN_S = 240
-IS_READ = "This run is being read"
+IS_READ = "The server is still reading this run"
 
 
 class Answer:

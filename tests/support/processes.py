@@ -13,7 +13,7 @@ from typing import Any
 from tests.support import warm_python
 from tests.support.reports import checked
 from torchlens_perf.errors import RAISE
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.verdicts import node_state
@@ -118,7 +118,7 @@ def read_by_hand(run_directory: Path, folder: Path) -> subprocess.CompletedProce
 
 def report(run_directory: RunDirectory) -> dict[str, Any]:
     """Return the report on a run."""
-    return checked(build(run_directory.run_id, node_state.load_all(run_directory)))
+    return checked(build_report(run_directory.run_id, node_state.load_all(run_directory)))
 
 
 def only_report(folder: Path) -> dict[str, Any]:

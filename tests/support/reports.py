@@ -22,7 +22,7 @@ _KEYWORDS = {
 def as_json(report: Any) -> Any:
     """Return the parsed output of `torchlens-perf report --json`."""
     file = io.StringIO()
-    report_json.write(report, file)
+    report_json.write_json(report, file)
     return json.loads(file.getvalue())
 
 
@@ -43,7 +43,7 @@ def problem(value: Any) -> str:
 
 @functools.cache
 def _schema() -> dict[str, Any]:
-    return report_json.schema()
+    return report_json.build_schema()
 
 
 def _problem(value: Any, schema: dict[str, Any], at: str, *, closed: bool = False) -> str:

@@ -18,7 +18,7 @@ from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.reading import View
 from torchlens_perf.top.text import Terminal
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
-from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.headline import build_headlines, choose_headline
 
 UNICODE, ASCII = Terminal(), Terminal(ascii_only=True, color=False)
 HANG = HangEvidence("missing", 42.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")})
@@ -55,7 +55,7 @@ def joined(lines: list[str]) -> str:
 
 def with_report(view: View, **parts: Any) -> View:
     report = changed(report_of(view), **parts)
-    return dataclasses.replace(view, report=report, headlines=tuple(headlines(report)))
+    return dataclasses.replace(view, report=report, headlines=tuple(build_headlines(report)))
 
 
 def test_headline_of_the_first_verdict_is_at_the_top(view: View) -> None:
@@ -63,7 +63,7 @@ def test_headline_of_the_first_verdict_is_at_the_top(view: View) -> None:
 
     Cost, evidence, action and a command follow.
     """
-    of = overall(view.headlines)
+    of = choose_headline(view.headlines)
     assert of is not None
 
     for lines in (screen(view), screen(view, 200, 60), frame(view)):

@@ -14,8 +14,8 @@ from torchlens_perf.top.ranks import blocks, rank_list
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.order import ranks_of
-from torchlens_perf.view.headline import headlines
-from torchlens_perf.view.rank_tables import rank_table
+from torchlens_perf.view.headline import build_headlines
+from torchlens_perf.view.rank_tables import build_rank_table
 from torchlens_perf.view.specs import Column, Table
 
 HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {})
@@ -30,7 +30,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
 
 def with_report(view: View, **parts: Any) -> View:
     report = changed(report_of(view), **parts)
-    return dataclasses.replace(view, report=report, headlines=tuple(headlines(report)))
+    return dataclasses.replace(view, report=report, headlines=tuple(build_headlines(report)))
 
 
 def column(table: Table, title: str) -> Column:
@@ -54,7 +54,7 @@ def test_ranks_can_be_sorted_by_number(view: View) -> None:
 
 
 def test_numbers_of_ranks_equal_those_of_the_report(view: View) -> None:
-    report, (table, _) = rank_table(report_of(view)), rank_list(view)
+    report, (table, _) = build_rank_table(report_of(view)), rank_list(view)
     assert report is not None
 
     assert column(table, "compute").texts() == column(report, "compute").texts()

@@ -20,7 +20,7 @@ from tests.support.ranks import HOST
 from tests.support.tables import MS
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
@@ -127,7 +127,7 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     loaded.save(run)
 
     assert run.node_state_path(HOST).read_bytes() == written
-    assert build("run", [loaded]) == build("run", [state])
+    assert build_report("run", [loaded]) == build_report("run", [state])
     value = msgspec.json.decode(written)
     process = next(iter(value["processes"].values()))
     statistics = process["statistics"]

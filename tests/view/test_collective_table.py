@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.view.test_headline import simulated
-from torchlens_perf.view.collective_table import collective_table
+from torchlens_perf.view.collective_table import build_collective_table
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -15,7 +15,7 @@ def test_collective_table_shows_the_rank_that_arrives_last(rank: int, tmp_path: 
     report = simulated(tmp_path, f"constant:rank={rank},share=0.3")
     for row in report["collectives"]:
         row["slowest_rank"] = rank if row["slowest_rank"] is not None else None
-    table = collective_table(report)
+    table = build_collective_table(report)
 
     assert table is not None
     (last,) = [column for column in table.columns if column.title == "last to arrive"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.commands.simulate import record
-from torchlens_perf.report.build import build
+from torchlens_perf.commands.simulate import record_simulation
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -16,7 +16,7 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.evidence import EVIDENCE, OVER
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view import headline as module
-from torchlens_perf.view.headline import Headline, headlines, overall
+from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 
@@ -24,17 +24,17 @@ def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> R
     # The lock of a run is global to the machine, so each run needs its own name.
     run = RunDirectory(folder / uuid.uuid4().hex)
     run.create()
-    record(
+    record_simulation(
         Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05),
         steps,
         run,
         run.run_id,
     )
-    return build(run.run_id, node_state.load_all(run))
+    return build_report(run.run_id, node_state.load_all(run))
 
 
 def first(report: Report) -> Headline:
-    return headlines(report, "runs/x")[0]
+    return build_headlines(report, "runs/x")[0]
 
 
 def test_headline_of_a_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None:
@@ -61,14 +61,16 @@ def test_headline_of_a_slow_node_has_its_ranks(tmp_path: Path) -> None:
 
 def test_run_without_finding_has_status_ok(tmp_path: Path) -> None:
     report = simulated(tmp_path)
-    whole = overall(headlines(report))
+    whole = choose_headline(build_headlines(report))
 
     assert whole is not None
     assert (whole.status, whole.severity, whole.cost) == ("OK", GOOD, "")
 
 
 def test_run_with_too_few_steps_has_status_not_compared(tmp_path: Path) -> None:
-    found = next(each for each in headlines(simulated(tmp_path, steps=12)) if each.kind == "none")
+    found = next(
+        each for each in build_headlines(simulated(tmp_path, steps=12)) if each.kind == "none"
+    )
 
     assert (found.status, found.severity) == ("NOT COMPARED", NEUTRAL)
 
@@ -78,27 +80,30 @@ def test_command_profiles_the_rank_while_the_job_runs(tmp_path: Path) -> None:
     report["run"]["live"] = True
 
     assert (
-        headlines(report, "my runs/x")[0].command == "torchlens-perf capture 'my runs/x' --rank 3"
+        build_headlines(report, "my runs/x")[0].command
+        == "torchlens-perf capture 'my runs/x' --rank 3"
     )
 
 
 def test_command_profiles_the_next_run_when_the_job_has_ended(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
 
-    assert headlines(report, "x")[0].command.startswith("export TORCHLENS_PERF_CAPTURE=verdict")
+    assert build_headlines(report, "x")[0].command.startswith(
+        "export TORCHLENS_PERF_CAPTURE=verdict"
+    )
 
 
 def test_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
-    slow, *_ = headlines(report)
+    slow, *_ = build_headlines(report)
     fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", "", is_over=False)
     over = Headline(
         "long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", "", is_over=True
     )
 
-    assert overall([over, fine, slow]) is slow
-    assert overall([over, fine]) is fine
-    assert overall([over]) is None
+    assert choose_headline([over, fine, slow]) is slow
+    assert choose_headline([over, fine]) is fine
+    assert choose_headline([over]) is None
 
 
 @pytest.mark.parametrize("kind", EVIDENCE)
@@ -109,5 +114,5 @@ def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
 def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=2,share=0.3")
     row = {**report["verdicts"][0], "kind": "kind_of_a_later_version_ended", "evidence": {}}
-    (head,) = headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item, list-item]
+    (head,) = build_headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item, list-item]
     assert (head.status, head.severity) == ("OTHER", WARNING)

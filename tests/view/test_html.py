@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from xml.etree.ElementTree import Element
 
 from torchlens_perf.view.headline import Headline
-from torchlens_perf.view.html import card, line, table
-from torchlens_perf.view.markup import html, tag
+from torchlens_perf.view.html import build_table, build_verdict_card, build_verdict_line
+from torchlens_perf.view.markup import tag, to_html
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 from torchlens_perf.view.theme import BAD
 
@@ -61,7 +61,7 @@ def tags_of(text: str) -> set[str]:
 
 
 def test_card_of_a_verdict_shows_each_fact_once() -> None:
-    words = text_of(card(SLOW, "verdict-1"))
+    words = text_of(build_verdict_card(SLOW, "verdict-1"))
 
     for fact in (
         "22.9 ms",
@@ -78,19 +78,19 @@ def test_card_of_a_verdict_shows_each_fact_once() -> None:
 
 
 def test_card_of_a_verdict_without_cost_has_no_number() -> None:
-    made = card(dataclasses.replace(SLOW, cost_s_per_step=None), "verdict-1")
+    made = build_verdict_card(dataclasses.replace(SLOW, cost_s_per_step=None), "verdict-1")
 
     assert "lost per step" not in text_of(made)
 
 
 def test_command_in_a_card_can_be_copied_unchanged() -> None:
-    (command,) = card(SLOW, "verdict-1").iter("code")
+    (command,) = build_verdict_card(SLOW, "verdict-1").iter("code")
 
     assert command.text == SLOW.command
 
 
 def test_verdict_line_has_status_facts_and_cost_in_its_summary() -> None:
-    summary = line(SLOW, "verdict-2").find("summary")
+    summary = build_verdict_line(SLOW, "verdict-2").find("summary")
 
     assert summary is not None
     words = text_of(summary)
@@ -99,7 +99,7 @@ def test_verdict_line_has_status_facts_and_cost_in_its_summary() -> None:
 
 
 def test_further_rows_of_a_table_are_hidden_behind_a_checkbox() -> None:
-    made = table(RANKS)
+    made = build_table(RANKS)
     rows = list(made.iter("tr"))[1:]
     (checkbox,), (label,) = made.iter("input"), made.iter("label")
 
@@ -110,11 +110,11 @@ def test_further_rows_of_a_table_are_hidden_behind_a_checkbox() -> None:
 
 
 def test_short_table_has_no_checkbox() -> None:
-    assert list(table(dataclasses.replace(RANKS, first=None)).iter("input")) == []
+    assert list(build_table(dataclasses.replace(RANKS, first=None)).iter("input")) == []
 
 
 def test_numbers_are_right_aligned_with_their_unit_in_the_header() -> None:
-    made = table(RANKS)
+    made = build_table(RANKS)
     heads = list(made.iter("th"))[:3]
 
     assert [head.get("class") for head in heads] == [None, "text", None]
@@ -126,12 +126,12 @@ def test_numbers_are_right_aligned_with_their_unit_in_the_header() -> None:
 def test_html_elements_replace_the_text_of_a_column() -> None:
     links = [tag("a", "run", href=f"#{at}") for at in range(10)]
 
-    assert len(list(table(RANKS, {"host": links}).iter("a"))) == 10
+    assert len(list(build_table(RANKS, {"host": links}).iter("a"))) == 10
 
 
 def test_shortened_text_has_the_whole_text_as_its_title() -> None:
     name = "layers." * 40
-    made = table(Table("modules", "Modules", [Column("module", [name], Quantity.TEXT)]))
+    made = build_table(Table("modules", "Modules", [Column("module", [name], Quantity.TEXT)]))
     (short,) = made.iter("span")
 
     assert len(short.text or "") < 60
@@ -145,7 +145,7 @@ def test_hostile_text_is_escaped_in_html() -> None:
         "t", HOSTILE, [Column(HOSTILE, [HOSTILE], Quantity.TEXT, help=HOSTILE)], note=HOSTILE
     )
 
-    for made in (card(bad, "a"), line(bad, "b"), table(spec)):
-        assert "img" not in tags_of(html(made))
+    for made in (build_verdict_card(bad, "a"), build_verdict_line(bad, "b"), build_table(spec)):
+        assert "img" not in tags_of(to_html(made))
         assert "onerror=alert(1)" in text_of(made)
-        assert not {"\x1b", "\u202e"} & set(html(made))
+        assert not {"\x1b", "\u202e"} & set(to_html(made))

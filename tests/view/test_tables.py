@@ -10,17 +10,17 @@ from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.specs import Column, Quantity, Table
-from torchlens_perf.view.tables import tables
+from torchlens_perf.view.tables import build_tables
 
 TITLES_OF_SEVERAL_RANKS = {"rank", "comm wait", "last to arrive"}
 
 
 def found(report: Report, key: str) -> Table:
-    return next(table for table in tables(report) if table.key == key)
+    return next(table for table in build_tables(report) if table.key == key)
 
 
 def column(table: Table, title: str) -> Column:
@@ -111,7 +111,7 @@ def test_small_collective_has_no_bandwidth(slow: Report) -> None:
 
 
 def test_tables_of_one_process_have_no_columns_for_several_ranks(tmp_path: Path) -> None:
-    made = tables(simulated(tmp_path, ranks=1))
+    made = build_tables(simulated(tmp_path, ranks=1))
 
     assert not TITLES_OF_SEVERAL_RANKS & {each.title for table in made for each in table.columns}
     assert "collectives" not in [table.key for table in made]
@@ -124,7 +124,7 @@ def test_stall_of_one_rank_is_shown_with_the_rank(tmp_path: Path) -> None:
 
 
 def test_table_keys_are_unique_and_each_column_has_all_rows(slow: Report) -> None:
-    made = tables(slow)
+    made = build_tables(slow)
 
     assert len({table.key for table in made}) == len(made)
     for table in made:
@@ -135,7 +135,7 @@ def test_table_keys_are_unique_and_each_column_has_all_rows(slow: Report) -> Non
 def test_columns_of_a_rank_add_up_to_its_step() -> None:
     """CPU contention is a separate column and in no phase."""
     steps = [{**BASE, "forward": 24.0, "cpu": 20.0}] * 60
-    table = found(build("r", [node([steps])]), "ranks")
+    table = found(build_report("r", [node([steps])]), "ranks")
     seconds = {
         each.title: each.values[0] for each in table.columns if each.quantity is Quantity.DURATION
     }
@@ -155,7 +155,7 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
     assert row["held"] is not None
     expected = (
         f"Since step {row['held']['since_step']}, rank 3 computes"
-        f" {duration(row['evidence'].work_s)} (mean)."
+        f" {duration(row['evidence'].work_s)} on average."
     )
     assert expected in found(report, "ranks").note
 

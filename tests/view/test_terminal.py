@@ -19,7 +19,7 @@ from tests.support.reports import checked
 from tests.support.tables import records
 from tests.verdicts.words.test_bottleneck import BASE, random_steps
 from tests.view.test_headline import simulated
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
@@ -28,7 +28,7 @@ from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view.terminal import SHORT_LINES, render, render_short, show
+from torchlens_perf.view.terminal import SHORT_LINES, print_report, render_full, render_short
 
 LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
 COPIED = ("full report", "web page", "torchlens-perf capture", "export TORCHLENS_PERF_CAPTURE")
@@ -37,7 +37,7 @@ SHORT_LINES_OK = 18
 
 
 def short(report: NodeState | Report, columns: int = 80, **more: Any) -> str:
-    made = checked(build("r", [report])) if isinstance(report, NodeState) else report
+    made = checked(build_report("r", [report])) if isinstance(report, NodeState) else report
     text = render_short(made, LONG, columns=columns, color=False, **more)
     for line in text.splitlines():
         assert len(line) <= columns or any(words in line for words in COPIED) or LONG in line, line
@@ -162,7 +162,7 @@ def test_report_of_64_ranks_with_a_slow_one_fits_30_lines(tmp_path: Path) -> Non
     assert text.count("\n") <= SHORT_LINES
     assert re.search(r"\n  5\d more ranks, compute \d+ to \d+ ms\n", text)
     assert text.partition("  rank  ")[2].splitlines()[1].split()[0] == "13"
-    whole = render(report, LONG, columns=100, color=False)
+    whole = render_full(report, LONG, columns=100, color=False)
     assert whole.count("\n") <= 90
     assert "\n  56 more ranks, compute " in whole
 
@@ -185,7 +185,7 @@ def test_report_of_a_run_with_all_findings_fits_30_lines() -> None:
 
     assert text.count("\n") == SHORT_LINES
     assert re.search(
-        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Typical steps of the whole run\. Since"
+        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  The table shows typical steps\. Since"
         r" step",
         text,
     )
@@ -198,7 +198,7 @@ def test_length_of_a_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
     report["quality"]["notes"] = [f"note {at}" for at in range(1024)]
 
     assert short(report).count("\n") <= SHORT_LINES
-    assert render(report, LONG, columns=100, color=False).count("\n") <= 110
+    assert render_full(report, LONG, columns=100, color=False).count("\n") <= 110
 
 
 def test_verdicts_after_the_third_are_only_named() -> None:
@@ -289,7 +289,9 @@ def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
 
     assert short(state).count("\n") <= SHORT_LINES
     assert (
-        render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14")
+        render_full(checked(build_report("r", [state])), LONG, columns=100, color=False).count(
+            "function_14"
+        )
         == 4
     )
 
@@ -355,7 +357,7 @@ def test_each_colour_has_one_meaning(tmp_path: Path) -> None:
 
 def test_output_without_block_characters_is_ascii() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    show(checked(build("r", [node([usual(60)] * 2)])), file, "x")
+    print_report(checked(build_report("r", [node([usual(60)] * 2)])), file, "x")
     file.seek(0)
 
     assert "\n  time        ##" in file.read()

@@ -23,7 +23,7 @@ def test_no_two_meanings_share_a_color() -> None:
 
 
 def test_style_sheet_has_each_color_for_light_dark_and_chosen_theme() -> None:
-    text = theme.style_sheet()
+    text = theme.css_variables()
 
     for key in [*(f"part-{part}" for part in theme.PARTS), *theme.SEVERITIES, "slower", "faster"]:
         assert len(re.findall(rf"--{key}: #[0-9a-f]{{6}};", text)) == 3

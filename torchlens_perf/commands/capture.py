@@ -62,15 +62,15 @@ def add_command(commands: Any) -> None:
         help=f"also more than {MAX_RANKS} ranks, and where there are {MAX_KEPT_BYTES >> 30} GiB of captures already",
     )  # fmt: skip
     parser.add_argument("--no-wait", action="store_true", help="only ask")
-    parser.set_defaults(command=capture)
+    parser.set_defaults(command=run_capture)
 
 
-def capture(options: argparse.Namespace) -> int:
+def run_capture(options: argparse.Namespace) -> int:
     """Run the command. Return 0 if all ranks wrote a trace. Raises ConfigError or RunStoreError."""
     from torchlens_perf.run.directory import RunDirectory
 
     run = RunDirectory(options.run_dir.absolute())
-    request = _ask(run, options)
+    request = _request_when_ready(run, options)
     if not options.quiet:
         print(
             f"asked: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
@@ -80,18 +80,22 @@ def capture(options: argparse.Namespace) -> int:
             "meanwhile torch.profiler may write lines of its own into the job's stderr (USDT,"
             " Kineto)"
         )
-    return 0 if options.no_wait else _wait(run, request, options.timeout, quiet=options.quiet)
+    return (
+        0
+        if options.no_wait
+        else _wait_for_results(run, request, options.timeout, quiet=options.quiet)
+    )
 
 
-def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
+def _request_when_ready(run: RunDirectory, options: argparse.Namespace) -> Request:
     """Write the request, once the sidecar has read steps. Raises ConfigError or RunStoreError."""
-    from torchlens_perf.serve.captures import NotReadYetError, ask_capture
+    from torchlens_perf.serve.captures import NotReadYetError, request_capture
 
     deadline_s = time.monotonic() + (0.0 if options.no_wait else options.timeout)
     with Progress("waiting for the sidecar to read the first steps", quiet=options.quiet):
         while True:
             try:
-                return ask_capture(
+                return request_capture(
                     run, options.rank, options.steps, python=options.python, force=options.force
                 )
             except NotReadYetError:
@@ -100,52 +104,57 @@ def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
             time.sleep(_ASK_AGAIN_S)
 
 
-def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool) -> int:
-    from torchlens_perf.report.captures import capture_line
+def _wait_for_results(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool) -> int:
+    from torchlens_perf.report.captures import describe_capture_line
 
     received: dict[int, Capture] = {}
     deadline_s = time.monotonic() + timeout_s
     while len(received) < len(request.ranks):
         with Progress(
-            f"waiting for ranks {format_ranges(_left(request, received))}", quiet=quiet
+            f"waiting for ranks {format_ranges(_waiting_ranks(request, received))}", quiet=quiet
         ) as progress:
             progress(len(received), len(request.ranks))
-            new = _next(run, request, received, deadline_s)
+            new = _wait_for_next_results(run, request, received, deadline_s)
         if not new:
             path = printable(str(run.path))
-            print(f"no answer from ranks {format_ranges(_left(request, received))} within {timeout_s:g} s. Next: "
-                  f"torchlens-perf report {path}, or nodes/*.log there")  # fmt: skip
+            waiting = format_ranges(_waiting_ranks(request, received))
+            print(
+                f"no answer from ranks {waiting} within {timeout_s:g} s. Next: torchlens-perf report"
+                f" {path}, or see {path}/nodes/*.log"
+            )
             return 1
         for row in new:
             received[row["rank"]] = row
-            _tell(row, capture_line(row, str(run.path)), str(run.path))
+            _print_result(row, describe_capture_line(row, str(run.path)), str(run.path))
     traced = [TRACE in row["files"] for row in received.values()]
     if any(traced) and not quiet:
         print("open traces in ui.perfetto.dev")
     return 0 if all(traced) else 1
 
 
-def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:
+def _waiting_ranks(request: Request, received: Mapping[int, Capture]) -> list[int]:
     return [rank for rank in request.ranks if rank not in received]
 
 
-def _next(
+def _wait_for_next_results(
     run: RunDirectory, request: Request, received: Mapping[int, Capture], deadline_s: float
 ) -> list[Capture]:
     """Wait for further answers of ranks. Return [] after the deadline."""
-    from torchlens_perf.report.captures import captures
+    from torchlens_perf.report.captures import capture_rows
 
     while time.monotonic() <= deadline_s:
         time.sleep(_POLL_S)
         new = [
-            row for row in captures(run) if row["id"] == request.id and row["rank"] not in received
+            row
+            for row in capture_rows(run)
+            if row["id"] == request.id and row["rank"] not in received
         ]
         if new:
             return new
     return []
 
 
-def _tell(row: Capture, line: str, run_dir: str) -> None:
+def _print_result(row: Capture, line: str, run_dir: str) -> None:
     print(printable(line))
     for file in row["files"].values():
         print(printable(f"  {run_dir}/{file['path']}  {file['bytes']} bytes"))

@@ -66,18 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
-            sys.stdout.write(_help())
+            sys.stdout.write(_help_text())
             return 0
         if arguments[0] == "--version":
-            print(_version())
+            print(_versions_text())
             return 0
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
-            run_command.run(arguments[1:])  # The rest is Python's command line, not argparse's.
-        parser = _parser()
+            run_command.exec_recorded_python(
+                arguments[1:]
+            )  # The rest is Python's command line, not argparse's.
+        parser = _build_parser()
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
-            raise ConfigError(_unknown_command(arguments[0]))
+            raise ConfigError(_unknown_command_text(arguments[0]))
         options = parser.parse_args(arguments)
-        if is_program and options.command is not _doctor:  # torch needs pandas to import Dynamo.
+        if (
+            is_program and options.command is not _run_doctor
+        ):  # torch needs pandas to import Dynamo.
             block_pandas_import()
         result: int = options.command(options)
         return result
@@ -96,14 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _help() -> str:
+def _help_text() -> str:
     lines = []
     for title, commands in _GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:14} {what}" for name, what in commands.items())]
     return _HELP.format(commands="\n".join(lines))
 
 
-def _version() -> str:
+def _versions_text() -> str:
     """Return the versions of this package, torch and Python, without importing torch."""
     from importlib import metadata
 
@@ -116,7 +120,7 @@ def _version() -> str:
     return f"torchlens-perf {VERSION} ({torch}, Python {'.'.join(map(str, sys.version_info[:3]))})"
 
 
-def _unknown_command(name: str) -> str:
+def _unknown_command_text(name: str) -> str:
     if name.endswith(".py"):
         return f"unknown command {name!r}: did you mean `torchlens-perf run {name}`?"
     return f"{unknown('command', name, _NAMES)} Commands: {', '.join(_NAMES)}"
@@ -142,11 +146,11 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="torchlens-perf", add_help=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run_command.describe(commands)
+    run_command.add_help(commands)
 
     report = commands.add_parser(
         "report",
@@ -170,13 +174,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--fail-on",
-        type=fail_on.names,
+        type=fail_on.parse_verdict_names,
         action="extend",
         default=[],
         metavar="VERDICT,...",
         help=f"exit with 1 if one of these verdicts holds: {', '.join(fail_on.KINDS)}",
     )
-    report.set_defaults(command=_report)
+    report.set_defaults(command=_run_report)
 
     sidecar = commands.add_parser(
         "sidecar",
@@ -194,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
             " default: this one"
         ),
     )
-    sidecar.set_defaults(command=_sidecar)
+    sidecar.set_defaults(command=_run_sidecar)
 
     capture.add_command(commands)
     serve.add_command(commands)
@@ -213,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
-    build_tap.set_defaults(command=_build_tap)
+    build_tap.set_defaults(command=_run_build_tap)
 
     doctor = commands.add_parser(
         "doctor",
@@ -223,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     doctor.add_argument("--verbose", action="store_true", help="print each check")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=_run_doctor)
     for command in commands.choices.values():
         command.add_argument(
             "--quiet", action="store_true", help="print only the result and errors"
@@ -231,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(options: argparse.Namespace) -> int:
+def _run_report(options: argparse.Namespace) -> int:
     from torchlens_perf.report import report_json
 
     if options.schema:
@@ -239,12 +243,12 @@ def _report(options: argparse.Namespace) -> int:
             raise ConfigError(
                 "--fail-on judges a run, and --schema needs none: leave out one of them"
             )
-        report_json.write(report_json.schema(), sys.stdout)
+        report_json.write_json(report_json.build_schema(), sys.stdout)
         return 0
-    from torchlens_perf.report.run_report import report_and_states
-    from torchlens_perf.view.terminal import show
+    from torchlens_perf.report.run_report import load_report_and_states
+    from torchlens_perf.view.terminal import print_report
 
-    run = RunDirectory(options.run_dir or _newest_run())
+    run = RunDirectory(options.run_dir or _find_newest_run())
     if options.html is not None:
         from torchlens_perf.page.document.write import write_page
 
@@ -258,18 +262,18 @@ def _report(options: argparse.Namespace) -> int:
         if not options.fail_on:
             return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
-        value, states = report_and_states(run, progress)
+        value, states = load_report_and_states(run, progress)
     if options.json:
-        report_json.write(value, sys.stdout)
+        report_json.write_json(value, sys.stdout)
     elif options.html is None:
-        show(value, sys.stdout, str(run.path))
-    code, why = fail_on.exit_code(options.fail_on, value, states)
+        print_report(value, sys.stdout, str(run.path))
+    code, why = fail_on.choose_exit_code(options.fail_on, value, states)
     if why and not options.quiet:
         print(f"torchlens-perf: {why}", file=sys.stderr)
     return code
 
 
-def _newest_run() -> Path:
+def _find_newest_run() -> Path:
     from torchlens_perf.config import Config
     from torchlens_perf.errors import RunStoreError
 
@@ -285,20 +289,20 @@ def _newest_run() -> Path:
     return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
-def _sidecar(options: argparse.Namespace) -> int:
+def _run_sidecar(options: argparse.Namespace) -> int:
     from torchlens_perf.sidecar.start.process import read_or_replay
 
     replaying = Progress("replaying the run", quiet=options.quiet)
     return read_or_replay(options.run_dir.absolute(), options.host, replaying, quiet=options.quiet)
 
 
-def _build_tap(options: argparse.Namespace) -> int:
+def _run_build_tap(options: argparse.Namespace) -> int:
     from torchlens_perf.commands import tap_build
     from torchlens_perf.sidecar import tap_for_next_run
 
     if options.in_background is None:
         with Progress("compiling the native tap on collectives", quiet=options.quiet):
-            built = tap_build.build()
+            built = tap_build.build_tap()
         if not options.quiet:
             print(printable(str(built)))
     else:
@@ -307,14 +311,14 @@ def _build_tap(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from torchlens_perf.commands.doctor import BROKEN, OK, examine, summary
+def _run_doctor(options: argparse.Namespace) -> int:
+    from torchlens_perf.commands.doctor import BROKEN, OK, run_checks, summarize
 
-    checks = list(examine())
+    checks = list(run_checks())
     if options.quiet:
         lines = [str(check) for check in checks if check.severity != OK]
     else:
-        lines = [str(check) for check in checks] if options.verbose else list(summary(checks))
+        lines = [str(check) for check in checks] if options.verbose else list(summarize(checks))
     for line in lines:
         print(printable(line))
     return 1 if any(check.severity == BROKEN for check in checks) else 0

@@ -26,10 +26,10 @@ def add_command(commands: Any) -> None:
         "--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s"
     )
     parser.add_argument("--force", action="store_true", help="replace files that have been changed")
-    parser.set_defaults(command=deploy_files)
+    parser.set_defaults(command=run_deploy_files)
 
 
-def deploy_files(options: argparse.Namespace) -> int:
+def run_deploy_files(options: argparse.Namespace) -> int:
     """Run the command. Raises TorchlensPerfError for changed files and if writing fails."""
     shipped = {
         path.relative_to(_SHIPPED): path.read_bytes()

@@ -1,7 +1,7 @@
 """`torchlens-perf doctor`: show what a run in this environment can record, what it cannot record,
 and the remedies.
 
-`summary()` is the command's usual output. With `--verbose` it prints each check.
+`summarize()` is the command's usual output. With `--verbose` it prints each check.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Check:
         return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
 
 
-def summary(checks: Sequence[Check]) -> Iterator[str]:
+def summarize(checks: Sequence[Check]) -> Iterator[str]:
     """Yield lines about what a run records here, and each problem with its remedy."""
     by_subject = {check.subject: check for check in checks}
 
@@ -59,32 +59,33 @@ def summary(checks: Sequence[Check]) -> Iterator[str]:
         check.records for check in checks if check.records and check.severity == OK
     )
     torch = f", torch {version}" if (version := finding(_TORCH)) else ""
-    yield _line("system", f"torchlens_perf {VERSION}, {finding(_PLATFORM)}{torch}")
+    yield _format_line("system", f"torchlens_perf {VERSION}, {finding(_PLATFORM)}{torch}")
     if recorded and not any(check.severity == BROKEN for check in problems):
-        yield _line("recorded", recorded)
+        yield _format_line("recorded", recorded)
     for check in problems:
-        yield _line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
+        yield _format_line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
         if check.remedy:
-            yield _line("", f"fix: {check.remedy}")
+            yield _format_line("", f"fix: {check.remedy}")
     for label, subject in (("stored", _STORED), ("export", _EXPORT)):
         if found := finding(subject):
-            yield _line(label, found)
+            yield _format_line(label, found)
     passed = f"{len(checks) - len(problems)} of {len(checks)} checks passed"
-    yield _line(
+    yield _format_line(
         "details",
         f"torchlens-perf doctor --verbose ({passed}{'' if problems else ', nothing to do'})",
     )
 
 
-def _line(label: str, text: str) -> str:
+def _format_line(label: str, text: str) -> str:
     return f"{label:<9} {text}"
 
 
-def examine() -> Iterator[Check]:
+def run_checks() -> Iterator[Check]:
     """Yield all checks in order. This imports torch and leaves no process or file behind."""
     checks = (
-        _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
-        _stacks, _tools,
+        _check_platform, _check_native_recorder, _check_torch, check_telemetry, _check_tap, _check_nccl,
+        _check_autoload, _check_settings, _check_ring_folder, _check_run_directory, _check_export, _check_stacks,
+        _check_nvtx_tools,
     )  # fmt: skip
     for check in checks:
         try:
@@ -92,18 +93,18 @@ def examine() -> Iterator[Check]:
         except Exception as error:
             yield Check(
                 BROKEN,
-                check.__name__.strip("_"),
+                check.__name__.strip("_").removeprefix("check_"),
                 f"could not be examined: {type(error).__name__}: {error}",
             )
 
 
-def _platform() -> Iterator[Check]:
+def _check_platform() -> Iterator[Check]:
     linux = sys.platform == "linux"
     text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     yield Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")
 
 
-def _native() -> Iterator[Check]:
+def _check_native_recorder() -> Iterator[Check]:
     from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, refusal
 
     refused = refusal()
@@ -127,7 +128,7 @@ def _native() -> Iterator[Check]:
     yield Check(LIMITED, "recorder", finding, remedy)
 
 
-def _tap() -> Iterator[Check]:
+def _check_tap() -> Iterator[Check]:
     from torchlens_perf.recorder import native_tap
     from torchlens_perf.recorder.recorder import NATIVE
     from torchlens_perf.run import tap_requirements
@@ -152,18 +153,18 @@ def _tap() -> Iterator[Check]:
             "torchlens-perf build-tap",
             "the next run with several ranks builds the native tap",
         )
-        remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
+        remedy = f"{now}, or nothing: {later}" if _is_tap_built_later() else now
     yield Check(LIMITED, "tap on collectives", finding, remedy)
 
 
-def _builds_tap() -> bool:
+def _is_tap_built_later() -> bool:
     try:
         return bool(config.from_environment(os.environ).get("_build_tap", config.Config._build_tap))
     except ConfigError:
-        return False  # _settings() reports that nothing is recorded.
+        return False  # _check_settings() reports that nothing is recorded.
 
 
-def _nccl() -> Iterator[Check]:
+def _check_nccl() -> Iterator[Check]:
     """Yield no check if torch has no NCCL of NVIDIA."""
     from torchlens_perf.recorder import nccl_plugin
 
@@ -203,7 +204,7 @@ def _nccl() -> Iterator[Check]:
         yield Check(OK, subject, finding, records="NCCL kernels")
 
 
-def _torch() -> Iterator[Check]:
+def _check_torch() -> Iterator[Check]:
     try:
         import torch
     except ImportError as error:
@@ -228,12 +229,12 @@ def _torch() -> Iterator[Check]:
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
         return
-    yield from _abilities(kind)
+    yield from _check_device_abilities(kind)
     if kind == "cuda":
-        yield from _cuda(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
+        yield from _check_cuda(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
 
 
-def _abilities(kind: str) -> Iterator[Check]:
+def _check_device_abilities(kind: str) -> Iterator[Check]:
     import torch
 
     from torchlens_perf.recorder.device_abilities import ABILITIES, problem
@@ -249,7 +250,7 @@ def _abilities(kind: str) -> Iterator[Check]:
         )
 
 
-def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
+def _check_cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     from torchlens_perf.cuda import driver, kernels
     from torchlens_perf.recorder.devices import CONNECTIONS
 
@@ -275,12 +276,12 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
         remedy = f"{build_install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
-        driver.Driver()  # If this raises, examine() yields a BROKEN check.
+        driver.Driver()  # If this raises, run_checks() yields a BROKEN check.
         finding = "CuPy compiles the kernels at their first use"
         yield Check(OK, "device sections", finding, records="device sections")
 
 
-def telemetry() -> Iterator[Check]:
+def check_telemetry() -> Iterator[Check]:
     """Yield checks of the hardware counters that the sidecar can read."""
     import torch
 
@@ -309,7 +310,7 @@ def telemetry() -> Iterator[Check]:
     yield Check(OK, "network telemetry", finding, records="network telemetry" if ports else "")
 
 
-def _autoload() -> Iterator[Check]:
+def _check_autoload() -> Iterator[Check]:
     from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 
     if is_autoload_off(os.environ):
@@ -327,7 +328,7 @@ def _autoload() -> Iterator[Check]:
         )
 
 
-def _settings() -> Iterator[Check]:
+def _check_settings() -> Iterator[Check]:
     try:
         switch, configured = config.is_on(os.environ), config.from_environment(os.environ)
     except ConfigError as error:
@@ -344,7 +345,7 @@ def _settings() -> Iterator[Check]:
     )
 
 
-def _ring_place() -> Iterator[Check]:
+def _check_ring_folder() -> Iterator[Check]:
     name = f"doctor-{os.getpid()}"
     folders = list(directory.create_local_folders(name))
     kinds = [memory.is_on_file_system(folder, memory.IN_MEMORY) for folder in folders]
@@ -372,7 +373,7 @@ def _ring_place() -> Iterator[Check]:
     yield Check(OK if kinds[0] else LIMITED, "ring files", finding, remedy)
 
 
-def _run_directory() -> Iterator[Check]:
+def _check_run_directory() -> Iterator[Check]:
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", config.Config.dir)).absolute()
     try:
         existed = folder.exists()
@@ -389,7 +390,7 @@ def _run_directory() -> Iterator[Check]:
     yield Check(OK, _STORED, f"in {folder}")
 
 
-def _export() -> Iterator[Check]:
+def _check_export() -> Iterator[Check]:
     from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
     from torchlens_perf.exporters.otlp_environment import GRPC, HTTP, wanted_signals
 
@@ -414,7 +415,7 @@ def _export() -> Iterator[Check]:
     yield Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)
 
 
-def _stacks() -> Iterator[Check]:
+def _check_stacks() -> Iterator[Check]:
     """Check that a sidecar can read Python stacks, by reading the stack of this process."""
     from torchlens_perf.run import tracer
     from torchlens_perf.sidecar.host.stacks import read_main_stack
@@ -432,7 +433,7 @@ def _stacks() -> Iterator[Check]:
         yield Check(LIMITED, "stacks of a hanging rank", f"none: {stack.reason}")
 
 
-def _tools() -> Iterator[Check]:
+def _check_nvtx_tools() -> Iterator[Check]:
     import nvtx
 
     listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None

@@ -33,7 +33,7 @@ KINDS = {
 """Kinds of verdicts in the report, by their names on the command line."""
 
 
-def names(text: str) -> list[str]:
+def parse_verdict_names(text: str) -> list[str]:
     """Return the names in a comma-separated list. Raises ArgumentTypeError if one is unknown."""
     found = [each.strip() for each in text.split(",")]
     for name in found:
@@ -44,12 +44,16 @@ def names(text: str) -> list[str]:
     return found
 
 
-def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState]) -> tuple[int, str]:
+def choose_exit_code(
+    asked: Iterable[str], report: Report, states: Sequence[NodeState]
+) -> tuple[int, str]:
     """Return 0, FOUND or UNKNOWN, and a line with the reason. states: of the report's nodes."""
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     found = [
-        name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])
+        name
+        for name in asked
+        if any(_is_current_verdict(row, KINDS[name]) for row in report["verdicts"])
     ]
     if found:
         return FOUND, f"--fail-on: found {', '.join(found)}"
@@ -57,7 +61,7 @@ def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState])
     return (UNKNOWN, f"--fail-on: not enough data for {'; '.join(reasons)}") if reasons else (0, "")
 
 
-def _is_verdict(row: VerdictRow, kind: str) -> bool:
+def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
     """Return True if a row is a current verdict of this kind.
 
     A hang that has ended stays current while its cost is worth a line (order.py). A lack of CPUs

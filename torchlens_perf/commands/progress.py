@@ -29,7 +29,7 @@ Advanced: TypeAlias = Callable[[int, "int | None"], object]
 _AFTER_S = 1.0  # Shorter work shows no line.
 
 
-def nothing(done: int, total: int | None) -> None:
+def ignore_progress(done: int, total: int | None) -> None:
     """Ignore progress: the default callback."""
 
 

@@ -18,15 +18,15 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream"
     )
-    parser.set_defaults(command=_write)
+    parser.set_defaults(command=_write_results)
 
 
-def _write(options: argparse.Namespace) -> int:
+def _write_results(options: argparse.Namespace) -> int:
     run = RunDirectory(options.run_dir)
     if options.what == "cell":
-        from torchlens_perf.page.notebook import results_of
+        from torchlens_perf.page.notebook import results_from_run
 
-        sys.stdout.write(results_of(run))
+        sys.stdout.write(results_from_run(run))
         return 0
     from torchlens_perf.store.frames import write_table
 

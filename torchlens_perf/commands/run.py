@@ -33,15 +33,15 @@ _LONG_WITH_VALUE = "--check-hash-based-pycs"
 _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
 
 
-def run(arguments: Sequence[str]) -> NoReturn:
+def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by a recorded `python ARGUMENTS`. Raises ConfigError if it fails."""
     quiet = list(arguments[:1]) == [_QUIET]
     arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
-    typed = typed_options(sys.orig_argv)
+    typed = options_of_this_python(sys.orig_argv)
     environment = environment_at_start()
-    _switch_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
+    _switch_recording_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
     program = children.find_interpreter()
     try:
         os.execve(program, [sys.orig_argv[0], *typed, *arguments], environment)
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
         raise ConfigError(f"cannot start {program}: {error.strerror}") from error
 
 
-def describe(commands: Any) -> None:
+def add_help(commands: Any) -> None:
     """Add the help on `run` to the subparsers. They never parse this command: run() does."""
     commands.add_parser(
         "run",
@@ -65,7 +65,7 @@ def describe(commands: Any) -> None:
     )
 
 
-def typed_options(command_line: Sequence[str]) -> list[str]:
+def options_of_this_python(command_line: Sequence[str]) -> list[str]:
     """Return Python's options in `python OPTIONS -m torchlens_perf ...`, which also apply to the
     script.
 
@@ -120,7 +120,9 @@ def environment_at_start() -> dict[str, str]:
     return environment or {name: value for name, value in os.environ.items() if name != "LC_CTYPE"}
 
 
-def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bool) -> None:
+def _switch_recording_on(
+    environment: dict[str, str], options: Sequence[str], *, quiet: bool
+) -> None:
     """Change the environment so that Python with these options records. quiet: no report."""
     if quiet:
         environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
@@ -132,7 +134,7 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
         if quiet:
             return
         off = config.CHILD if config.CHILD in environment else config.SWITCH
-        _say_off(environment, f"{off}={environment[off]}")
+        _warn_not_recording(environment, f"{off}={environment[off]}")
         return
     environment.setdefault(config.SWITCH, "1")
     path = environment.get("PYTHONPATH")
@@ -140,7 +142,7 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
         # Python does not run sitecustomize then. Only torch's entry point can start the recording.
         if is_autoload_off(environment):
-            _say_off(
+            _warn_not_recording(
                 environment,
                 f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it",
             )
@@ -152,6 +154,6 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
         )
 
 
-def _say_off(environment: Mapping[str, str], reason: str) -> None:
+def _warn_not_recording(environment: Mapping[str, str], reason: str) -> None:
     if environment.get("LOCAL_RANK", "0") == "0":  # Print once per node.
         say(f"torchlens_perf is off: {printable(reason)}\n")

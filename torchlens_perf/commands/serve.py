@@ -43,10 +43,10 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="allow other machines that have the token (plain HTTP, not encrypted)",
     )
-    parser.set_defaults(command=serve)
+    parser.set_defaults(command=run_serve)
 
 
-def serve(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     """Run the server until Ctrl-C, then return 0. Raises ConfigError or RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -66,23 +66,25 @@ def serve(options: argparse.Namespace) -> int:
         )
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
-    folder = _folder(options.folder)
-    with servers.listen(options.host, options.port) as listening:
+    folder = _choose_folder(options.folder)
+    with servers.open_listening_socket(options.host, options.port) as listening:
         with Progress("looking for runs", quiet=options.quiet) as progress:
             found = find_runs(folder, progress)
         if is_open:
-            servers.warn(options.host)
+            servers.warn_remote_access(options.host)
         if not options.quiet:
             count = f"{len(found)} run{'s' if len(found) != 1 else ''}"
             print(
                 f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server",
                 file=sys.stderr,
             )
-        servers.serve(Server(folder, found, is_one=is_run(folder)), listening, options.host)
+        servers.run_until_signal(
+            Server(folder, found, is_one=is_run(folder)), listening, options.host
+        )
     return 0
 
 
-def _folder(path: Path | None) -> str:
+def _choose_folder(path: Path | None) -> str:
     """Return the folder of runs, by default where runs are recorded. Raises ConfigError."""
     from torchlens_perf.config import Config
 

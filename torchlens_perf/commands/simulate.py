@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.commands.progress import Advanced, Progress, nothing
+from torchlens_perf.commands.progress import Advanced, Progress, ignore_progress
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.open_files import raise_open_file_limit
@@ -106,10 +106,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="planted faults and the verdicts on them, as JSON only"
     )
-    parser.set_defaults(command=simulate)
+    parser.set_defaults(command=run_simulate)
 
 
-def simulate(options: argparse.Namespace) -> int:
+def run_simulate(options: argparse.Namespace) -> int:
     """Run the command. Raises ConfigError for invalid options."""
     from torchlens_perf.simulate.faults import parse_fault
     from torchlens_perf.simulate.launch_bound import Hosts
@@ -118,7 +118,7 @@ def simulate(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ConfigError(f"--steps must be 1 or more, got {options.steps}")
     simulation = Simulation(
-        _topology(options),
+        _parse_topology(options),
         faults=[parse_fault(text) for text in options.fault],
         seed=options.seed,
         noise=options.noise,
@@ -135,15 +135,15 @@ def simulate(options: argparse.Namespace) -> int:
         raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
         with Progress("simulating", quiet=options.quiet) as progress:
-            lines, compared = _rows(simulation, options, progress)
+            lines, compared = _simulate_without_files(simulation, options, progress)
         if not options.json:
             sys.stdout.writelines(f"{line}\n" for line in lines)
-        _print_answer(simulation, options, compared)
+        _print_planted_faults(simulation, options, compared)
         return 0
-    return _rings(simulation, options)
+    return _simulate_with_files(simulation, options)
 
 
-def _topology(options: argparse.Namespace) -> Topology:
+def _parse_topology(options: argparse.Namespace) -> Topology:
     from torchlens_perf.simulate.simulation import Topology
 
     for name in ("ranks", "node_size"):
@@ -167,13 +167,13 @@ def _topology(options: argparse.Namespace) -> Topology:
     return topology
 
 
-def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
-    from torchlens_perf.report.report_json import plain
-    from torchlens_perf.report.run_report import report_and_states
+def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) -> int:
+    from torchlens_perf.report.report_json import to_json_types
+    from torchlens_perf.report.run_report import load_report_and_states
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.simulate.rings import MAX_RANKS, OPEN_FILES, SimulatedDevice
-    from torchlens_perf.view.terminal import show
+    from torchlens_perf.view.terminal import print_report
 
     if simulation.topology.ranks > MAX_RANKS:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
         raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
-    _allow_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
+    _require_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
     run.create()
     note = (
         f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed"
@@ -197,22 +197,24 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
         Progress("simulating", quiet=options.quiet) as progress,
         ownership.restrict_new_files_like(run.nodes),
     ):
-        record(simulation, options.steps, run, note, device, progress)
-    report, states = report_and_states(run)
+        record_simulation(simulation, options.steps, run, note, device, progress)
+    report, states = load_report_and_states(run)
     if not options.json:
-        show(report, sys.stdout, str(run.path))
+        print_report(report, sys.stdout, str(run.path))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     detectable_s = (
         None
         if not findings.compared or findings.detectable_ns is None
         else findings.detectable_ns / 1e9
     )
-    compared = Compared(plain(report["verdicts"]), detectable_s, report["slow_links"].undecided)
-    _print_answer(simulation, options, compared)
+    compared = Compared(
+        to_json_types(report["verdicts"]), detectable_s, report["slow_links"].undecided
+    )
+    _print_planted_faults(simulation, options, compared)
     return 0
 
 
-def _allow_open_files(count: int) -> None:
+def _require_open_files(count: int) -> None:
     limit = raise_open_file_limit()
     if 0 <= limit < count:
         raise ConfigError(
@@ -221,13 +223,13 @@ def _allow_open_files(count: int) -> None:
         )
 
 
-def record(
+def record_simulation(
     simulation: Simulation,
     steps: int,
     run: RunDirectory,
     note: str,
     device: SimulatedDevice | None = None,
-    advanced: Advanced = nothing,
+    advanced: Advanced = ignore_progress,
 ) -> None:
     """Write the run's ring files block by block, and let the ordinary sidecar read each block.
 
@@ -239,13 +241,13 @@ def record(
 
     lock = acquire_lock(run)
     try:
-        _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
+        _write_and_read_rings(simulation, steps, run, lock, note, device, advanced)
     except BaseException:  # Nothing may stay in shared memory, also after Ctrl-C.
         lock.remove()
         raise
 
 
-def _read_as_it_is_written(
+def _write_and_read_rings(
     simulation: Simulation,
     steps: int,
     run: RunDirectory,
@@ -292,13 +294,13 @@ def _read_as_it_is_written(
     run_sidecar(sidecar, lock, exporter)
 
 
-def _rows(
+def _simulate_without_files(
     simulation: Simulation, options: argparse.Namespace, advanced: Advanced
 ) -> tuple[list[str], Compared]:
     """Return the straggler detector's findings as lines of text, and the verdicts."""
     from torchlens_perf.analysis.statistics.quantities import duration
     from torchlens_perf.analysis.statistics.step_bins import row_width
-    from torchlens_perf.report.report_json import plain
+    from torchlens_perf.report.report_json import to_json_types
     from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.verdicts.causes.straggler_groups import with_groups
     from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
@@ -321,7 +323,7 @@ def _rows(
     findings = with_groups(judge.judge(final=True), places)
     judged_s += time.perf_counter() - begun_s
     now, before = straggler_verdicts(SlowRankContext(), findings)
-    rows = plain([each.facts() for each in (*now, *before)])
+    rows = to_json_types([each.facts() for each in (*now, *before)])
     detectable_s = None if findings.detectable_ns is None else findings.detectable_ns / 1e9
     lines = [row["text"] for row in rows[:_MAX_LINES]]
     lines += [f"and {len(rows) - _MAX_LINES} more verdicts"] if len(rows) > _MAX_LINES else []
@@ -347,15 +349,17 @@ def _rows(
     return lines, Compared(rows, detectable_s, None)
 
 
-def _print_answer(simulation: Simulation, options: argparse.Namespace, compared: Compared) -> None:
-    from torchlens_perf.report.report_json import write
+def _print_planted_faults(
+    simulation: Simulation, options: argparse.Namespace, compared: Compared
+) -> None:
+    from torchlens_perf.report.report_json import write_json
     from torchlens_perf.simulate.planted import answer
 
     found = answer(options.fault, simulation, options.steps, compared)
     if not options.json:
         sys.stdout.writelines(f"{line}\n" for line in found.lines())
         return
-    write(
+    write_json(
         {
             "run": None if options.rows else str(options.out),
             "ranks": simulation.topology.ranks,

@@ -44,7 +44,7 @@ class _CompilerError(BuildError):
     """Raised if the compiler ran and failed. It would fail again with the same input."""
 
 
-def build() -> Path:
+def build_tap() -> Path:
     """Return the tap's file for the installed torch. If no file can be loaded, compile it, which
     takes 10 to 30 s.
 
@@ -55,9 +55,9 @@ def build() -> Path:
     found = native_tap.loaded_from()
     if found is not None:
         return found
-    compiler, place = _what_builds(tap_requirements.tap_folders())
-    with _lock(place):
-        return _built(compiler, place, timeout_s=_TIMEOUT_S)
+    compiler, place = _compiler_and_folder(tap_requirements.tap_folders())
+    with _lock_folder(place):
+        return _compile(compiler, place, timeout_s=_TIMEOUT_S)
 
 
 def build_in_background(name: str) -> Path:
@@ -68,9 +68,9 @@ def build_in_background(name: str) -> Path:
     takes seconds. There is no timeout, because at the lowest priority the build may wait long for a
     CPU. Raises BuildError.
     """
-    compiler, place = _what_builds(tap_requirements.tap_folders()[::-1])
+    compiler, place = _compiler_and_folder(tap_requirements.tap_folders()[::-1])
     failure = FailureRecord(place, name)
-    with _lock(place):
+    with _lock_folder(place):
         said = failure.read_error(compiler)
         if said is not None:
             raise BuildError(said)
@@ -83,7 +83,7 @@ def build_in_background(name: str) -> Path:
         if found is not None:
             return found  # Another process has built it in the meantime.
         try:
-            built = _built(compiler, place, timeout_s=None)
+            built = _compile(compiler, place, timeout_s=None)
         except _CompilerError as error:
             failure.save_error(compiler, str(error))
             raise
@@ -91,7 +91,7 @@ def build_in_background(name: str) -> Path:
         return built
 
 
-def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
+def _compiler_and_folder(places: Sequence[Path]) -> tuple[list[str], Path]:
     """Return the compiler's command and the folder, created if needed. Raises BuildError."""
     if not recorder.NATIVE:  # The tap needs the native recorder.
         raise BuildError(tap_requirements.NO_RECORDER)
@@ -99,7 +99,7 @@ def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
 
 
 @contextlib.contextmanager
-def _lock(place: Path) -> Iterator[None]:
+def _lock_folder(place: Path) -> Iterator[None]:
     """Lock the folder. Raises BuildError if another process holds the lock."""
     try:
         descriptor = os.open(
@@ -126,7 +126,7 @@ def _lock(place: Path) -> Iterator[None]:
 # -- building
 
 
-def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path:
+def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path:
     """Compile the tap and move it to its place atomically. The caller holds the lock."""
     import torch
 
@@ -137,7 +137,7 @@ def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path
     abi = int(getattr(torch, "compiled_with_cxx11_abi", lambda: True)())
     tap = place / native_tap.file_name()
     try:
-        with _unfinished(place) as folder:
+        with _temporary_folder(place) as folder:
             result = folder / tap.name
             command = [
                 *compiler, *native_tap.COMPILER_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -146,9 +146,9 @@ def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path
                 str(tap_requirements.SOURCES / tap_requirements.SOURCE), "-o", str(result),
                 f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}",
             ]  # fmt: skip
-            _run(command, folder, timeout_s)
+            _run_compiler(command, folder, timeout_s)
             native_tap.load_file(result)
-            _publish(result, tap)
+            _publish_file(result, tap)
     except ImportError as error:
         raise _CompilerError(f"what was built cannot be loaded: {error}") from None
     except OSError as error:
@@ -158,7 +158,7 @@ def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path
 
 
 @contextlib.contextmanager
-def _unfinished(place: Path) -> Iterator[Path]:
+def _temporary_folder(place: Path) -> Iterator[Path]:
     """Create a private temporary folder. Folders left by killed builds are removed."""
     for left in place.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -169,7 +169,7 @@ def _unfinished(place: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: list[str], folder: Path, timeout_s: float | None) -> None:
+def _run_compiler(command: list[str], folder: Path, timeout_s: float | None) -> None:
     """Run the compiler with its temporary files in the folder. Raises BuildError."""
     # _first_error() searches for "error", so the compiler must not translate its messages.
     environ = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
@@ -209,7 +209,7 @@ def _first_error(said: str, status: int) -> str:
     )
 
 
-def _publish(built: Path, tap: Path) -> None:
+def _publish_file(built: Path, tap: Path) -> None:
     """Sync and rename the finished file: a file with holes after a power loss causes SIGBUS."""
     built.chmod(0o755)
     with open(built, "rb") as file:

@@ -43,51 +43,51 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--once", action="store_true", help="print one frame as text and exit; needs no Textual"
     )
-    parser.set_defaults(command=top)
+    parser.set_defaults(command=run_top)
 
 
-def top(options: argparse.Namespace) -> int:
+def run_top(options: argparse.Namespace) -> int:
     """Run the command. Raises RunStoreError without a run, TorchlensPerfError without Textual."""
     from torchlens_perf.top.text import Terminal, of_environment
 
     terminal = of_environment()
-    if options.once or not _can_be_drawn_on():
+    if options.once or not _is_drawable_terminal():
         unicode = (sys.stdout.encoding or "").lower().startswith("utf") and not terminal.ascii_only
         color = terminal.color and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        return _plain(options.run, Terminal(not unicode, color), once=options.once)
+        return _run_plain_top(options.run, Terminal(not unicode, color), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(
             f"top needs Textual, which is not installed: {build_install_command('top')}. `top --once`"
             " works without it"
         )
-    _give_way()
+    _lower_priority()
     from torchlens_perf.top.app import Top
     from torchlens_perf.top.live_runs import live, runs_in
 
-    folder, run = _asked_for(options.run)
+    folder, run = _find_folder_and_run(options.run)
     if run is None:
         found = live(runs_in(folder))
-        run = _given(found[0].path) if len(found) == 1 else None
+        run = _to_run_directory(found[0].path) if len(found) == 1 else None
     app = Top(run, folder.absolute(), terminal)
     app.run(mouse=False)  # Mouse events would disable the terminal's own text selection.
     return app.return_code or 0
 
 
-def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
+def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     from torchlens_perf.top.live_runs import live, runs_in
     from torchlens_perf.top.plain import PlainTop
     from torchlens_perf.top.reading import RunReader
 
-    folder, run = _asked_for(path)
+    folder, run = _find_folder_and_run(path)
     if run is None:
         rows = runs_in(folder)
-        run = _given((live(rows) or rows)[0].path) if rows else None
+        run = _to_run_directory((live(rows) or rows)[0].path) if rows else None
     if run is None:
         raise RunStoreError(f"no run in {folder}: name one, torchlens-perf top RUN_DIR")
     reader, width = RunReader(run), shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     shown = PlainTop(sys.stdout, width, terminal)
     if not once:
-        _give_way()
+        _lower_priority()
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end the command.
             shown.follow(reader.look)
         return 0
@@ -100,17 +100,17 @@ def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     return 0
 
 
-def _asked_for(path: Path | None) -> tuple[Path, RunDirectory | None]:
+def _find_folder_and_run(path: Path | None) -> tuple[Path, RunDirectory | None]:
     """Return the folder of runs, and the named run or None."""
     from torchlens_perf.top.live_runs import default_folder, runs_in
 
-    run = _given(path)
+    run = _to_run_directory(path)
     if run is None:
         return default_folder(), None
     return (run.path, None) if runs_in(run.path) else (run.path.parent, run)
 
 
-def _given(path: Path | None) -> RunDirectory | None:
+def _to_run_directory(path: Path | None) -> RunDirectory | None:
     """Return the run directory for a path or the name of a run. It may not exist yet."""
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.top.live_runs import default_folder
@@ -121,13 +121,13 @@ def _given(path: Path | None) -> RunDirectory | None:
     return RunDirectory((named if not path.exists() and named.exists() else path).absolute())
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this process's priority, because it may run on a node of the job."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
 
 
-def _can_be_drawn_on() -> bool:
+def _is_drawable_terminal() -> bool:
     """Return True if the terminal supports cursor positioning."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(

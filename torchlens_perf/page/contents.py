@@ -1,9 +1,8 @@
-"""Types of the page's data: the contract between the Python code that gathers it and the scripts
-that draw it.
+"""Types of the page's data, which Python code gathers and the page's scripts draw.
 
 A page file contains the data as JSON in `<script type="application/json" id="contents">`. The live
-page serves the same JSON. Names end in their units, as in the report: `_s` seconds, `_bytes`. A
-value that was not measured is None, never 0.
+page serves the same JSON. Names of fields end in their units, as in the report: `_s` for seconds,
+`_bytes`. A value that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torchlens_perf.view.specs import Table
 SCHEMA = 1
 
 
-class Matrix(TypedDict):
+class EncodedMatrix(TypedDict):
     """Durations of shape [ranks, columns] as 16-bit codes: row by row, little-endian, deflated
     (zlib), in base64.
 
@@ -30,7 +29,7 @@ class Matrix(TypedDict):
     codes: str
 
 
-class Columns(TypedDict):
+class MatrixColumns(TypedDict):
     """The columns of all matrices: windows of `width` steps, the same for all ranks."""
 
     width: int
@@ -38,20 +37,20 @@ class Columns(TypedDict):
     started_s: list[float | None]
     """Start of the window in seconds since the run's first step; the median of the ranks."""
     flags: list[list[str]]
-    """Other activity of any rank in the window: checkpoint, evaluation, compile,
-    capture, garbage collection.
+    """Other activity of any rank in the window: checkpoint, evaluation, compile, capture, garbage
+    collection.
     """
 
 
-class Place(TypedDict):
-    """The location of a rank, by which ranks can be grouped."""
+class RankLocation(TypedDict):
+    """The location of a rank: its host, and its coordinates in the device mesh."""
 
     rank: int
     host: str
     local_rank: int | None
     mesh: dict[str, int]
-    """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp":
-    1, "tp": 0}.
+    """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp": 1,
+    "tp": 0}.
     """
 
 
@@ -64,7 +63,7 @@ class StepBands(TypedDict):
     max_s: list[float | None]
 
 
-class SlowTime(TypedDict):
+class SlowPeriod(TypedDict):
     """Steps [since_step, until_step) in which a rank was reported as slow.
 
     until_step is None if it is still slow.
@@ -77,31 +76,31 @@ class SlowTime(TypedDict):
 
 
 class StepMatrices(TypedDict):
-    """Each rank's step times: means over the steps of each window."""
+    """Mean step times of each rank in each window of steps."""
 
-    columns: Columns
-    places: list[Place]
+    columns: MatrixColumns
+    places: list[RankLocation]
     """The rows, sorted by rank."""
     is_compared: bool
     """True if the work of any rank can be compared with that of others in its population."""
-    step: Matrix
+    step: EncodedMatrix
     bands: StepBands
-    slow: list[SlowTime]
-    work: Matrix
+    slow: list[SlowPeriod]
+    work: EncodedMatrix
     """Own time without CPU contention, by which ranks are compared.
 
     Only comparable steps count: no warm-up steps, and no steps with evaluation, checkpoint,
     compilation, sampling or capture. So work may be "not measured" in a column that has a step
     time. Ranks that are judged by their device have device times here.
     """
-    others: Matrix
+    others: EncodedMatrix
     """Median work of the other ranks in the population. Excess is work / others - 1."""
-    parts: dict[str, Matrix]
+    parts: dict[str, EncodedMatrix]
     """Time by part (run.records.PARTS), in stacking order.
 
     A part that occurs in no step is left out.
     """
-    device_parts: dict[str, Matrix]
+    device_parts: dict[str, EncodedMatrix]
     """Time by part by the devices' clocks; empty without devices."""
     memory_bytes: list[list[int | None]] | None
     """Peak memory of shape [ranks, at most 256 columns].
@@ -111,7 +110,7 @@ class StepMatrices(TypedDict):
 
 
 class SpanRow(TypedDict):
-    """One lane's spans as lists of equal length.
+    """The spans in one lane of the timeline, as lists of equal length.
 
     Starts are microseconds since the step's start on that rank.
     """
@@ -123,8 +122,8 @@ class SpanRow(TypedDict):
     where depth is the nesting level. In the other lanes depth separates overlapping spans.
     """
     kind: list[str]
-    """Kinds of records: data, forward, backward, optimizer, wait, module, module_backward,
-    section, collective, ...
+    """Kinds of records: data, forward, backward, optimizer, wait, module, module_backward, section,
+    collective, ...
     """
     name: list[int]
     """Indexes into StepTraces.names."""
@@ -138,10 +137,8 @@ class SpanRow(TypedDict):
     """
 
 
-class CollectiveJoined(TypedDict):
-    """One collective of the step, joined over the ranks of its group: arrival and waiting time of
-    each rank.
-    """
+class JoinedCollective(TypedDict):
+    """One collective with the arrival and the waiting time of each rank in its group."""
 
     name: str
     """Operation and dtype: "allreduce float32"."""
@@ -156,8 +153,8 @@ class CollectiveJoined(TypedDict):
     """
     bytes: int | None
     asynchronous: bool
-    """If true, `wait_us` is how much earlier a rank issued the collective, not time that
-    it was blocked.
+    """If true, `wait_us` is how much earlier a rank issued the collective, not time that it was
+    blocked.
     """
     last_rank: int | None
     """The rank that arrived last; None if it is not known."""
@@ -167,44 +164,40 @@ class CollectiveJoined(TypedDict):
 
 
 class RankTrace(TypedDict):
-    """One rank's spans of one step."""
+    """The spans of one rank in one step."""
 
     rank: int
     offset_us: float | None
-    """Start of the step relative to the first rank, by the wall clock; None if clocks
-    cannot be compared.
+    """Start of the step relative to the first rank, by the wall clock; None if clocks cannot be
+    compared.
     """
     duration_us: float
     rows: list[SpanRow]
 
 
-class StepTraceRow(TypedDict):
-    """One step with all of its ranks, or as many as fit."""
+class StepTrace(TypedDict):
+    """The spans of one step on all ranks, or on as many ranks as fit."""
 
     step: int
     why: str
-    """The reason why the page has this step: "slowest", "first slow step of rank
-    3", "typical", ...
+    """The reason why the page has this step: "slowest", "first slow step of rank 3", "typical", ...
     """
     clock: str
     """A sentence on the alignment of the nodes' clocks and its accuracy; "" for one node."""
     ranks: list[RankTrace]
     ranks_left_out: int
-    collectives: list[CollectiveJoined]
+    collectives: list[JoinedCollective]
 
 
 class StepTraces(TypedDict):
-    """The steps that the page has span by span.
-
-    names: each name once, since module names repeat in each step.
-    """
+    """The steps that the page shows span by span. names: the distinct names of all spans."""
 
     names: list[str]
-    steps: list[StepTraceRow]
+    steps: list[StepTrace]
 
 
-class Series(TypedDict):
-    """One quantity of a GPU, link or process over time."""
+class TimeSeries(TypedDict):
+    """One measured quantity of a GPU, link or process over time."""
 
     title: str
     unit: str
@@ -217,17 +210,17 @@ class Series(TypedDict):
     value: list[float | None]
 
 
-class Thinned(TypedDict):
-    """Sentences, shown in the page, on data that was left out to keep the page below its budget."""
+class ThinningNotes(TypedDict):
+    """The size limit of the page, and sentences on the data that was left out because of it."""
 
     budget_bytes: int
     sentences: list[str]
 
 
-class Contents(TypedDict):
+class PageContents(TypedDict):
     """All data of a page.
 
-    The JSON also has `named_ranks` and `prominent_ranks`, see document.html.as_json().
+    The page's JSON also has `named_ranks` and `prominent_ranks`, see contents_as_json().
     """
 
     schema: int
@@ -240,14 +233,14 @@ class Contents(TypedDict):
     """
     steps: StepMatrices | None
     traces: StepTraces
-    telemetry: list[Series]
+    telemetry: list[TimeSeries]
     headlines: list[Headline]
     """The headline of each verdict, in the report's order.
 
     `headlines` and `tables` are not in the JSON.
     """
     tables: list[Table]
-    thinned: Thinned
+    thinned: ThinningNotes
     written: str
     """Time of writing in UTC."""
     version: str

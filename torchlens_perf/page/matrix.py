@@ -1,7 +1,4 @@
-"""Encode durations as 16-bit codes on a logarithmic scale, in text for JSON; see contents.Matrix.
-
-Pure.
-"""
+"""Encode durations as 16-bit codes on a logarithmic scale, see contents.EncodedMatrix. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +8,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.page.contents import Matrix
+from torchlens_perf.page.contents import EncodedMatrix
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 SMALLEST_S = 1e-9
-# The error is at most 0.2 %, less than the noise of steps. A coarse scale also compresses better.
+# The relative error is at most 0.2 %, less than the noise of step times. A coarse scale compresses
+# better than a fine one.
 LOG_STEP = 0.004
 _NOT_MEASURED, _ZERO, _FIRST = 0, 1, 2
 _LAST = (1 << 16) - 1
 
 
-def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
+def encode_durations(values_s: npt.NDArray[np.floating]) -> EncodedMatrix:
     """Encode durations in seconds of shape [ranks, columns].
 
-    NaN means not measured; below SMALLEST_S means 0 s.
+    NaN is encoded as "not measured". Durations below SMALLEST_S are encoded as 0 s.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(values_s / SMALLEST_S) / LOG_STEP

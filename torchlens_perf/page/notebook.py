@@ -1,9 +1,8 @@
-"""A run in a notebook cell: the verdicts as headlines, two small charts, and the numbers of the
-run.
+"""A run in a notebook cell: the verdicts, two small charts, and the key figures of the run.
 
 Untrusted notebooks, GitHub and notebook viewers remove scripts and style sheets. The cell is
 therefore plain HTML with few inline styles and charts as images, without class, id, script, frame
-or link. Text has the colour of the notebook's theme.
+or link. The text uses the colours of the notebook's theme.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
 from torchlens_perf.errors import printable
-from torchlens_perf.page.sections.section import named_ranks
-from torchlens_perf.page.small_charts import image, parts_chart, step_chart
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.page.sections.section import ranks_in_verdicts
+from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.verdicts import Summary, Verdict, format_overhead, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.view.headline import headlines, overall
-from torchlens_perf.view.html import details, line
-from torchlens_perf.view.markup import Element, html, tag
+from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.html import build_details, build_verdict_line
+from torchlens_perf.view.markup import Element, tag, to_html
 from torchlens_perf.view.rank_tables import parts_by_rank
-from torchlens_perf.view.specs import inert
-from torchlens_perf.view.terminal import render
+from torchlens_perf.view.specs import sanitize_line
+from torchlens_perf.view.terminal import render_full
 from torchlens_perf.view.theme import SEVERITIES
 
 if TYPE_CHECKING:
@@ -45,54 +44,55 @@ _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
 _ATTRIBUTES = ("alt", "open", "src", "style")
 
 
-def results_of(run: RunDirectory) -> str:
-    """Return results() of the nodes' saved state. Raise RunStoreError if no state can be read."""
-    report = run_report(run)
-    return results(report, str(run.path), render(report, str(run.path), columns=0, color=False))
+def results_from_run(run: RunDirectory) -> str:
+    """Return a run's results from its state files. Raise RunStoreError if none can be read."""
+    report = load_report(run)
+    return results_as_json(
+        report, str(run.path), render_full(report, str(run.path), columns=0, color=False)
+    )
 
 
-def results(report: Report, run_dir: str, text: str) -> str:
-    """Return the results of a watch (results/ask.py) as JSON: text and HTML for people, a summary
-    for programs.
+def results_as_json(report: Report, run_dir: str, text: str) -> str:
+    """Return the results of a watch (results/ask.py) as JSON with text, HTML and a summary.
 
     text: the report without colours.
     """
-    summary = dataclasses.asdict(_summary(report, run_dir))
+    summary = dataclasses.asdict(_build_summary(report, run_dir))
     return json.dumps(
-        {"text": text, "html": cell(report, run_dir), "summary": summary}, allow_nan=False
+        {"text": text, "html": build_cell(report, run_dir), "summary": summary}, allow_nan=False
     )
 
 
-def cell(report: Report, run_dir: str) -> str:
-    """Return the HTML of a cell, smaller than MAX_BYTES."""
+def build_cell(report: Report, run_dir: str) -> str:
+    """Return the HTML of a notebook cell, at most MAX_BYTES long."""
     run = report["run"]
     program = f"{run['program']}, " if run["program"] else ""
     title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
-    found = headlines(report, run_dir)
-    first = overall(found)
+    found = build_headlines(report, run_dir)
+    first = choose_headline(found)
     shown = sorted(found, key=lambda each: (each is not first, each.is_over))[:_MAX_VERDICTS]
-    over = [_verdict(each, is_open=False) for each in shown if each.is_over]
+    over = [_build_verdict(each, is_open=False) for each in shown if each.is_over]
     made = tag(
         "div",
         tag("p", tag("b", "torchlens_perf"), f" {title}"),
-        [_verdict(each, is_open=each is first) for each in shown if not each.is_over],
-        details(f"Earlier in this run ({len(over)})", over) if over else None,
-        [tag("p", image(svg, says)) for svg, says in _charts(report)],
-        _numbers(report),
-        _notes(report["quality"]["notes"]),
-        tag("p", tag("small", f"as of {_as_of()}; run directory: {run_dir}")),
+        [_build_verdict(each, is_open=each is first) for each in shown if not each.is_over],
+        build_details(f"Earlier in this run ({len(over)})", over) if over else None,
+        [tag("p", build_image(svg, says)) for svg, says in _draw_charts(report)],
+        _build_numbers_table(report),
+        _build_notes(report["quality"]["notes"]),
+        tag("p", tag("small", f"as of {_utc_now_text()}; run directory: {run_dir}")),
     )
     for each in made.iter():
         each.text, each.tail = (
-            inert(each.text or "", _MAX_CHARACTERS),
-            inert(each.tail or "", _MAX_CHARACTERS),
+            sanitize_line(each.text or "", _MAX_CHARACTERS),
+            sanitize_line(each.tail or "", _MAX_CHARACTERS),
         )
         each.attrib = {name: value for name, value in each.attrib.items() if name in _ATTRIBUTES}
-    return html(made)
+    return to_html(made)
 
 
-def _verdict(headline: Headline, *, is_open: bool) -> Element:
-    made = line(headline, "")
+def _build_verdict(headline: Headline, *, is_open: bool) -> Element:
+    made = build_verdict_line(headline, "")
     if is_open:
         made.set("open", "")
     edge = (
@@ -102,19 +102,21 @@ def _verdict(headline: Headline, *, is_open: bool) -> Element:
     return tag("div", made, style=edge)
 
 
-def _charts(report: Report) -> list[tuple[str, str]]:
-    """Return the charts by the clock that ranks are judged by, each with its alternative text."""
+def _draw_charts(report: Report) -> list[tuple[str, str]]:
+    """Return charts of the step times that verdicts use, each with its alternative text."""
     on_device = report["run"]["judged_by"] == DEVICE
     charts = []
     if report["history"] is not None:
-        charts.append(step_chart(report["history"], " on the device" if on_device else ""))
+        charts.append(draw_step_chart(report["history"], " on the device" if on_device else ""))
     title = "a step on the device" if on_device else "typical step"
     several = report["run"]["world_size"] > 1
-    bars = parts_chart(parts_by_rank(report), title, named_ranks(report), labelled=several)
+    bars = draw_parts_chart(
+        parts_by_rank(report), title, ranks_in_verdicts(report), labelled=several
+    )
     return charts if bars is None else [*charts, bars]
 
 
-def _numbers(report: Report) -> Element:
+def _build_numbers_table(report: Report) -> Element:
     steps, quality = report["steps"], report["quality"]
     unit = "forward passes" if steps["inference"] else "steps"
     quantiles = {
@@ -135,19 +137,19 @@ def _numbers(report: Report) -> Element:
     return tag("table", tag("thead", heads), tag("tbody", values))
 
 
-def _notes(notes: Sequence[str]) -> Element | None:
+def _build_notes(notes: Sequence[str]) -> Element | None:
     if not notes:
         return None
     left = len(notes) - _MAX_NOTES
     rest = [f"{left} more: torchlens-perf report"] if left > 0 else []
     rows = [tag("li", each) for each in (*notes[:_MAX_NOTES], *rest)]
-    return details(f"notes on data quality: {len(notes)}", tag("ul", rows))
+    return build_details(f"notes on data quality: {len(notes)}", tag("ul", rows))
 
 
-def _summary(report: Report, run_dir: str) -> Summary:
+def _build_summary(report: Report, run_dir: str) -> Summary:
     run, steps, quality = report["run"], report["steps"], report["quality"]
     return Summary(
-        verdicts=tuple(map(_of_row, report["verdicts"])),
+        verdicts=tuple(map(_verdict_from_row, report["verdicts"])),
         run_id=run["id"],
         run_dir=run_dir,
         running=run["live"],
@@ -160,11 +162,11 @@ def _summary(report: Report, run_dir: str) -> Summary:
         overhead_share=quality["overhead_share"],
         sidecar_cpu_s=quality["sidecar_cpu_s"],
         records_lost=quality["lost"],
-        as_of=_as_of(),
+        as_of=_utc_now_text(),
     )
 
 
-def _of_row(row: VerdictRow) -> Verdict:
+def _verdict_from_row(row: VerdictRow) -> Verdict:
     text, action = map(printable, split_sentence_and_action(row["text"]))
     return Verdict(
         row["kind"], text, action, row["rank"], row["phase"], row["cost_s_per_step"], row["cost_share"],
@@ -172,5 +174,5 @@ def _of_row(row: VerdictRow) -> Verdict:
     )  # fmt: skip
 
 
-def _as_of() -> str:
+def _utc_now_text() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

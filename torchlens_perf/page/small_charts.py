@@ -1,8 +1,8 @@
-"""Two small charts of a run as static SVG, for notebooks: an untrusted notebook runs no scripts.
+"""Two small charts of a run as static SVG, because untrusted notebooks run no scripts.
 
-Each chart is a complete document, embedded as an image, so chart and notebook cannot affect each
-other's styles. An image does not inherit the notebook's theme: it is transparent, with greys that
-are readable on white and on black.
+Each chart is embedded as an image, so charts and notebook cannot affect each other's styles. Images
+do not inherit the notebook's theme. They are transparent, and their greys are readable on white and
+on black.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.page.sections.bars import parts_words, stacked, swatch
-from torchlens_perf.view.markup import Element, raw, tag
+from torchlens_perf.page.sections.bars import describe_parts, draw_stacked_bar, draw_swatch
+from torchlens_perf.view.markup import Element, raw_element, tag
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import FASTER, PARTS
 
@@ -25,7 +25,7 @@ WIDTH = 620
 MAX_BARS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
-# Estimated width of a character of the legend, whose entries are placed without measuring text.
+# Estimated width of a character, since the width of the legend's text cannot be measured.
 _LETTER_PX = 6.2
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
@@ -34,17 +34,17 @@ _STYLE = (
 )
 
 
-def image(svg: str, says: str) -> Element:
-    """Return an <img> that contains the chart. says: its alternative text."""
+def build_image(svg: str, says: str) -> Element:
+    """Return an <img> that contains the chart. says: the alternative text."""
     data = base64.b64encode(svg.encode()).decode()
     return tag("img", alt=says, src=f"data:image/svg+xml;base64,{data}", style="max-width: 100%")
 
 
-def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
-    """Return a chart of step time over the run as SVG, and its alternative text.
+def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
+    """Return an SVG chart of step time over the run, and its alternative text.
 
-    It shows the median and the range of the ranks. where: words after "step time", such as " on the
-    device".
+    The chart shows the median and the range of the ranks. where: text after "step time", such as "
+    on the device".
     """
     steps, median_s, fastest_s, slowest_s = (
         history["first_steps"], history["median_s"], history["fastest_s"], history["slowest_s"],
@@ -52,27 +52,24 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     last = steps[-1] + history["width"] - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     says = (
-        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']}: a"
-        f" usual step takes {duration(min(median_s))} to {duration(max(median_s))}"
+        f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']} steps."
+        f" The median step takes {duration(min(median_s))} to {duration(max(median_s))}."
     )
-    says += (
-        f"; ranks are between {duration(min(fastest_s))} and {duration(max(slowest_s))}."
-        if several
-        else "."
-    )
+    if several:
+        says += f" Ranks take {duration(min(fastest_s))} to {duration(max(slowest_s))}."
     top_s = max(slowest_s) * 1.08
     width, height = WIDTH - _LEFT - _RIGHT, _TOP + _PLOT_HEIGHT + _BOTTOM
     first, span = steps[0], max(1, steps[-1] + history["width"] - steps[0])
 
-    def at(step: float, seconds: float) -> str:
+    def point_text(step: float, seconds: float) -> str:
         x = _LEFT + width * (step + history["width"] / 2 - first) / span
         return f"{x:.1f},{_TOP + _PLOT_HEIGHT * (1 - seconds / top_s):.1f}"
 
     parts = [
-        _text(
+        _svg_text(
             8,
             15,
-            f"step time{where}" + (": median of the ranks, and their range" if several else ""),
+            f"step time{where}" + (" (median and range of the ranks)" if several else ""),
             "t",
         )
     ]
@@ -80,35 +77,37 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
         y = _TOP + _PLOT_HEIGHT * (1 - share)
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
         parts.append(
-            _text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end")
+            _svg_text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end")
         )
     if several:
-        there = [at(*point) for point in zip(steps, slowest_s, strict=True)]
-        back = [at(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)]
+        there = [point_text(*point) for point in zip(steps, slowest_s, strict=True)]
+        back = [
+            point_text(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)
+        ]
         parts.append(tag("polygon", class_="b", points=" ".join(there + back)))
-    points = [at(*point) for point in zip(steps, median_s, strict=True)]
+    points = [point_text(*point) for point in zip(steps, median_s, strict=True)]
     if len(points) == 1:
         across, down = points[0].split(",")
         parts.append(tag("circle", cx=across, cy=down, r="2.5", fill=FASTER.light))
     parts.append(tag("polyline", class_="l", points=" ".join(points)))
-    parts.append(_text(_LEFT, height - 6, f"step {first}"))
-    parts.append(_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
-    return _svg(height, parts), says
+    parts.append(_svg_text(_LEFT, height - 6, f"step {first}"))
+    parts.append(_svg_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
+    return _svg_document(height, parts), says
 
 
-def parts_chart(
+def draw_parts_chart(
     known: Mapping[int, Mapping[str, float]],
     title: str,
     first: Sequence[int] = (),
     *,
     labelled: bool = True,
 ) -> tuple[str, str] | None:
-    """Return bars of a step's parts for at most MAX_BARS ranks as SVG, and their alternative text.
+    """Return an SVG chart of step parts on at most MAX_BARS ranks, and its alternative text.
 
-    known: seconds of each part, by rank. first: ranks to prefer. labelled: show rank numbers.
+    known: seconds of each part, by rank. first: preferred ranks. labelled: show rank numbers.
     Return None if `known` is empty.
     """
-    shown = _chosen(list(known), [rank for rank in first if rank in known])
+    shown = _choose_ranks(list(known), [rank for rank in first if rank in known])
     if not shown:
         return None
     bars = [
@@ -121,27 +120,34 @@ def parts_chart(
     longest_s = max(bar.total for bar in bars) or 1.0
     width = WIDTH - _LEFT - _RIGHT - 60
     of = f", {len(shown)} of {len(known)} ranks" if len(known) > len(shown) else ""
-    drawn = [_text(8, 15, f"{title}, by part{of}", "t")]
+    drawn = [_svg_text(8, 15, f"{title}, by part{of}", "t")]
     for row, bar in enumerate(bars):
         y = _TOP + row * (_BAR + _BAR_GAP)
-        drawn.append(_text(_LEFT - 6, y + 11, bar.label, anchor="end"))
-        drawn.append(_placed(stacked(bar, longest_s, shares=False), _LEFT, y, width, _BAR))
-        drawn.append(_text(_LEFT + width * bar.total / longest_s + 5, y + 11, duration(bar.total)))
+        drawn.append(_svg_text(_LEFT - 6, y + 11, bar.label, anchor="end"))
+        drawn.append(
+            _nested_svg(draw_stacked_bar(bar, longest_s, shares=False), _LEFT, y, width, _BAR)
+        )
+        drawn.append(
+            _svg_text(_LEFT + width * bar.total / longest_s + 5, y + 11, duration(bar.total))
+        )
     y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
         taken = 13 + _LETTER_PX * len(PARTS[part].name)
         if x + taken > WIDTH:
             x, y = float(_LEFT), y + 16
-        drawn += [_placed(swatch(part), x, y - 8, 9, 9), _text(x + 13, y, PARTS[part].name)]
+        drawn += [
+            _nested_svg(draw_swatch(part), x, y - 8, 9, 9),
+            _svg_text(x + 13, y, PARTS[part].name),
+        ]
         x += taken + 12
     words = "; ".join(
-        f"{bar.label} {duration(bar.total)}: {parts_words(bar)}".strip() for bar in bars
+        f"{bar.label} {duration(bar.total)}: {describe_parts(bar)}".strip() for bar in bars
     )
-    return _svg(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
+    return _svg_document(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
 
 
-def _chosen(ranks: list[int], first: list[int]) -> list[int]:
-    """Return at most MAX_BARS ranks, sorted: preferred ones, and an even sample of the others."""
+def _choose_ranks(ranks: list[int], first: list[int]) -> list[int]:
+    """Return at most MAX_BARS ranks in order: preferred ranks, and an even sample of the rest."""
     if len(ranks) <= MAX_BARS:
         return sorted(ranks)
     chosen = list(dict.fromkeys(first))[: MAX_BARS // 2]
@@ -150,19 +156,19 @@ def _chosen(ranks: list[int], first: list[int]) -> list[int]:
     return sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])
 
 
-def _text(
+def _svg_text(
     x: float, y: float, text: str, kind: str | None = None, anchor: str | None = None
 ) -> Element:
     return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor)
 
 
-def _placed(inside: Element, x: float, y: float, width: float, height: float) -> Element:
+def _nested_svg(inside: Element, x: float, y: float, width: float, height: float) -> Element:
     return tag("svg", inside, x=x, y=y, width=width, height=height)
 
 
-def _svg(height: float, parts: Sequence[Element]) -> str:
+def _svg_document(height: float, parts: Sequence[Element]) -> str:
     drawn = tag(
-        "svg", raw("style", _STYLE), parts, xmlns="http://www.w3.org/2000/svg", width=WIDTH, height=height,
+        "svg", raw_element("style", _STYLE), parts, xmlns="http://www.w3.org/2000/svg", width=WIDTH, height=height,
         viewBox=f"0 0 {WIDTH} {height}",
     )  # fmt: skip
     return ElementTree.tostring(drawn, encoding="unicode")

@@ -17,22 +17,30 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
-from torchlens_perf.report.collective_rows import arrived_last, collective_rows, python_tap_notes
-from torchlens_perf.report.device_times import device_losses, device_sections, device_times
-from torchlens_perf.report.distribution import distribution
+from torchlens_perf.report.collective_rows import (
+    collective_rows,
+    count_last_arrivals,
+    python_tap_notes,
+)
+from torchlens_perf.report.device_times import (
+    build_device_times,
+    count_device_losses,
+    device_section_rows,
+)
+from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.report.gpu_rows import gpu_rows, link_rows
-from torchlens_perf.report.heat import heat
-from torchlens_perf.report.memory_rows import memory_notes, memory_of
+from torchlens_perf.report.heat import build_heat_map
+from torchlens_perf.report.memory_rows import memory_notes, memory_row
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import (
-    other_threads,
-    own_step,
-    phases,
+    build_phases,
+    build_step_classes,
+    build_typical_step,
+    largest_own_step,
+    other_thread_times,
     sampled_lack_of_cpu,
-    step_classes,
-    typical_step,
 )
-from torchlens_perf.report.step_history import step_history
+from torchlens_perf.report.step_history import build_step_history
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merge_sketches
@@ -75,7 +83,7 @@ _REMOVED = "were removed to stay below disk_bytes"
 MARK_NS = 400.0
 
 
-def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
+def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
     """Return the report on a live or finished run.
 
     If the run was restarted, it covers the last attempt.
@@ -88,23 +96,23 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     grid = run_windows(judged_windows, max((each.last_step or 0 for each in statistics), default=0))
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links, collectives = links_of(nodes), collective_rows(newest_joins(nodes))
-    last = arrived_last(collectives)
+    last = count_last_arrivals(collectives)
     facts: Facts = {
         "schema": SCHEMA,
-        "run": _run(run_id, nodes, processes),
-        "steps": _steps(processes, judged_windows, judging.findings),
-        "ranks": [_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
-        "heat": heat(grid, judging.findings, _places(processes)),
-        "history": step_history(judged_windows),
+        "run": _build_run(run_id, nodes, processes),
+        "steps": _build_steps(processes, judged_windows, judging.findings),
+        "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
+        "heat": build_heat_map(grid, judging.findings, _rank_placements(processes)),
+        "history": build_step_history(judged_windows),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
-        "device_sections": device_sections(processes),
+        "device_sections": device_section_rows(processes),
         "gpus": gpu_rows(nodes, processes),
         "links": link_rows(nodes),
         "collectives": collectives,
         "slow_links": links,
         "captures": list(captures),
-        "quality": _quality(nodes, processes),
+        "quality": _build_quality(nodes, processes),
     }
     for rank in facts["ranks"]:
         facts["quality"]["notes"] += [
@@ -121,11 +129,11 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         windows=(
             None
             if grid is None
-            else JudgedWindows(grid, judging.findings, _places(processes), by_device)
+            else JudgedWindows(grid, judging.findings, _rank_placements(processes), by_device)
         ),
-        records=_records(nodes, facts["run"]),
-        step_time=functools.partial(_step_time, processes, judged_windows),
-        time=_utc,
+        records=_finding_records(nodes, facts["run"]),
+        step_time=functools.partial(_step_begin_time, processes, judged_windows),
+        time=_format_utc,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
@@ -143,13 +151,13 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 
-def _records(nodes: list[NodeState], run: Run) -> FindingRecords:
+def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:
     """Return the finding records of the reported attempt, from the node that judges stragglers."""
     found = (node.records for node in nodes if node.records.attempt == run["attempt"])
     return max(found, key=lambda records: len(records.findings), default=FindingRecords())
 
 
-def _step_time(
+def _step_begin_time(
     processes: dict[int, ProcessState], windows: dict[int, Windows], step: int, rank: int | None
 ) -> str | None:
     """Return the time at which a step began on a rank, or on the first known rank if that one has
@@ -168,7 +176,7 @@ def _step_time(
     first_ns, last_ns = process.statistics.started_ns, process.statistics.ended_ns
     if first_ns is None or last_ns is None:
         return None
-    return _utc(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
+    return _format_utc(_to_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
 def _location_names(
@@ -184,28 +192,30 @@ def _location_names(
     return {"host.name": identity.host, **identity.attributes}
 
 
-def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
+def build_alert_context(nodes: list[NodeState]) -> SlowRankContext:
     """Return the facts that sentences on slow ranks need.
 
     Alerts need no other part of the report.
     """
     processes = latest_attempt(nodes)
     last = last_arrival_shares(collective_rows(newest_joins(nodes)))
-    return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
+    return SlowRankContext(
+        module_rows(processes), _device_kind(processes), _judging_clocks(processes), last
+    )
 
 
-def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
+def _rank_placements(processes: dict[int, ProcessState]) -> dict[int, Placement]:
     return {rank: each.place for rank, each in processes.items()}
 
 
-def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:
+def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:
     started = [
-        _unix_ns(p, p.statistics.started_ns)
+        _to_unix_ns(p, p.statistics.started_ns)
         for p in processes.values()
         if p.statistics.started_ns is not None
     ]
     ended = [
-        _unix_ns(p, p.statistics.ended_ns)
+        _to_unix_ns(p, p.statistics.ended_ns)
         for p in processes.values()
         if p.statistics.ended_ns is not None
     ]
@@ -218,27 +228,27 @@ def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]
         "world_size": who.world_size if who else 0,
         "nodes": _node_names(nodes),
         "attempt": max((process.identity.attempt for process in processes.values()), default=0),
-        "started": _utc(min(started)) if started else None,
-        "ended": None if live or not ended else _utc(max(ended)),
-        "last_step_at": _utc(max(ended)) if ended else None,
+        "started": _format_utc(min(started)) if started else None,
+        "ended": None if live or not ended else _format_utc(max(ended)),
+        "last_step_at": _format_utc(max(ended)) if ended else None,
         "as_of": (
-            _utc(max(saved))
+            _format_utc(max(saved))
             if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns])
             else None
         ),
-        "total_steps": _total_steps(processes),
+        "total_steps": _common_total_steps(processes),
         "live": live,
         "state": run_state.run_state(live, died),
         "died": died,
         "ranks_seen": len(processes),
-        "startup": _startup(processes),
-        "device": _device(processes),
-        "judged_by": _judged_by(processes),
+        "startup": _slowest_startup(processes),
+        "device": _device_kind(processes),
+        "judged_by": _judging_clocks(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
     }
 
 
-def _startup(processes: dict[int, ProcessState]) -> Startup | None:
+def _slowest_startup(processes: dict[int, ProcessState]) -> Startup | None:
     """Return the start of the rank that took longest until its first recorded step."""
     found: list[Startup] = []
     for rank, process in processes.items():
@@ -261,7 +271,7 @@ def _startup(processes: dict[int, ProcessState]) -> Startup | None:
     return max(found, key=lambda each: (each["before_first_step_s"], -each["rank"]), default=None)
 
 
-def _total_steps(processes: dict[int, ProcessState]) -> int | None:
+def _common_total_steps(processes: dict[int, ProcessState]) -> int | None:
     told = {process.total_steps for process in processes.values()} - {0}
     return next(iter(told)) if len(told) == 1 else None
 
@@ -279,7 +289,7 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
     )
 
 
-def _device(processes: dict[int, ProcessState]) -> str | None:
+def _device_kind(processes: dict[int, ProcessState]) -> str | None:
     """Return the kind of device that ranks compute on: "GPU" or torch's name; None for the CPU."""
     kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
     if not kinds and any(process.statistics.device.steps for process in processes.values()):
@@ -289,22 +299,22 @@ def _device(processes: dict[int, ProcessState]) -> str | None:
     return "GPU" if kind == "cuda" else kind
 
 
-def _judged_by(processes: dict[int, ProcessState]) -> str | None:
+def _judging_clocks(processes: dict[int, ProcessState]) -> str | None:
     clocks = {process.judged_by for process in processes.values()} - {UNDECIDED}
     return " and ".join(sorted(clocks, reverse=True)) or None
 
 
-def _unix_ns(process: ProcessState, monotonic_ns: int) -> int:
+def _to_unix_ns(process: ProcessState, monotonic_ns: int) -> int:
     return monotonic_ns + process.anchor.offset_ns
 
 
-def _utc(unix_ns: int) -> str:
+def _format_utc(unix_ns: int) -> str:
     return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(
         timespec="milliseconds"
     )
 
 
-def _steps(
+def _build_steps(
     processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings
 ) -> Steps:
     """Return step times without the first WARM_UP_STEPS of each rank; `warm_up_max_s` describes
@@ -327,20 +337,20 @@ def _steps(
             (process.statistics.counted_steps for process in processes.values()), default=0
         ),
         "by": DEVICE if by_device else HOST,
-        **distribution(merge_sketches(of_each)),
+        **summarize_sketch(merge_sketches(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
         "warm_up_parts": _warm_up_parts(processes),
-        "made": max(map(_made_steps, processes.values()), default=0),
-        "trend": _trend(windows),
+        "made": max(map(_count_made_steps, processes.values()), default=0),
+        "trend": _step_time_trend(windows),
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
-        **step_classes(list(processes.values()), by_device=by_device),
+        **build_step_classes(list(processes.values()), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
-        "own_time": own_step(findings) if by_device else None,
+        "own_time": largest_own_step(findings) if by_device else None,
     }
 
 
-def _made_steps(process: ProcessState) -> int:
+def _count_made_steps(process: ProcessState) -> int:
     """Return the number of steps a rank made, recorded or not: its counter, or its records if the
     run was replayed.
     """
@@ -367,7 +377,7 @@ def _is_inference(process: ProcessState) -> bool:
     return 2 * inference > sum(counts.values())
 
 
-def _trend(windows: dict[int, Windows]) -> Trend | None:
+def _step_time_trend(windows: dict[int, Windows]) -> Trend | None:
     """Return the median step times of the first and the last third of the run; None for a short
     run.
     """
@@ -386,9 +396,9 @@ def _trend(windows: dict[int, Windows]) -> Trend | None:
     }
 
 
-def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
+def _build_rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
     statistics = process.statistics
-    typical, device = typical_step(statistics), device_times(process)
+    typical, device = build_typical_step(statistics), build_device_times(process)
     by_device = device is not None and process.judged_by == DEVICE
     clock = device if by_device else typical
     return {
@@ -403,25 +413,25 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
-        "step_s": distribution(statistics.step),
-        "own_s": distribution(statistics.own),
-        "work_s": distribution(statistics.work) if statistics.work.count else None,
+        "step_s": summarize_sketch(statistics.step),
+        "own_s": summarize_sketch(statistics.own),
+        "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
         "typical": typical,
-        "phases": {} if typical is None else phases(statistics, typical),
-        "other_threads": other_threads(statistics),
+        "phases": {} if typical is None else build_phases(statistics, typical),
+        "other_threads": other_thread_times(statistics),
         "not_measured": process.not_measured,
-        "memory": memory_of(process),
+        "memory": memory_row(process),
         "out_of_memory": process.out_of_memory,
         "device": device,
         "arrived_last": last,
         "wait_s_per_step": None if clock is None else clock["parts"].get("communication"),
-        "cpu": _cpu(process),
+        "cpu": _build_cpu_facts(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,
     }
 
 
-def _cpu(process: ProcessState) -> CpuFacts | None:
+def _build_cpu_facts(process: ProcessState) -> CpuFacts | None:
     """Return a rank's CPUs and their users, from the sidecar's samples and from the rank; None
     without data.
     """
@@ -450,7 +460,7 @@ def _current_activity(process: ProcessState) -> RankNow | None:
     }
 
 
-def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:
+def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
     notes = list(
         dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes))
@@ -475,7 +485,7 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
     )
     notes += [
         *python_tap_notes(nodes, processes.values()),
-        *filter(None, [_missing_ranks(processes)]),
+        *filter(None, [_missing_ranks_note(processes)]),
     ]
     return {
         "records": sum(s.records for s in statistics),
@@ -533,7 +543,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
             process.internal_errors,
             "internal errors were caught and did not affect training; see the rank's log",
         ),
-        *device_losses(process),
+        *count_device_losses(process),
         about=about,
     )
     if not process.native:
@@ -543,7 +553,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
     return notes
 
 
-def _missing_ranks(processes: dict[int, ProcessState]) -> str:
+def _missing_ranks_note(processes: dict[int, ProcessState]) -> str:
     world_size = max((process.identity.world_size for process in processes.values()), default=0)
     missing = sorted(set(range(world_size)) - set(processes))
     if not missing:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Capture
 
 
-def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:
+def capture_rows(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:
     """Return a row for each rank with the outcome of a capture request, oldest first.
 
     unusable: receives a line for each request that cannot be read.
@@ -56,7 +56,7 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
     return rows
 
 
-def capture_line(row: Capture, run_dir: str) -> str:
+def describe_capture_line(row: Capture, run_dir: str) -> str:
     if row["first_step"] is None:
         where = "".join(f" {printable(run_dir)}/{file['path']}" for file in row["files"].values())
         return f"not captured: rank {row['rank']}: {printable(row['ended'])}{where}"

@@ -20,7 +20,7 @@ from torchlens_perf.analysis.collectives.statistics import (
     OperationStatistics,
     merge_operations,
 )
-from torchlens_perf.report.distribution import distribution
+from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _DEVIATIONS = 3.0
 """Standard deviations above the expected count at which a rank is last to arrive too often."""
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
-_Place = tuple[GroupKey, tuple[int, int] | None]
+_OperationPlace = tuple[GroupKey, tuple[int, int] | None]
 
 
 def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
@@ -46,12 +46,12 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     - Times are in seconds, bandwidths in bytes per second. A value that is not known is null.
     """
     nodes = list(joins)
-    counts: dict[_Place, JoinCounts] = {}
+    counts: dict[_OperationPlace, JoinCounts] = {}
     for node in nodes:
         for place, counted in node.join_counts().items():
             counts[place] = counts.get(place, JoinCounts()).plus(counted)
     rows = [
-        _row(each, counts, whole=any(node.has_all_ranks(each.key.members) for node in nodes))
+        _build_row(each, counts, whole=any(node.has_all_ranks(each.key.members) for node in nodes))
         for each in merge_operations([node.operations() for node in nodes])
     ]
     return sorted(
@@ -59,7 +59,7 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     )
 
 
-def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
+def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
     """Return how often each rank was last to arrive.
 
     Only operations in which every rank waits for all others count: in others, end times do not show
@@ -101,8 +101,8 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
 
-def _row(
-    statistics: OperationStatistics, counts: dict[_Place, JoinCounts], *, whole: bool
+def _build_row(
+    statistics: OperationStatistics, counts: dict[_OperationPlace, JoinCounts], *, whole: bool
 ) -> Collective:
     """Return one row.
 
@@ -138,18 +138,19 @@ def _row(
         "bytes": statistics.bytes,
         "joined": statistics.joined,
         "joined_whole": whole,
-        "issue_s": distribution(statistics.issue),
-        "duration_s": distribution(statistics.duration),
-        "wait_s": distribution(statistics.merge_size_sketches("wait")),
-        "wait_upper_bound_s": distribution(statistics.merge_size_sketches("wait_upper_bound")),
-        "transfer_s": distribution(statistics.merge_size_sketches("transfer")),
+        "issue_s": summarize_sketch(statistics.issue),
+        "duration_s": summarize_sketch(statistics.duration),
+        "wait_s": summarize_sketch(statistics.merge_size_sketches("wait")),
+        "wait_upper_bound_s": summarize_sketch(statistics.merge_size_sketches("wait_upper_bound")),
+        "transfer_s": summarize_sketch(statistics.merge_size_sketches("transfer")),
         "bandwidth_at_bytes": size.mean_bytes if bandwidth and size else None,
         "algbw": bandwidth[0] if bandwidth else None,
         "busbw": bandwidth[1] if bandwidth else None,
         "slowest_rank": slowest,
         "by_rank": {
             str(rank): {
-                _unit(name): value / 1e9 if name in _TIMES else value for name, value in row.items()
+                _name_in_seconds(name): value / 1e9 if name in _TIMES else value
+                for name, value in row.items()
             }
             for rank, row in by_rank.items()
         },
@@ -180,5 +181,5 @@ def _is_by_device(by_device: int, ended: int) -> bool:
     return 0 < by_device == ended
 
 
-def _unit(name: str) -> str:
+def _name_in_seconds(name: str) -> str:
     return name.removesuffix("_ns") + "_s" if name in _TIMES else name

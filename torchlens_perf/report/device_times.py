@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_mix import classify
-from torchlens_perf.report.distribution import distribution
+from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
@@ -38,7 +38,7 @@ _NOT_TIMED = {
 }
 
 
-def device_times(process: ProcessState) -> DeviceTimes | None:
+def build_device_times(process: ProcessState) -> DeviceTimes | None:
     """Return a rank's times by the device's clock; None if no step was timed.
 
     `parts` describe a typical step.
@@ -54,7 +54,7 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
         "clock": process.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
         "steps": device.steps,
-        "step_s": distribution(device.phases["step"]),
+        "step_s": summarize_sketch(device.phases["step"]),
         "phases": {
             phase: {
                 "p50_s": sketch.quantile_ns(0.5) / 1e9,
@@ -63,11 +63,11 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
             for phase, sketch in device.phases.items()
             if phase != "step"
         },
-        "work_s": distribution(device.work) if device.judged.count else None,
+        "work_s": summarize_sketch(device.work) if device.judged.count else None,
         "parts": (
             {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts}
         ),
-        "behind_s": distribution(device.behind),
+        "behind_s": summarize_sketch(device.behind),
         "caught_up": device.caught_up_share,
     }
 
@@ -106,7 +106,7 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
     return own_s
 
 
-def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
+def device_section_rows(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     """Return the device sections, most time first.
 
     `by_rank` has the mean seconds of one call on each rank whose records are here. `over_all_ranks`
@@ -131,7 +131,7 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
             {
                 "name": name,
                 "calls": whole.count,
-                "device_s": distribution(whole),
+                "device_s": summarize_sketch(whole),
                 "by_rank": {str(rank): sketch.mean_ns() / 1e9 for rank, sketch in calls.items()},
                 "over_all_ranks": over_all,
             }
@@ -139,7 +139,7 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     return sorted(rows, key=lambda row: -row["calls"] * (row["device_s"]["mean_s"] or 0.0))
 
 
-def device_losses(process: ProcessState) -> list[tuple[object, str]]:
+def count_device_losses(process: ProcessState) -> list[tuple[object, str]]:
     """Return counts of a rank's missing device times, each with its reason."""
     device = process.statistics.device
     return [

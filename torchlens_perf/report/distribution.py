@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Distribution
 
 
-def distribution(sketch: Sketch) -> Distribution:
+def summarize_sketch(sketch: Sketch) -> Distribution:
     """Return p50_s, p95_s, p99_s, max_s and mean_s; None if the sketch is empty."""
     if not sketch.count:
         return {"p50_s": None, "p95_s": None, "p99_s": None, "max_s": None, "mean_s": None}

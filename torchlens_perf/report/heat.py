@@ -22,7 +22,7 @@ TAGS = {
 }  # fmt: skip
 
 
-def heat(
+def build_heat_map(
     windows: RunWindows | None, findings: Findings, places: Mapping[int, Placement]
 ) -> Heat | None:
     """Return the report's `heat`: excess compute time by rank and window. All ranks have the same

@@ -16,7 +16,7 @@ _LAST_STEPS = 1000
 """Number of last steps whose allocator retries are reported."""
 
 
-def memory_of(process: ProcessState) -> Memory:
+def memory_row(process: ProcessState) -> Memory:
     """Return a rank's memory: resident memory on a CPU, allocator memory on a device.
 
     `device` has the allocator numbers.
@@ -26,12 +26,12 @@ def memory_of(process: ProcessState) -> Memory:
         "last_bytes": statistics.memory_bytes or None,
         "max_bytes": statistics.memory_max_bytes or None,
         "source": process.memory_source or None,
-        "device": _device(statistics.memory, statistics.last_step),
+        "device": _device_memory_row(statistics.memory, statistics.last_step),
         "growth": statistics.memory.growth(),
     }
 
 
-def _device(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | None:
+def _device_memory_row(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | None:
     last = memory.last
     if last is None:
         return None
@@ -46,12 +46,12 @@ def _device(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | N
         "peak_reserved_bytes": memory.peak_reserved_bytes,
         "peak_resets": memory.peak_resets,
         "readings": memory.count,
-        "retries_in": _retries(memory),
+        "retries_in": _recent_retries(memory),
     }
     return cast("DeviceMemory", row)
 
 
-def _retries(memory: MemoryStatistics) -> Retries | None:
+def _recent_retries(memory: MemoryStatistics) -> Retries | None:
     """Return the allocator retries of the last steps; None if there were none or they were not
     counted.
     """
@@ -86,14 +86,14 @@ def memory_notes(rank: Rank) -> list[str]:
         notes.append(
             f"rank {rank['rank']}: allocated memory grows by"
             f" {amount(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
-            f" {growth['until_step']}{_share_now(device)}, {peak}and would fill the device at step"
+            f" {growth['until_step']}{_share_of_device_text(device)}, {peak}and would fill the device at step"
             f" {growth['full_at_step']}; next: look for tensors that are kept from step to step,"
             " such as losses without .item() or .detach()"
         )
     return notes
 
 
-def _share_now(device: DeviceMemory | None) -> str:
+def _share_of_device_text(device: DeviceMemory | None) -> str:
     if device is None or device["allocated_bytes"] is None or not device["limit_bytes"]:
         # The newest reading may be incomplete.
         return ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.report.device_times import own_device_times
-from torchlens_perf.report.distribution import distribution
-from torchlens_perf.report.step_classes import typical_step
+from torchlens_perf.report.distribution import summarize_sketch
+from torchlens_perf.report.step_classes import build_typical_step
 from torchlens_perf.run.sketch import Sketch, merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
@@ -23,11 +23,11 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     rank's own device time in a typical step.
     """
     rows: list[Module] = []
-    own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
+    own_s = {rank: _own_time_by_module(process) for rank, process in processes.items()}
     on_device_s = {rank: own_device_times(process) for rank, process in processes.items()}
     for name in _all_names(processes, "modules"):
-        calls = _by_rank(processes, "modules", name)
-        backwards = _by_rank(processes, "module_backwards", name)
+        calls = _sketches_by_rank(processes, "modules", name)
+        backwards = _sketches_by_rank(processes, "module_backwards", name)
         whole, backward = merge_sketches(calls.values()), merge_sketches(backwards.values())
         device = merge_sketches(
             process.statistics.device.modules.get(name, Sketch()) for process in processes.values()
@@ -42,14 +42,14 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
                     name in process.unopened_modules for process in processes.values()
                 ),
                 "calls": whole.count,
-                "own_s": distribution(whole),
+                "own_s": summarize_sketch(whole),
                 "own_s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
-                "backward_s": distribution(backward) if backward.count else None,
+                "backward_s": summarize_sketch(backward) if backward.count else None,
                 "backward_by_rank": {
                     str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()
                 },
-                "device_s": distribution(device) if device.count else None,
+                "device_s": summarize_sketch(device) if device.count else None,
                 "device_own_s_per_step": (
                     sum(own_on_device.values()) / len(own_on_device) if own_on_device else None
                 ),
@@ -61,8 +61,8 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     )
 
 
-def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
-    typical = typical_step(process.statistics)
+def _own_time_by_module(process: ProcessState) -> dict[str, float]:
+    typical = build_typical_step(process.statistics)
     forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
     alike = process.statistics.typical_length()
     if not alike.forward_ns:
@@ -79,7 +79,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     alike = {rank: process.statistics.typical_length() for rank, process in processes.items()}
     whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):
-        calls = _by_rank(processes, "sections", name)
+        calls = _sketches_by_rank(processes, "sections", name)
         whole = merge_sketches(calls.values())
         whole_ns[name] = whole.sum_ns
         device = merge_sketches(
@@ -95,17 +95,19 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
             {
                 "name": name,
                 "calls": whole.count,
-                "total_s": distribution(whole),
+                "total_s": summarize_sketch(whole),
                 "s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
                 "host_s_per_typical_step": sum(host_s) / len(host_s) if host_s else None,
-                "device_s": distribution(device) if device.count else None,
+                "device_s": summarize_sketch(device) if device.count else None,
             }
         )
     return sorted(rows, key=lambda row: (-row["s_per_step"], -whole_ns[row["name"]]))
 
 
-def _by_rank(processes: dict[int, ProcessState], table: str, name: str) -> dict[int, Sketch]:
+def _sketches_by_rank(
+    processes: dict[int, ProcessState], table: str, name: str
+) -> dict[int, Sketch]:
     tables = {rank: getattr(process.statistics, table) for rank, process in processes.items()}
     return {rank: of_rank[name] for rank, of_rank in tables.items() if name in of_rank}
 

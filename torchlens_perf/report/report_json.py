@@ -12,21 +12,21 @@ from torchlens_perf.verdicts.words.evidence import EVIDENCE
 from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, VerdictRow
 
 
-def write(value: Mapping[str, Any], file: IO[str]) -> None:
+def write_json(value: Mapping[str, Any], file: IO[str]) -> None:
     """Write a report or its schema.
 
     Raise ValueError for NaN and infinity, which JSON does not have.
     """
-    json.dump(value, file, indent=1, allow_nan=False, default=plain)
+    json.dump(value, file, indent=1, allow_nan=False, default=to_json_types)
     file.write("\n")
 
 
-def plain(value: object) -> Any:
+def to_json_types(value: object) -> Any:
     """Convert dataclasses, Structs and NumPy numbers, also nested ones, to JSON types."""
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item(), str_keys=True)
 
 
-def schema() -> dict[str, Any]:
+def build_schema() -> dict[str, Any]:
     """Return the JSON schema of a report.
 
     The schema of a verdict's evidence depends on the verdict's kind.
@@ -49,15 +49,17 @@ def schema() -> dict[str, Any]:
         for kind, of_kind in EVIDENCE.items()
     ]
     definitions["VerdictRow"] = {
-        **_with(definitions.pop("VerdictFacts"), VerdictRow, evidence={}),
+        **_extend_definition(definitions.pop("VerdictFacts"), VerdictRow, evidence={}),
         "anyOf": kinds,
     }
     rows = {"type": "array", "items": {"$ref": "#/$defs/VerdictRow"}}
-    report = _with(definitions.pop("Facts"), Report, verdicts=rows)
+    report = _extend_definition(definitions.pop("Facts"), Report, verdicts=rows)
     return {"$ref": "#/$defs/Report", "$defs": {"Report": report, **definitions}}
 
 
-def _with(definition: dict[str, Any], kind: type, **more: dict[str, Any]) -> dict[str, Any]:
+def _extend_definition(
+    definition: dict[str, Any], kind: type, **more: dict[str, Any]
+) -> dict[str, Any]:
     """Return the definition of a class: the one of its base class with additional properties."""
     return {
         **definition,

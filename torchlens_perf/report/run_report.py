@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
-from torchlens_perf.report.build import build
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.build import build_report
+from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 
-def run_report(run: RunDirectory) -> Report:
+def load_report(run: RunDirectory) -> Report:
     """Return the report on the current state files.
 
     An unusable file is noted, and only its node is left out.
 
     Raise RunStoreError if there is no file, or no usable one.
     """
-    return report_and_states(run)[0]
+    return load_report_and_states(run)[0]
 
 
-def report_and_states(
+def load_report_and_states(
     run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None
 ) -> tuple[Report, list[NodeState]]:
     """Return the report and the node states it was made from.
 
-    Raise RunStoreError like run_report().
+    Raise RunStoreError like load_report().
 
     advanced: called with the number of files read so far and the total.
     """
     unusable: list[str] = []
-    return report_of(run, node_state.load_all(run, unusable, advanced), unusable)
+    return report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
 
 
-def report_of(
+def report_from_states(
     run: RunDirectory, states: list[NodeState], unusable: Sequence[str]
 ) -> tuple[Report, list[NodeState]]:
     """Return the report and the usable states of already loaded ones.
@@ -51,18 +51,18 @@ def report_of(
     unusable: the reason for each unloadable file.
     """
     unusable, requests = list(unusable), list[str]()
-    captured = captures(run, requests)
+    captured = capture_rows(run, requests)
     try:
-        report = build(run.run_id, states, captured)
+        report = build_report(run.run_id, states, captured)
     except DAMAGED_DATA:
-        broken = {state.host: problem for state in states if (problem := _problem(run, state))}
+        broken = {state.host: problem for state in states if (problem := _why_unusable(run, state))}
         if not broken:
             raise
         if len(broken) == len(states):
             raise RunStoreError("; ".join(broken.values())) from None
         unusable += broken.values()
         states = [state for state in states if state.host not in broken]
-        report = build(run.run_id, states, captured)
+        report = build_report(run.run_id, states, captured)
     notes = report["quality"]["notes"]
     # The sidecar may already have noted some of the unreadable requests.
     notes += [each for each in requests if each not in notes]
@@ -70,10 +70,10 @@ def report_of(
     return report, states
 
 
-def _problem(run: RunDirectory, state: NodeState) -> str:
+def _why_unusable(run: RunDirectory, state: NodeState) -> str:
     """Return the reason why this node's state cannot be reported; "" if it can."""
     try:
-        build(run.run_id, [state])
+        build_report(run.run_id, [state])
     except DAMAGED_DATA as error:
         return f"{run.node_state_path(state.host)} cannot be used: {type(error).__name__}: {error}"
     return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
-from torchlens_perf.report.waited_for import MAX_STEPS, Waits
+from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.evidence import joined
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
 
 
-def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
+def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
     """Return the classes of all ranks' steps. by_device: use the devices' clocks.
 
     Counts and times are means over the ranks.
@@ -27,7 +27,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
         each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix
         for each in processes
     }
-    found, waits, all_ranks = classify(list(mixes.values())), Waits(mixes), list(mixes)
+    found, waits, all_ranks = classify(list(mixes.values())), AwaitedRankFinder(mixes), list(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def blamed(each: StepClass) -> int | None:
@@ -55,7 +55,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
         ]
 
     long, short = (
-        [_of_job(each, found.total_ns / 1e9) for each in _joined_stalls(rows(found.long))],
+        [_with_loss_of_job(each, found.total_ns / 1e9) for each in _join_stalls(rows(found.long))],
         rows(found.short),
     )
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
@@ -69,7 +69,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
     }
 
 
-def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
+def _join_stalls(rows: list[LongSteps]) -> list[LongSteps]:
     """Join rows that describe one stall: the steps of the stalled rank and of the ranks that waited
     for it.
 
@@ -77,7 +77,9 @@ def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
     """
     found: list[LongSteps] = []
     for row in rows:
-        place = next((place for place, other in enumerate(found) if _same_stalls(row, other)), None)
+        place = next(
+            (place for place, other in enumerate(found) if _are_same_stalls(row, other)), None
+        )
         if place is None:
             found.append(row)
             continue
@@ -89,7 +91,7 @@ def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
     return sorted(found, key=lambda row: -row["total_s"])
 
 
-def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
+def _with_loss_of_job(row: LongSteps, whole_s: float) -> LongSteps:
     """Return the row with the time that the whole job lost: if one rank stalls, all ranks wait in
     that step.
     """
@@ -99,7 +101,7 @@ def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
     return {**row, "total_s": total_s, "share": min(1.0, total_s / whole_s)}
 
 
-def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
+def _are_same_stalls(row: LongSteps, other: LongSteps) -> bool:
     """Return True if both rows describe stalls of one rank in the same steps.
 
     Rows list only their newest steps.
@@ -115,7 +117,7 @@ def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
     return 2 * len(steps & others) > min(len(steps), len(others))
 
 
-def typical_step(statistics: RankStatistics) -> TypicalStep | None:
+def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
     """Return a rank's typical step in seconds, and the CPU contention in each part.
 
     The parts add up to the step.
@@ -142,7 +144,7 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
     }
 
 
-def own_step(findings: Findings) -> OwnStep | None:
+def largest_own_step(findings: Findings) -> OwnStep | None:
     """Return the largest own time of all populations; None if it is not known."""
     own = max(
         (each.own for each in findings.usual if each.own),
@@ -160,7 +162,7 @@ def own_step(findings: Findings) -> OwnStep | None:
     }
 
 
-def other_threads(statistics: RankStatistics) -> dict[str, float]:
+def other_thread_times(statistics: RankStatistics) -> dict[str, float]:
     """Return the seconds per step of phases that ran on threads other than the recorded one."""
     steps = max(1, statistics.step.count)
     return {
@@ -168,7 +170,7 @@ def other_threads(statistics: RankStatistics) -> dict[str, float]:
     }
 
 
-def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
+def build_phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
     """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of
     all steps.
     """

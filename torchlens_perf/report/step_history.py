@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import StepHistory
 
 
-def step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
+def build_step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
     """Return the report's `history`, in windows like those of `heat`; None if only warm-up steps
     are known.
     """

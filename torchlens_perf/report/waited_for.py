@@ -29,7 +29,7 @@ If there are more, the oldest may be lost (step_mix.py).
 _MIN_SHARE = 0.5
 
 
-class WaitedFor(NamedTuple):
+class AwaitedRank(NamedTuple):
     """A rank that all others waited for."""
 
     rank: int
@@ -37,7 +37,7 @@ class WaitedFor(NamedTuple):
     """The part of the step that took longer on this rank."""
 
 
-class Waits:
+class AwaitedRankFinder:
     """Find such ranks in the steps of a run. Each rank's typical step is computed on first use."""
 
     def __init__(self, mixes: Mapping[int, StepMix]) -> None:
@@ -45,7 +45,7 @@ class Waits:
         self._mixes = mixes
         self._typical: dict[int, TypicalStep | None] = {}
 
-    def waited_for(self, steps: Sequence[int], more_ns: float) -> WaitedFor | None:
+    def waited_for(self, steps: Sequence[int], more_ns: float) -> AwaitedRank | None:
         """Return the rank that all others waited for in all of these steps; None if the ranks
         differ between steps.
 
@@ -56,7 +56,7 @@ class Waits:
         found = {self._in_step(step, more_ns) for step in steps}
         return found.pop() if len(found) == 1 else None
 
-    def _in_step(self, step: int, more_ns: float) -> WaitedFor | None:
+    def _in_step(self, step: int, more_ns: float) -> AwaitedRank | None:
         busy = []
         for rank in self._mixes:
             more = self._more(step, rank)
@@ -64,7 +64,7 @@ class Waits:
                 return None
             part = PARTS[int(np.argmax(more))]
             if part not in _WAITS:
-                busy.append(WaitedFor(rank, part))
+                busy.append(AwaitedRank(rank, part))
                 if self._lacks_cpu(step, rank, more_ns):
                     return None
         return busy[0] if len(busy) == 1 else None

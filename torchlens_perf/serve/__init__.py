@@ -1,4 +1,1 @@
-"""The web server: the runs in a folder, each as a page that follows the run.
-
-It reads only run directories.
-"""
+"""The web server, which shows the runs in a folder as live pages. It only reads the folder."""

@@ -1,5 +1,4 @@
-"""Access control: requests need the token, one of this server's host names and, to change anything,
-its own origin.
+"""Access control of the web server: requests need a token, a valid host name and origin.
 
 The token is in the fragment of the printed address, which browsers send to no server. The script of
 the opening page (static/open.js) keeps the token for its origin (host and port) and sends it in a
@@ -25,7 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from torchlens_perf.page.document.html import LIVE_POLICY
-from torchlens_perf.serve.list_page import whole_page
+from torchlens_perf.serve.list_page import build_page
 from torchlens_perf.serve.static_files import OPENING_SCRIPT, static_address
 from torchlens_perf.view.markup import tag
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN_HEADER = "torchlens-perf-token"
-LET_IN = "torchlens_perf.let_in"
+TOKEN_ACCEPTED = "torchlens_perf.let_in"
 """Key in the state of a request that had the token."""
 HEADERS = {
     "content-security-policy": (
@@ -49,23 +48,22 @@ HEADERS = {
 PAGE_HEADERS = {"content-security-policy": f"{LIVE_POLICY}; frame-ancestors 'none'"}
 _NEEDS_TOKEN = (
     "This page needs a token. Open the address that `torchlens-perf serve` printed: it ends in the"
-    " token. Each start of the server has another one."
+    " token. The token changes with each start of the server."
 )
 _OTHER_NAME = (
-    "This server has another name. Open the address that it printed, or use an IP address.\n"
+    "The request names another server. Open the address that `torchlens-perf serve` printed, or"
+    " use an IP address.\n"
 )
-_OTHER_ORIGIN = "Only a page of this server may send that.\n"
+_OTHER_ORIGIN = "Only a page of this server may send this request.\n"
 _READS = ("GET", "HEAD")
 
 
-def new_token() -> str:
+def create_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-class Guard:
-    """ASGI middleware that refuses requests without permission, and adds missing HEADERS to all
-    responses.
-    """
+class AccessGuard:
+    """ASGI middleware that refuses unauthorized requests and adds HEADERS to all responses."""
 
     def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
         """names: this server's host names. IP addresses are always accepted."""
@@ -76,33 +74,33 @@ class Guard:
         if scope["type"] != "http":
             return
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        answer = self._refusal(scope, Headers(scope=scope))
-        await (self._app if answer is None else answer)(scope, receive, with_headers)
+        answer = self._build_refusal(scope, Headers(scope=scope))
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+    def _build_refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the response that refuses a request; None if the request is permitted."""
         host, reads = headers.get("host", "").lower(), scope["method"] in _READS
         if not self._names_this_server(host):
             return PlainTextResponse(_OTHER_NAME, 421)
-        if not self._is_token(headers.get(TOKEN_HEADER, "")):
+        if not self._is_valid_token(headers.get(TOKEN_HEADER, "")):
             if reads and scope["path"].startswith("/static/"):
                 return None
             if reads and "/api/" not in scope["path"]:
-                return _opening_page(scope)
+                return _build_opening_page(scope)
             return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
         if not reads and headers.get("origin", "").lower() not in (
             f"http://{host}",
             f"https://{host}",
         ):
             return PlainTextResponse(_OTHER_ORIGIN, 403)
-        scope.setdefault("state", {})[LET_IN] = True
+        scope.setdefault("state", {})[TOKEN_ACCEPTED] = True
         return None
 
     def _names_this_server(self, host: str) -> bool:
@@ -115,20 +113,19 @@ class Guard:
             ipaddress.ip_address(name)
         except ValueError:
             return name in self._names
-        # A literal address cannot be a foreign name that a malicious name server resolves to this
-        # machine.
+        # An IP address needs no name server, so it cannot be part of a DNS rebinding attack.
         return True
 
-    def _is_token(self, text: str) -> bool:
+    def _is_valid_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
 
 
-def _opening_page(scope: Scope) -> Response:
+def _build_opening_page(scope: Scope) -> Response:
     """Return the opening page, whose script requests the address again with the token.
 
-    It is the same for every address, so it does not reveal which runs exist.
+    The page is the same for every address, so it does not reveal which runs exist.
     """
     root = "../" * (scope["raw_path"].count(b"/") - 1)
     script = tag("script", src=static_address(OPENING_SCRIPT, root))
     body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")), script)
-    return HTMLResponse(whole_page("Token needed", body, root), headers=PAGE_HEADERS)
+    return HTMLResponse(build_page("Token needed", body, root), headers=PAGE_HEADERS)

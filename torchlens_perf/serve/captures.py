@@ -1,7 +1,4 @@
-"""Captures: requests to the ranks of a live run, their results, and their files.
-
-Runs in a reader.
-"""
+"""Captures: requests to the ranks of a live run, results, and files. Runs in reader processes."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import ConfigError, RunStoreError
-from torchlens_perf.report.captures import captures
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.captures import capture_rows
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run import ownership
 from torchlens_perf.run.captures import (
@@ -32,7 +29,7 @@ from torchlens_perf.run.captures import (
     Request,
 )
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
-from torchlens_perf.serve.run_names import NoSuchError, address, run_directory
+from torchlens_perf.serve.run_names import NotFoundError, open_run, quote_name
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
 if TYPE_CHECKING:
@@ -52,7 +49,7 @@ class NotReadYetError(ConfigError):
 # -- requests
 
 
-def ask_capture(
+def request_capture(
     run: RunDirectory,
     texts: Sequence[str],
     steps: int,
@@ -71,15 +68,15 @@ def ask_capture(
         asked = tuple(sorted({rank for text in texts for rank in parse_ranges(text)}))
     except ValueError:
         raise ConfigError(
-            f"--rank {' '.join(texts)}: must be ranks, such as 5, 0-3 or 0,5"
+            f"--rank {' '.join(texts)}: expected ranks, such as 5, 0-3 or 0,5"
         ) from None
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps {steps}: must be from 1 to {MAX_STEPS}")
     if not run.nodes.is_dir():
         raise RunStoreError(run.why_unreadable())
     if not asked:
-        raise ConfigError("--rank: at least one is needed")
-    attempt, from_step = _next_step(run, asked)
+        raise ConfigError("--rank is missing: name at least one rank")
+    attempt, from_step = _choose_first_step(run, asked)
     request = Request(
         id=capture_files.create_request_id(), asked_by=BY_USER, asked_unix_s=time.time(), attempt=attempt, ranks=asked,
         from_step=from_step, steps=steps, python=python, forced=force,
@@ -99,15 +96,15 @@ def ask_capture(
     return request
 
 
-def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
-    """Return the attempt, and a step that no rank has reached.
+def _choose_first_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
+    """Return the attempt, and the first step to capture, which no rank has reached yet.
 
     Raise ConfigError if these ranks cannot be captured.
     """
     states = list(run.nodes.glob("*.json"))
-    report = run_report(run) if states else None
+    report = load_report(run) if states else None
     not_yet = (
-        f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
+        f"the sidecar of {run.run_id} has not read the first steps yet: try again in a few seconds"
     )
     if report is None:
         raise NotReadYetError(not_yet)
@@ -117,8 +114,8 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     silent_s = now_s - max(path.stat().st_mtime for path in states)
     if silent_s > SILENT_S:
         raise ConfigError(
-            f"{run.run_id} is silent for {ago(silent_s)}, and no sidecar would see the request: a"
-            " capture needs a live run"
+            f"{run.run_id} has written nothing for {ago(silent_s)}, so no sidecar would read the"
+            " request: a capture needs a live run"
         )
     if report["run"]["last_step_at"] is None:
         raise NotReadYetError(not_yet)
@@ -126,12 +123,12 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     missing = [rank for rank in asked if rank not in running]
     if missing:
         raise ConfigError(
-            f"no rank {format_ranges(missing)} runs here (there are {format_ranges(sorted(running))}; nodes"
-            " without a shared disk have run directories of their own)"
+            f"rank {format_ranges(missing)} does not run here. Running ranks: {format_ranges(sorted(running))}."
+            " Nodes without a shared disk have separate run directories."
         )
     requests, _ = capture_files.read_requests(run.captures)
     if any(capture_files.is_awaiting_outcomes(run.captures, each, now_s) for each in requests):
-        raise ConfigError("a capture is in progress; wait for it")
+        raise ConfigError("another capture is in progress; wait until it has ended")
     step_s = report["steps"]["p50_s"] or report["steps"]["warm_up_max_s"]
     assert step_s is not None, "a step was made"
     last_s = datetime.datetime.fromisoformat(report["run"]["last_step_at"]).timestamp()
@@ -140,9 +137,11 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
     return report["run"]["attempt"], capture_files.choose_first_step(step, step_s)
 
 
-def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[str, Any]:
-    """Request a capture for a viewer. Raise the errors of ask_capture()."""
-    made = ask_capture(run_directory(path), [texts], steps, python=python, force=force)
+def request_capture_for_viewer(
+    path: str, texts: str, steps: int, python: bool, force: bool
+) -> dict[str, Any]:
+    """Request a capture for a viewer. Raise the errors of request_capture()."""
+    made = request_capture(open_run(path), [texts], steps, python=python, force=force)
     return {
         "id": made.id,
         "ranks": list(made.ranks),
@@ -154,20 +153,18 @@ def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[st
 # -- results
 
 
-def progress(path: str, capture: str) -> dict[str, Any]:
-    """Return the results of a request so far: `outcomes` by rank, the ranks still `waiting`, and
-    `is_over`.
-    """
-    run = run_directory(path)
+def capture_progress(path: str, capture: str) -> dict[str, Any]:
+    """Return the progress of a request: `outcomes` by rank, `waiting` ranks, and `is_over`."""
+    run = open_run(path)
     request = next(
         (each for each in capture_files.read_requests(run.captures)[0] if each.id == capture), None
     )
     if request is None:
-        raise NoSuchError("there is no such capture")
-    rows = [row for row in captures(run) if row["id"] == capture]
+        raise NotFoundError("this capture does not exist")
+    rows = [row for row in capture_rows(run) if row["id"] == capture]
     waiting = sorted({*request.ranks} - {row["rank"] for row in rows})
     outcomes = [
-        {"rank": row["rank"], "words": captured_words(row), "files": captured_files(row)}
+        {"rank": row["rank"], "words": describe_capture(row), "files": list_captured_files(row)}
         for row in rows
     ]
     is_over = not waiting or not capture_files.is_awaiting_outcomes(
@@ -176,8 +173,8 @@ def progress(path: str, capture: str) -> dict[str, Any]:
     return {"outcomes": outcomes, "waiting": waiting, "is_over": is_over}
 
 
-def captured_words(row: Capture) -> str:
-    """Return the result on one rank in words."""
+def describe_capture(row: Capture) -> str:
+    """Return a sentence on the result of a capture on one rank."""
     if row["first_step"] is None:
         return f"no step was profiled: {row['ended']}"
     first, last = row["first_step"], row["last_step"]
@@ -187,11 +184,11 @@ def captured_words(row: Capture) -> str:
     return f"{steps}{short}; training paused for {duration(row['paused_s'])}{missing}"
 
 
-def captured_files(row: Capture) -> list[dict[str, Any]]:
-    """Return the files of one rank, with addresses relative to the run's page."""
-    folder = f"captures/{address(row['id'])}/{row['rank']}"
+def list_captured_files(row: Capture) -> list[dict[str, Any]]:
+    """Return the captured files of one rank, with addresses relative to the run's page."""
+    folder = f"captures/{quote_name(row['id'])}/{row['rank']}"
     return [
-        {"name": name, "bytes": file["bytes"], "address": f"{folder}/{address(name)}"}
+        {"name": name, "bytes": file["bytes"], "address": f"{folder}/{quote_name(name)}"}
         for name, file in row["files"].items()
     ]
 
@@ -199,17 +196,16 @@ def captured_files(row: Capture) -> list[dict[str, Any]]:
 # -- files
 
 
-def block(
+def read_file_block(
     path: str, capture: str, rank: str, file: str, at: int, known: tuple[int, ...]
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Return BLOCK_BYTES of a file from `at` on, and the file's identity: its device, inode and
-    size.
+    """Return BLOCK_BYTES from offset `at` of a file, and the file's device, inode and size.
 
-    known: the identity from the first block, () for the first block. Links in the run are not
-    followed. Raise NoSuchError if the file is missing or its identity has changed, or OSError.
+    known: device, inode and size from the first block; () for the first block. Links are not
+    followed. Raise NotFoundError if the file is missing or was replaced, or OSError.
     """
     if not _RANK.fullmatch(rank) or file not in _FILES or not capture_files.is_request_id(capture):
-        raise NoSuchError("there is no such file")
+        raise NotFoundError("this file does not exist")
     folder = capture_files.rank_folder(Path("captures"), capture, int(rank))
     with contextlib.ExitStack() as closing:
         try:
@@ -222,9 +218,9 @@ def block(
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
-            raise NoSuchError("there is no such file") from None
+            raise NotFoundError("this file does not exist") from None
         found = os.fstat(descriptor)
         identity = (found.st_dev, found.st_ino, found.st_size)
         if not stat.S_ISREG(found.st_mode) or known not in ((), identity):
-            raise NoSuchError("there is no such file any more")
+            raise NotFoundError("this file was removed or replaced")
         return os.pread(descriptor, BLOCK_BYTES, at), identity

@@ -1,6 +1,4 @@
-"""Connection limits against clients without the token: a time limit for request heads, and a
-maximal number.
-"""
+"""Limit the connections of clients without the token in time and in number."""
 
 from __future__ import annotations
 
@@ -9,23 +7,23 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from torchlens_perf.serve.access import LET_IN
+from torchlens_perf.serve.access import TOKEN_ACCEPTED
 
 HEAD_S = 10.0
-"""Time limit from the start of a connection, or of a request on it, to the end of
-the request's head.
+"""Time limit from the start of a connection, or of a request on it, to the end of the request's
+head.
 """
 MAX_STRANGERS = 128
 """Maximal number of connections that have sent no request with the token.
 
-A new one closes the oldest.
+A new connection closes the oldest one.
 """
 
 
-class Connection(H11Protocol):
-    """A connection. Used only on the event loop's thread."""
+class LimitedConnection(H11Protocol):
+    """An HTTP/1.1 connection. Used only on the event loop's thread."""
 
-    _open: ClassVar[dict[Connection, None]] = {}
+    _open: ClassVar[dict[LimitedConnection, None]] = {}
     """All open connections of this process, oldest first. The dict is used as an ordered set."""
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -55,7 +53,7 @@ class Connection(H11Protocol):
         self._stop_head_timer()
 
     def _has_token(self) -> bool:
-        return self.scope is not None and bool(self.scope.get("state", {}).get(LET_IN))
+        return self.scope is not None and bool(self.scope.get("state", {}).get(TOKEN_ACCEPTED))
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_S, self._close)

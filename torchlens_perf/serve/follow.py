@@ -1,8 +1,8 @@
 """Keep the newest page of a run for all viewers, who ask once a second for a newer one.
 
-A look opens one folder, at most once a second. The run is read only if a node has written its state
-since the last look. Reading takes at most a quarter of the time. If no viewer asks, the server does
-not look.
+Each poll opens one folder, at most once a second. The run is read only if a node has written its
+state since the last poll. Reading takes at most a quarter of the time. Runs without a viewer are
+not polled.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchlens_perf.serve.live_page import Rendered, rendered
-from torchlens_perf.serve.run_list import changed_ns
+from torchlens_perf.serve.live_page import RenderedPage, render_page
+from torchlens_perf.serve.run_list import last_change_ns
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
 if TYPE_CHECKING:
-    from torchlens_perf.serve.readers import Readers
+    from torchlens_perf.serve.readers import ReaderPool
 
 LOOK_INTERVAL_S = 1.0
-# An ended run can be restarted, so the server continues to look at it.
+# An ended run can be restarted, so the server continues to poll it.
 _ENDED_LOOK_INTERVAL_S = 5.0
 _MIN_IDLE_RATIO, _MIN_IDLE_RATIO_ON_ERROR = 3, 1
 # A viewer waits at most this long for a newer page, and then receives the previous one.
@@ -31,23 +31,27 @@ _GONE = 404
 _WATCHED_S = 10.0
 
 
-def look(path: str) -> tuple[str, float]:
+def poll_version(path: str) -> tuple[str, float]:
     """Return a version that changes whenever a node writes its state, and the state's age.
 
-    Runs in a reader.
+    Runs in a reader process.
     """
-    changed = changed_ns(path)
+    changed = last_change_ns(path)
     return f"{changed:x}", max(0.0, time.time() - changed / 1e9)
 
 
-class Follower:
-    """Follow one run. Used only on the event loop's thread. Readers access the disk."""
+class RunFollower:
+    """One run and its newest page. Used only on the event loop's thread. Readers access files."""
 
     def __init__(
-        self, path: str, quick: Readers, slow: Readers, clock: Callable[[], float] = time.monotonic
+        self,
+        path: str,
+        quick: ReaderPool,
+        slow: ReaderPool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """quick: readers for looks. slow: readers for whole runs."""
-        self.rendered: Rendered | None = None
+        """quick: readers for polls. slow: readers for whole runs."""
+        self.rendered: RenderedPage | None = None
         """The newest page."""
         self.problem: ReadError | None = None
         """The reason why the last look failed."""
@@ -61,12 +65,12 @@ class Follower:
         """True if a viewer has the run open or waits for it."""
         return self._looking is not None or self._clock() - self._asked_s < _WATCHED_S
 
-    async def page(self, patience_s: float = _READ_WITHIN_S) -> Rendered | None:
+    async def wait_for_page(self, patience_s: float = _READ_WITHIN_S) -> RenderedPage | None:
         """Return a recent page of the run, or None if the first page is not ready after patience_s.
 
         Raise ReadError if the run was removed, or has never been readable.
         """
-        looking = self._look_if_due()
+        looking = self._start_poll_if_due()
         if looking is not None:
             await asyncio.wait(
                 {looking}, timeout=patience_s if self.rendered is None else _TIMEOUT_S
@@ -75,13 +79,13 @@ class Follower:
             raise self.problem
         return self.rendered
 
-    def news(self) -> dict[str, object]:
-        """Return the state of the last look, and start another one if it is due.
+    def poll_state(self) -> dict[str, object]:
+        """Return the result of the last poll, and start another poll if it is due.
 
         `version` is the version of the newest page, "" before the first one. `problem` is the
         reason why the run cannot be read, or a note that it has no new data.
         """
-        self._look_if_due()
+        self._start_poll_if_due()
         is_live = self.rendered is None or self.rendered.is_live
         silent_s = self._clock() - self._changed_s
         problem = ""
@@ -89,28 +93,34 @@ class Follower:
             problem = str(self.problem)
         elif self.rendered is not None and is_live and silent_s > SILENT_S:
             problem = (
-                f"no new data for {ago(silent_s)}. No rank has ended, and no sidecar writes its"
-                " state"
+                f"no new data for {ago(silent_s)}. No rank has ended, but no sidecar is writing the"
+                " run's state"
             )
         version = self.rendered.version if self.rendered is not None else ""
         return {"version": version, "is_live": is_live, "problem": problem}
 
-    def _look_if_due(self) -> asyncio.Task[None] | None:
-        """Start a look if it is due, and return the running look, if any."""
+    def _start_poll_if_due(self) -> asyncio.Task[None] | None:
+        """Start a poll if it is due. Return the running poll, or None."""
         self._asked_s = self._clock()
         if self._looking is None and self._asked_s >= self._next_s:
-            self._looking = asyncio.create_task(self._look())
+            self._looking = asyncio.create_task(self._poll())
         return self._looking
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         began_s = self._clock()
         self.looks += 1
         try:
-            version, age_s = await self._quick.call(look, self._path, within_s=_LOOK_WITHIN_S)
+            version, age_s = await self._quick.call(
+                poll_version, self._path, within_s=_LOOK_WITHIN_S
+            )
             if self.rendered is None or version != self.rendered.version:
                 self.readings += 1
                 self.rendered = await self._slow.call(
-                    rendered, self._path, version, within_s=_READ_WITHIN_S, late="it was not read"
+                    render_page,
+                    self._path,
+                    version,
+                    within_s=_READ_WITHIN_S,
+                    late="it was not read",
                 )
                 self._changed_s = began_s - age_s
             self.problem = None

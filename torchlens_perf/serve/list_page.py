@@ -7,12 +7,12 @@ from urllib.parse import urlencode
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.errors import printable
-from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Listed, RunLine
-from torchlens_perf.serve.run_names import address
+from torchlens_perf.page.document.html import LIVE_POLICY, build_head, build_style_links
+from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunListPage
+from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
-from torchlens_perf.view.markup import Child, Element, html, tag
+from torchlens_perf.view.markup import Child, Element, tag, to_html
 
 ROOT = "../../"
 """The list's address relative to a run's page."""
@@ -23,17 +23,23 @@ _COLUMNS = (
 """CSS class and heading of each column. The class is also the key in SORTS."""
 
 
-def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
-    """Return the list as HTML. search, sort: the arguments of RunList.page()."""
+def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) -> str:
+    """Return the list as HTML. search, sort: the arguments of RunList.load_page()."""
     now_s = time.time()
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
     which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
     newest: Child = (
-        [" \u00b7 ", tag("a", "sort by last change", href=_query(search, ""))] if sort else None
+        [" \u00b7 ", tag("a", "sort by last change", href=_query_string(search, ""))]
+        if sort
+        else None
     )
-    rows = [tag("tr", _tick(line), _cells(line, now_s)) for line in listed.lines]
+    rows = [
+        tag("tr", _build_compare_cell(line), _build_cells(line, now_s)) for line in listed.lines
+    ]
     ticks = tag("th", class_="run-tick", scope="col", aria_label="Compare")
-    head_row = tag("tr", ticks, [_heading(key, title, search, sort) for key, title in _COLUMNS])
+    head_row = tag(
+        "tr", ticks, [_build_heading(key, title, search, sort) for key, title in _COLUMNS]
+    )
     runs = tag(
         "table",
         tag("caption", f"{which}, updated {looked}", newest),
@@ -52,7 +58,7 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
         tag(
             "header",
             tag("h1", "Runs ", tag("small", printable(folder))),
-            _filter(search, sort),
+            _build_filter_form(search, sort),
             tag("p", id="compared", role="status"),
         ),
         tag(
@@ -72,16 +78,16 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
                 if rows
                 else tag("p", empty)
             ),
-            _pages(listed, search, sort),
+            _build_page_links(listed, search, sort),
             data_reading=str(listed.unread) if listed.unread else None,
         ),
         tag("script", src=static_address(LIST_SCRIPT, "")),
         class_="list",
     )
-    return whole_page("Runs", body, "")
+    return build_page("Runs", body, "")
 
 
-def message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
+def build_message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
     """Return a page with a message and a link to the list.
 
     root: the list's address relative to this page.
@@ -91,22 +97,20 @@ def message_page(title: str, words: str, root: str, *, reloads: bool = False) ->
         "body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link)
     )
     again = tag("meta", http_equiv="refresh", content="2") if reloads else None
-    return whole_page(title, body, root, again)
+    return build_page(title, body, root, again)
 
 
-def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
+def build_page(title: str, body: Element, root: str, more: Child = None) -> str:
     """Return a page as HTML. more: additional elements of its head."""
-    styles = [more, by_address([static_address(STYLE, root)])]
+    styles = [more, build_style_links([static_address(STYLE, root)])]
     whole = tag(
-        "html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en"
+        "html", build_head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en"
     )
-    return f"<!DOCTYPE html>\n{html(whole)}\n"
+    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
 
 
-def _tick(line: RunLine) -> Element:
-    """Return the cell with the checkbox that selects a run for a comparison of step times
-    (list.js).
-    """
+def _build_compare_cell(line: RunLine) -> Element:
+    """Return a cell with a checkbox that selects the run for a comparison of step times."""
     box = tag(
         "input",
         type="checkbox",
@@ -117,13 +121,13 @@ def _tick(line: RunLine) -> Element:
     return tag("td", box, class_="run-tick")
 
 
-def _cells(line: RunLine, now_s: float) -> list[Element]:
+def _build_cells(line: RunLine, now_s: float) -> list[Element]:
     """Return the cells of a row, one for each of _COLUMNS."""
     run = tag("small", line.name) if line.program else line.name
     ranks = (
         f"{line.seen} of {line.ranks}"
         if line.ranks and line.seen < line.ranks
-        else _number(line.ranks)
+        else _number_text(line.ranks)
     )
     texts: list[Child] = [
         tag("span", line.status, class_=f"chip {line.severity}"),
@@ -131,16 +135,16 @@ def _cells(line: RunLine, now_s: float) -> list[Element]:
             "a",
             f"{line.program} ".lstrip(),
             run,
-            href=f"runs/{address(line.name)}/",
+            href=f"runs/{quote_name(line.name)}/",
             title=line.name,
         ),
         tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
         tag("span", line.sentence, title=line.sentence),
         duration(line.step_s) if line.step_s else None,
         ranks,
-        _number(line.hosts),
-        _number(line.steps),
-        _state(line, now_s),
+        _number_text(line.hosts),
+        _number_text(line.steps),
+        _build_state(line, now_s),
         line.started.replace("T", " ")[:16],
     ]
     return [
@@ -148,25 +152,25 @@ def _cells(line: RunLine, now_s: float) -> list[Element]:
     ]
 
 
-def _number(value: int | None) -> str:
+def _number_text(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
 
 
-def _state(line: RunLine, now_s: float) -> Child:
+def _build_state(line: RunLine, now_s: float) -> Child:
     silent_s = now_s - line.changed_ns / 1e9
     if line.is_live and silent_s > SILENT_S:
         return tag(
             "span",
             f"silent for {ago(silent_s)}",
-            title="No rank has ended, and no sidecar writes its state.",
+            title="No rank has ended, but no sidecar is writing the run's state.",
         )
     return tag("b", line.state, class_="live") if line.is_live else line.state
 
 
-def _heading(key: str, title: str, search: str, sort: str) -> Element:
+def _build_heading(key: str, title: str, search: str, sort: str) -> Element:
     if key not in SORTS:
         return tag("th", title, class_=f"run-{key}", scope="col")
-    address_ = _query(search, f"-{key}" if sort == key else key)
+    address_ = _query_string(search, f"-{key}" if sort == key else key)
     order = None
     if sort.removeprefix("-") == key:
         order = "descending" if (key in LARGEST_FIRST) != sort.startswith("-") else "ascending"
@@ -175,31 +179,39 @@ def _heading(key: str, title: str, search: str, sort: str) -> Element:
     )
 
 
-def _query(search: str, sort: str, page: int = 0) -> str:
+def _query_string(search: str, sort: str, page: int = 0) -> str:
     fields = {"search": search, "sort": sort, "page": page or ""}
     return "?" + urlencode({key: value for key, value in fields.items() if value}, errors="replace")
 
 
-def _pages(listed: Listed, search: str, sort: str) -> Element | None:
+def _build_page_links(listed: RunListPage, search: str, sort: str) -> Element | None:
     if listed.pages == 1:
         return None
 
-    def link(page: int, text: str) -> Child:
+    def build_link(page: int, text: str) -> Child:
         if not 0 <= page < listed.pages or page == listed.page:
             return None
-        return [tag("a", text, href=_query(search, sort, page)), " "]
+        return [tag("a", text, href=_query_string(search, sort, page)), " "]
 
     at = f"page {listed.page + 1} of {listed.pages} "
-    links = [link(0, "First"), link(listed.page - 1, "Previous"), at, link(listed.page + 1, "Next")]
+    links = [
+        build_link(0, "First"),
+        build_link(listed.page - 1, "Previous"),
+        at,
+        build_link(listed.page + 1, "Next"),
+    ]
     return tag(
-        "nav", tag("p", links, link(listed.pages - 1, "Last")), aria_label="Pages", class_="pages"
+        "nav",
+        tag("p", links, build_link(listed.pages - 1, "Last")),
+        aria_label="Pages",
+        class_="pages",
     )
 
 
-def _filter(search: str, sort: str) -> Element:
+def _build_filter_form(search: str, sort: str) -> Element:
     field = tag("input", name="search", value=search or None, type="search", maxlength="100")
     kept = tag("input", name="sort", value=sort, type="hidden") if sort else None
-    words = "Program, run, status or state"
+    words = "Filter by program, run, status or state"
     return tag(
         "form", tag("label", "Filter runs ", field, title=words), kept, method="get", role="search"
     )

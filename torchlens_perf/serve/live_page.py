@@ -1,6 +1,6 @@
-"""A run's page on the server: the file's page with the run's state and a form to request captures.
+"""A run's page on the server: the static page, the run's state, and a form to request captures.
 
-Runs in a reader.
+This module runs in reader processes.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount
-from torchlens_perf.page.document.html import LivePart, as_json, document
-from torchlens_perf.page.gather.run_contents import contents, one_step
+from torchlens_perf.page.document.html import LivePageParts, build_document, contents_as_json
+from torchlens_perf.page.gather.run_contents import gather_contents, gather_step
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
-from torchlens_perf.serve.captures import captured_files, captured_words
+from torchlens_perf.serve.captures import describe_capture, list_captured_files
 from torchlens_perf.serve.list_page import ROOT
-from torchlens_perf.serve.run_names import run_directory
+from torchlens_perf.serve.run_names import open_run
 from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
-from torchlens_perf.view.html import table
+from torchlens_perf.view.html import build_table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Capture
 
-# The fastest level, since a live page is compressed every few seconds.
+# Use the fastest level, since a live page is compressed every few seconds.
 _GZIP_LEVEL = 1
 _MAX_CAPTURES = 32
 _ABOUT = (
-    "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight"
-    " recorder and, on a GPU, a memory snapshot. Training pauses while the files are written."
+    "Records the next steps of the given ranks with torch.profiler. Python stacks, the flight"
+    " recorder and, on a GPU, a memory snapshot are written too. Training pauses while the files"
+    " are written."
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Rendered:
-    """A run's page at one time, compressed by gzip."""
+class RenderedPage:
+    """A run's page at one point in time, compressed with gzip."""
 
     version: str
     html: bytes
@@ -46,14 +47,14 @@ class Rendered:
     is_live: bool
 
 
-def rendered(path: str, version: str) -> Rendered:
+def render_page(path: str, version: str) -> RenderedPage:
     """Return the run's page.
 
-    version: a name for its data. Raise TorchlensPerfError if there is nothing to show.
+    version: the version of the run's data. Raise TorchlensPerfError if the run cannot be read.
     """
-    held = contents(run_directory(path))
+    held = gather_contents(open_run(path))
     is_live = held["report"]["run"]["live"]
-    # The script replaces this text.
+    # The page's script replaces this text.
     state = "Live. Reload this page to see newer steps." if is_live else "Ended"
     status = tag(
         "div",
@@ -61,27 +62,26 @@ def rendered(path: str, version: str) -> Rendered:
         tag("p", tag("a", "All runs", href=ROOT)),
         id="live",
     )
-    parts = [status, _captures(held["report"]["captures"], is_live=is_live)]
+    parts = [status, _build_captures(held["report"]["captures"], is_live=is_live)]
     scripts = [static_address(name, ROOT) for name in (PAGE_SCRIPT, LIVE_SCRIPT)]
-    page = document(held, LivePart(version, parts, [static_address(STYLE, ROOT)], scripts))
-    return Rendered(version, _packed(page), _packed(as_json(held)), is_live)
+    page = build_document(
+        held, LivePageParts(version, parts, [static_address(STYLE, ROOT)], scripts)
+    )
+    return RenderedPage(version, _compress(page), _compress(contents_as_json(held)), is_live)
 
 
 def step_as_json(path: str, number: int) -> bytes:
-    """Return one step as StepTraces in JSON, compressed by gzip.
-
-    Its list is empty if the step was not recorded.
-    """
-    step = one_step(run_directory(path), number)
-    return _packed(json.dumps(step, separators=(",", ":"), allow_nan=False))
+    """Return StepTraces with one step, or none if it was not recorded, as compressed JSON."""
+    step = gather_step(open_run(path), number)
+    return _compress(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
-def _packed(text: str) -> bytes:
+def _compress(text: str) -> bytes:
     return gzip.compress(text.encode("utf-8", "replace"), _GZIP_LEVEL)
 
 
-def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
-    """Return the form for captures, and the last captures with links to their files."""
+def _build_captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
+    """Return the form that requests captures, and a table of the last captures and their files."""
     if not is_live and not rows:
         return None
     shown = rows[-_MAX_CAPTURES:][::-1]
@@ -91,33 +91,36 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
     columns = [
         Column("profile", [row["id"] for row in shown], Quantity.TEXT),
         Column("rank", [row["rank"] for row in shown], Quantity.NUMBER),
-        Column("result", [captured_words(row) for row in shown], Quantity.TEXT),
+        Column("result", [describe_capture(row) for row in shown], Quantity.TEXT),
         Column("files", [""] * len(shown), Quantity.TEXT),
     ]
     results = (
-        table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]})
+        build_table(
+            Table("captured", caption, columns),
+            {"files": [_build_file_links(row) for row in shown]},
+        )
         if rows
         else None
     )
     return tag(
         "details",
         tag("summary", "Profile a few steps" + (f" ({len(rows)} so far)" if rows else "")),
-        _form() if is_live else None,
+        _build_capture_form() if is_live else None,
         tag("div", results, id="captured"),
         id="captures",
         class_="live-captures",
     )
 
 
-def _links(row: Capture) -> list[Element | str]:
+def _build_file_links(row: Capture) -> list[Element | str]:
     links = [
         tag("a", f"{file['name']} ({amount(file['bytes'], 'B')})", href=file["address"])
-        for file in captured_files(row)
+        for file in list_captured_files(row)
     ]
     return [part for link in links for part in (link, " ")]
 
 
-def _form() -> Element:
+def _build_capture_form() -> Element:
     forced = (
         f"allow more than {MAX_RANKS} ranks, or more than {MAX_KEPT_BYTES >> 30} GiB of profiles"
     )
@@ -135,7 +138,7 @@ def _form() -> Element:
         tag(
             "label",
             tag("input", name="python", type="checkbox", value="1"),
-            " with Python frames and modules",
+            " record Python frames and modules",
         ),
         tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
         tag("button", "Profile", type="submit"),

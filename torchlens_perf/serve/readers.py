@@ -1,8 +1,8 @@
 """Reader processes, in which the server reads all files, so that a hanging disk cannot block it.
 
-Once it listens, the server's own process accesses no run directory. A reader that does not answer
-in time is killed, and the caller receives an error. The number of readers is limited. They have the
-lowest CPU priority, since training may run on the same node.
+While the server listens, its own process accesses no run directory. A reader that does not answer
+in time is killed, and the caller receives an error. The number of readers is limited. Readers have
+the lowest CPU priority, since training may run on the same node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.serve.run_names import NoSuchError, ReadError
+from torchlens_perf.serve.run_names import NotFoundError, ReadError
 from torchlens_perf.store.without_pandas import block_pandas_import
 
 _LOWEST_PRIORITY = 19
@@ -31,7 +31,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _T = TypeVar("_T")
 
 
-class Readers:
+class ReaderPool:
     """A pool of processes that call functions of this package.
 
     Used only on the event loop's thread.
@@ -47,26 +47,25 @@ class Readers:
         function: Callable[..., _T],
         *arguments: object,
         within_s: float,
-        late: str = "its disk did not answer",
+        late: str = "the disk did not answer",
     ) -> _T:
-        """Return function(*arguments), called in a reader.
+        """Call function(*arguments) in a reader process, and return the result.
 
         Arguments, result and function must be picklable.
 
         within_s: time limit for a reader to become free, and again for its answer. late: error text
-        if the answer takes longer. Raise ReadError if a limit is exceeded, or the function raises
-        any exception.
+        if the answer takes longer. Raise ReadError if a limit is exceeded or the function fails.
         """
         loop = asyncio.get_running_loop()
         begun, ready = loop.create_future(), loop.create_future()
-        task = asyncio.ensure_future(self._called_in_reader(begun, ready, function, arguments))
+        task = asyncio.ensure_future(self._call_in_process(begun, ready, function, arguments))
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget_task)
         # wait_for() would wait until the killed reader has exited, but a reader blocked in the
         # kernel survives a kill.
         for reached, limit_s, problem in (
-            (begun, within_s, "all readers are busy; ask again in a moment"),
-            (ready, _START_S, "no process could be started to read it"),
+            (begun, within_s, "all reader processes are busy; try again in a moment"),
+            (ready, _START_S, "no reader process could be started"),
             (task, within_s, f"{late} within {within_s:g} s"),
         ):
             await asyncio.wait(
@@ -79,10 +78,10 @@ class Readers:
             return task.result()
         except BrokenWorkerProcess:
             raise ReadError(
-                503, "its reader process was killed, possibly for lack of memory"
+                503, "the reader process was killed, possibly because memory was low"
             ) from None
 
-    async def _called_in_reader(
+    async def _call_in_process(
         self,
         begun: asyncio.Future[None],
         ready: asyncio.Future[None],
@@ -93,14 +92,18 @@ class Readers:
             begun.set_result(None)
             # anyio reuses an idle process of an earlier call.
             await to_process.run_sync(
-                _start, function.__module__, cancellable=True, limiter=CapacityLimiter(1)
+                _prepare_reader, function.__module__, cancellable=True, limiter=CapacityLimiter(1)
             )
             ready.set_result(None)
             return await to_process.run_sync(
-                _called, function, arguments, cancellable=True, limiter=CapacityLimiter(1)
+                _call_with_read_errors,
+                function,
+                arguments,
+                cancellable=True,
+                limiter=CapacityLimiter(1),
             )
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             # Mark the exception as retrieved, or asyncio would log it. The caller has raised it, or
@@ -113,11 +116,9 @@ class Readers:
             task.cancel()
 
 
-def _start(module: str) -> None:
-    """Prepare the reader process: limit its memory, import the module of the call, and lower the
-    priority.
-    """
-    # Ctrl-C is handled by the server, which ends its readers.
+def _prepare_reader(module: str) -> None:
+    """Limit this process's memory, import the module of the call, and lower the priority."""
+    # Ignore Ctrl-C, since the server handles it and ends its readers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_memory()
     block_pandas_import()
@@ -126,13 +127,11 @@ def _start(module: str) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
 
 
-def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
-    """Call the function in the reader, and convert exceptions to ReadError: others may fail to
-    unpickle.
-    """
+def _call_with_read_errors(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
+    """Call the function, and convert exceptions to ReadError, which can be unpickled."""
     try:
         return function(*arguments)
-    except NoSuchError as error:
+    except NotFoundError as error:
         status, words = 404, str(error)
     except ConfigError as error:
         status, words = 400, str(error)
@@ -142,9 +141,10 @@ def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
         gib = limit_memory() / (1 << 30)
         status, words = (
             503,
-            f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader",
+            f"reading the run needs more than {gib:.1f} GiB of memory, the limit of a reader"
+            " process",
         )
-    # An unexpected error affects only this run.
+    # An unexpected error must not affect other runs.
     except Exception as error:
         status, words = 500, f"this cannot be read: {type(error).__name__}: {error}"
     raise ReadError(status, printable(words))

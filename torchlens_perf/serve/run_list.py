@@ -13,33 +13,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
-from torchlens_perf.report.run_report import run_report
-from torchlens_perf.serve.readers import Readers
-from torchlens_perf.serve.run_names import NoSuchError, ReadError, is_run, opened, run_directory
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.serve.readers import ReaderPool
+from torchlens_perf.serve.run_names import (
+    NotFoundError,
+    ReadError,
+    is_run,
+    open_nodes_folder,
+    open_run,
+)
 from torchlens_perf.verdicts.words.run_state import state_of
-from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.headline import build_headlines, choose_headline
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 ROWS = 50
 _SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)
 _MAX_PROBLEM = 300
 _LOOK_INTERVAL_S = 3.0
-# Idle time after a look at the folder, relative to the look's duration.
+# Minimum idle time after reading the folder, relative to the time that reading took.
 _MIN_IDLE_RATIO = 4
-# A viewer waits at most this long, and then receives the known lines.
+# A viewer waits at most this long, and then receives the lines known so far.
 _TIMEOUT_S = 1.0
 _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
 # A call to a reader reads runs for about this long.
 _BATCH_S = 0.5
 
 
-class Found(NamedTuple):
-    """A run directory."""
+class FoundRun(NamedTuple):
+    """A run directory, and the time of its last change."""
 
     name: str
     changed_ns: int
-    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder
-    cannot be read.
+    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be
+    read.
     """
 
 
@@ -87,8 +93,8 @@ LARGEST_FIRST = ("cost", "step", "ranks", "hosts", "steps", "started")
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
-    """One page of the list."""
+class RunListPage:
+    """One page of the list of runs."""
 
     lines: list[RunLine]
     page: int
@@ -98,8 +104,8 @@ class Listed:
     """Number of runs that match the filter."""
     total: int
     unread: int
-    """Number of unread runs on this page or, if the list is sorted by a column, among
-    all matching runs.
+    """Number of unread runs on this page or, if the list is sorted by a column, among all matching
+    runs.
     """
     looked_unix_s: float
     problem: str
@@ -112,7 +118,7 @@ class Listed:
 class RunList:
     """All runs of a folder. Used only on the event loop's thread."""
 
-    def __init__(self, folder: str, readers: Readers, found: Sequence[Found]) -> None:
+    def __init__(self, folder: str, readers: ReaderPool, found: Sequence[FoundRun]) -> None:
         """found: the result of find_runs() a moment ago."""
         self._folder, self._readers = folder, readers
         self._found, self._looked_unix_s, self._problem = list(found), time.time(), ""
@@ -121,7 +127,7 @@ class RunList:
         self._looking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def page(self, page: int, search: str = "", sort: str = "") -> Listed:
+    async def load_page(self, page: int, search: str = "", sort: str = "") -> RunListPage:
         """Return one page of the matching runs, most recently changed first.
 
         Runs that take long to read appear later.
@@ -130,27 +136,29 @@ class RunList:
         """
         deadline_s = time.monotonic() + _TIMEOUT_S
         if self._looking is None and time.monotonic() >= self._next_s:
-            self._looking = asyncio.create_task(self._look())
+            self._looking = asyncio.create_task(self._poll_folder())
         if self._looking is not None:
             await asyncio.wait({self._looking}, timeout=_TIMEOUT_S)
         is_sorted = sort.removeprefix("-") in SORTS
         while True:
             found = [each for each in self._found if self._matches(each, search.casefold())]
             if is_sorted:
-                found = self._sorted(found, sort)
+                found = self._sort(found, sort)
             pages = max(1, -(-len(found) // ROWS))
             page = min(max(0, page), pages - 1)
             shown = found[page * ROWS : (page + 1) * ROWS]
             wanted = found if is_sorted else shown
-            unread = [each for each in wanted if self._line(each).changed_ns != each.changed_ns]
+            unread = [
+                each for each in wanted if self._known_line(each).changed_ns != each.changed_ns
+            ]
             if unread and self._reading is None:
-                self._reading = asyncio.create_task(self._read(unread[:ROWS]))
+                self._reading = asyncio.create_task(self._read_lines(unread[:ROWS]))
             left_s = deadline_s - time.monotonic()
             if self._reading is None or left_s <= 0:
                 break
             await asyncio.wait({self._reading}, timeout=left_s)
-        lines = [self._line(each) for each in shown]
-        return Listed(
+        lines = [self._known_line(each) for each in shown]
+        return RunListPage(
             lines,
             page,
             pages,
@@ -161,17 +169,17 @@ class RunList:
             self._problem,
         )
 
-    def _line(self, found: Found) -> RunLine:
-        """Return the newest line of a run, which may have changed since then."""
+    def _known_line(self, found: FoundRun) -> RunLine:
+        """Return the last known line of a run."""
         return self._lines.get(found.name) or RunLine(found.name)
 
-    def _matches(self, found: Found, words: str) -> bool:
-        line = self._line(found)
+    def _matches(self, found: FoundRun, words: str) -> bool:
+        line = self._known_line(found)
         return any(
             words in text.casefold() for text in (line.name, line.program, line.status, line.state)
         )
 
-    def _sorted(self, found: Sequence[Found], sort: str) -> list[Found]:
+    def _sort(self, found: Sequence[FoundRun], sort: str) -> list[FoundRun]:
         key = sort.removeprefix("-")
         values: dict[str, Any] = {name: SORTS[key](line) for name, line in self._lines.items()}
         known = [each for each in found if values.get(each.name) is not None]
@@ -181,7 +189,7 @@ class RunList:
         )
         return known + [each for each in found if values.get(each.name) is None]
 
-    async def _look(self) -> None:
+    async def _poll_folder(self) -> None:
         began_s = time.monotonic()
         try:
             self._found = await self._readers.call(find_runs, self._folder, within_s=_FIND_WITHIN_S)
@@ -196,7 +204,7 @@ class RunList:
             self._next_s = time.monotonic() + max(_LOOK_INTERVAL_S, _MIN_IDLE_RATIO * took_s)
             self._looking = None
 
-    async def _read(self, runs: Sequence[Found]) -> None:
+    async def _read_lines(self, runs: Sequence[FoundRun]) -> None:
         """Read runs in this order.
 
         If a disk does not answer, only the run on it is shown as unreadable.
@@ -205,10 +213,10 @@ class RunList:
             while runs:
                 try:
                     lines = await self._readers.call(
-                        lines_of, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S
+                        read_lines, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S
                     )
                 except ReadError as error:
-                    lines = [_unreadable(runs[0], error)]
+                    lines = [_unreadable_line(runs[0], error)]
                 self._lines |= {line.name: line for line in lines}
                 runs = runs[len(lines) :]
         finally:
@@ -220,15 +228,15 @@ class RunList:
 
 def find_runs(
     folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None
-) -> list[Found]:
-    """Return the runs directly in the folder, most recently changed first, or the folder itself if
-    it is a run.
+) -> list[FoundRun]:
+    """Return the runs in a folder, most recently changed first, or the folder itself if it is a
+    run.
 
     Links are not followed. Raise RunStoreError if the folder cannot be read.
     """
     try:
         if is_run(folder):
-            return [Found(os.path.basename(folder), changed_ns(folder))]
+            return [FoundRun(os.path.basename(folder), last_change_ns(folder))]
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
@@ -237,31 +245,30 @@ def find_runs(
     for done, name in enumerate(names):
         advanced(done, len(names))
         try:
-            found.append(Found(name, changed_ns(os.path.join(folder, name))))
-        except NoSuchError:
+            found.append(FoundRun(name, last_change_ns(os.path.join(folder, name))))
+        except NotFoundError:
             continue
         except OSError:
-            found.append(Found(name, 0))
+            found.append(FoundRun(name, 0))
     return sorted(found, key=lambda run: (-run.changed_ns, run.name))
 
 
-def changed_ns(path: str) -> int:
+def last_change_ns(path: str) -> int:
     """Return the time at which a node last wrote its state.
 
     Writing renames a file, which changes the folder's time.
 
-    Raise NoSuchError or OSError.
+    Raise NotFoundError or OSError.
     """
-    descriptor = opened(path)
+    descriptor = open_nodes_folder(path)
     try:
         return os.fstat(descriptor).st_mtime_ns
     finally:
         os.close(descriptor)
 
 
-def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLine]:
-    """Return the lines of the first of these runs: at least one, and as many as can be read in
-    budget_s.
+def read_lines(folder: str, found: Sequence[FoundRun], budget_s: float) -> list[RunLine]:
+    """Return lines for the first of these runs: at least one, and as many as fit in budget_s.
 
     folder: the folder of find_runs().
     """
@@ -274,24 +281,24 @@ def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLi
     return lines
 
 
-def _unreadable(found: Found, error: Exception) -> RunLine:
+def _unreadable_line(found: FoundRun, error: Exception) -> RunLine:
     words = (
         str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
     )
     return RunLine(*found, "UNREADABLE", BAD, printable(words)[:_MAX_PROBLEM])
 
 
-def _read_line(path: str, found: Found) -> RunLine:
+def _read_line(path: str, found: FoundRun) -> RunLine:
     try:
-        run = run_directory(path)
+        run = open_run(path)
         if not any(run.nodes.glob("*.json")):
             waiting = "No step has been recorded yet."
             return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
-        report = run_report(run)
-        verdict = overall(headlines(report))
-    # One unreadable run must not hide the others.
+        report = load_report(run)
+        verdict = choose_headline(build_headlines(report))
+    # One unreadable run must not hide the other runs.
     except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
-        return _unreadable(found, error)
+        return _unreadable_line(found, error)
     about, steps = report["run"], report["steps"]
     return RunLine(
         *found,

@@ -17,7 +17,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ReadError(TorchlensPerfError):
-    """The reason why a request has no result, in words for the viewer, with an HTTP status."""
+    """A request has no result. The error has an HTTP status and a text for the viewer."""
 
     def __init__(self, status: int, text: str) -> None:
         # Unpickling calls the class with these arguments.
@@ -28,31 +28,28 @@ class ReadError(TorchlensPerfError):
         return str(self.args[1])
 
 
-class NoSuchError(TorchlensPerfError):
-    """The run or file is not there. Raised in a reader."""
+class NotFoundError(TorchlensPerfError):
+    """The run or the file does not exist. Raised in a reader process."""
 
 
-def address(name: str) -> str:
-    """Return a name as a part of an address. The name may have any bytes, as on disk."""
+def quote_name(name: str) -> str:
+    """Quote a name for use in an address. File names may contain any bytes."""
     return quote(os.fsencode(name), safe="")
 
 
-def name_in(raw_path: bytes) -> str:
-    """Return the run's name from the raw path of a request, /runs/NAME/...; "" if it cannot be a
-    folder's name.
-    """
+def parse_run_name(raw_path: bytes) -> str:
+    """Return NAME of the raw request path /runs/NAME/...; "" if no folder can have this name."""
     parts = raw_path.split(b"/")
     name = os.fsdecode(unquote_to_bytes(parts[2])) if len(parts) > 2 else ""
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name
 
 
-def opened(path: str) -> int:
+def open_nodes_folder(path: str) -> int:
     """Open the folder of a run's states and return its descriptor.
 
-    Runs in a reader, and does not follow a linked run.
-
-    The folder is opened on each call, since a network file system asks its server only then,
-    instead of using its cache. Raise NoSuchError if there is no run, or OSError.
+    Runs in a reader process. Links are not followed. The folder is opened on each call, because a
+    network file system may otherwise use a stale cache. Raise NotFoundError if there is no run, or
+    OSError.
     """
     try:
         run = os.open(path, _FOLDER | os.O_NOFOLLOW)
@@ -64,22 +61,19 @@ def opened(path: str) -> int:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         name = printable(os.path.basename(path))[:100]
-        raise NoSuchError(f"There is no run {name} here. It may have been removed.") from None
+        raise NotFoundError(f"There is no run {name} here. It may have been removed.") from None
 
 
-def run_directory(path: str) -> RunDirectory:
-    """Return the run directory if the path is a run.
-
-    Runs in a reader. Raise the errors of opened().
-    """
-    os.close(opened(path))
+def open_run(path: str) -> RunDirectory:
+    """Return the run directory of a path. Raise the errors of open_nodes_folder()."""
+    os.close(open_nodes_folder(path))
     return RunDirectory(Path(path))
 
 
 def is_run(path: str) -> bool:
     """Return True if the path is a run. Raise OSError if it cannot be read."""
     try:
-        os.close(opened(path))
-    except NoSuchError:
+        os.close(open_nodes_folder(path))
+    except NotFoundError:
         return False
     return True

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import uvicorn
 
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.serve.access import Guard, new_token
+from torchlens_perf.serve.access import AccessGuard, create_token
 from torchlens_perf.serve.app import Server
-from torchlens_perf.serve.connections import Connection
+from torchlens_perf.serve.connections import LimitedConnection
 
 # Time for running responses to finish when the server ends.
 _GRACEFUL_EXIT_S = 1
@@ -26,21 +26,21 @@ _GRACEFUL_EXIT_S = 1
 _FORCED_EXIT_S = 2.0
 
 
-def serve(server: Server, listening: socket.socket, host: str) -> None:
+def run_until_signal(server: Server, listening: socket.socket, host: str) -> None:
     """Print the address with the token, and serve until a signal ends the process.
 
     host: the value of --host.
     """
-    port, token = listening.getsockname()[1], new_token()
+    port, token = listening.getsockname()[1], create_token()
     names = (
         {"localhost", host}
         if is_loopback(host)
         else {"localhost", host, socket.gethostname(), socket.getfqdn()}
     )
-    guard = Guard(server.app(), token, names)
+    guard = AccessGuard(server.create_app(), token, names)
     config = uvicorn.Config(
         guard, log_config=None, lifespan="off", access_log=False, proxy_headers=False, server_header=False,
-        date_header=False, timeout_graceful_shutdown=_GRACEFUL_EXIT_S, http=Connection, ws="none",
+        date_header=False, timeout_graceful_shutdown=_GRACEFUL_EXIT_S, http=LimitedConnection, ws="none",
     )  # fmt: skip
     logging.getLogger("uvicorn.error").addFilter(_is_own_error)
     shown = (
@@ -50,8 +50,8 @@ def serve(server: Server, listening: socket.socket, host: str) -> None:
         if ":" in host
         else host
     )
-    # Readers are Python processes, which would import modules from the current folder. It may
-    # belong to another user.
+    # Readers are Python processes, which would import modules from the current folder. That folder
+    # may belong to another user.
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     os.chdir("/")
     _StoppableServer(config, server, f"http://{shown}:{port}/#token={token}").run(
@@ -60,9 +60,7 @@ def serve(server: Server, listening: socket.socket, host: str) -> None:
 
 
 class _StoppableServer(uvicorn.Server):
-    """A uvicorn server that ends at the first SIGINT or SIGTERM with exit code 0, since this is its
-    normal end.
-    """
+    """A uvicorn server that exits with code 0 at the first SIGINT or SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, server: Server, address: str) -> None:
         """address: the text to print as soon as the signal handlers are installed."""
@@ -73,7 +71,7 @@ class _StoppableServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._end)
+            loop.add_signal_handler(number, self._request_exit)
         print(self._address, flush=True)
         try:
             yield
@@ -84,7 +82,7 @@ class _StoppableServer(uvicorn.Server):
             last.daemon = True
             last.start()
 
-    def _end(self) -> None:
+    def _request_exit(self) -> None:
         self._server.close()
         self.should_exit = True
 
@@ -108,24 +106,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    port: 0 selects a free one. Raise ConfigError if that is not possible.
-    """
+def open_listening_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket. port: 0 selects a free port. Raise ConfigError on failure."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # The address :: should include all IPv4 addresses.
+        # A socket on :: should also accept connections to IPv4 addresses.
         both = family == socket.AF_INET6
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = str(error).partition(" (while attempting")[0]
         raise ConfigError(
-            f"cannot listen on {host}, port {port}: {reason}. --port 0 takes a free one"
+            f"cannot listen on {host}, port {port}: {reason}. --port 0 selects a free port"
         ) from None
 
 
-def warn(host: str) -> None:
+def warn_remote_access(host: str) -> None:
     """Warn that other machines can reach the server."""
     print(
         f"torchlens-perf: {host} can be reached from other machines, and traffic is not encrypted:"

@@ -18,27 +18,25 @@ NAMES = (STYLE, PAGE_SCRIPT, LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
 
 
 def static_address(name: str, root: str) -> str:
-    """Return the address of a file. root: the list's address relative to the page."""
-    return f"{root}static/{name}?v={digest(name)}"
+    """Return the address of a static file. root: the list's address relative to the page."""
+    return f"{root}static/{name}?v={content_digest(name)}"
 
 
 @functools.cache
-def digest(name: str) -> str:
-    """Return a digest of the file's content."""
-    return hashlib.sha256(_text(name).encode()).hexdigest()[:16]
+def content_digest(name: str) -> str:
+    return hashlib.sha256(_read_text(name).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def packed(name: str) -> bytes:
-    """Return a file's gzip-compressed content."""
-    return gzip.compress(_text(name).encode(), 9, mtime=0)
+def compressed_file(name: str) -> bytes:
+    return gzip.compress(_read_text(name).encode(), 9, mtime=0)
 
 
-def _text(name: str) -> str:
+def _read_text(name: str) -> str:
     if name == STYLE:
-        return f"{page_style()}\n{_own('live.css')}"
-    return page_script() if name == PAGE_SCRIPT else _own(name)
+        return f"{page_style()}\n{_read_own_file('live.css')}"
+    return page_script() if name == PAGE_SCRIPT else _read_own_file(name)
 
 
-def _own(name: str) -> str:
+def _read_own_file(name: str) -> str:
     return (resources.files("torchlens_perf.serve") / "static" / name).read_text("utf-8")

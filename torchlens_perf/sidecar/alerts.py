@@ -134,9 +134,9 @@ class AlertManager:
 
         def context() -> SlowRankContext:
             # Import report.build only when needed, because it loads the modules that format tables.
-            from torchlens_perf.report.build import for_alerts
+            from torchlens_perf.report.build import build_alert_context
 
-            return for_alerts(nodes)
+            return build_alert_context(nodes)
 
         alerts = self.log.changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,

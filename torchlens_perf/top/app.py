@@ -24,7 +24,7 @@ from torchlens_perf.top.rank_screen import rank_lines
 from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.reading import RunReader, View
 from torchlens_perf.top.text import Terminal, cursor_lines, line, rule
-from torchlens_perf.view.headline import overall
+from torchlens_perf.view.headline import choose_headline
 
 LOOK_S = 1.0
 _CSS = """
@@ -283,7 +283,7 @@ class OverviewScreen(Shown):
         self.top.push_screen(RunsScreen(self.top))
 
     def key_c(self) -> None:
-        first = overall(self.top.view.headlines)
+        first = choose_headline(self.top.view.headlines)
         if first is not None and first.command:
             self.top.copy_to_clipboard(first.command)
 

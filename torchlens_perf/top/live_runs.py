@@ -11,7 +11,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
-from torchlens_perf.view.specs import Column, Quantity, Table, inert
+from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 
 # Older runs are listed without reading their files, since a folder may have hundreds of runs.
 _MAX_READ_AGE_S = 900.0
@@ -70,8 +70,10 @@ def run_table(rows: list[RunRow]) -> Table:
         Column("state", [row.state for row in rows], Quantity.TEXT),
         Column("ranks", [row.ranks for row in rows], Quantity.NUMBER, 0.1),
         Column("steps", [row.steps for row in rows], Quantity.NUMBER, 0.4),
-        Column("run", [inert(row.path.name)[:_MAX_NAME] for row in rows], Quantity.TEXT),
-        Column("program", [inert(row.about)[:_MAX_ABOUT] for row in rows], Quantity.TEXT, 0.5),
+        Column("run", [sanitize_line(row.path.name)[:_MAX_NAME] for row in rows], Quantity.TEXT),
+        Column(
+            "program", [sanitize_line(row.about)[:_MAX_ABOUT] for row in rows], Quantity.TEXT, 0.5
+        ),
     ]
     bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, _DAMAGED))
     return Table("runs", "Runs, the newest first", columns, bad, noun="run")

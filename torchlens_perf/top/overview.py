@@ -17,9 +17,9 @@ from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.text import Terminal, cursor_lines, fitting, line, rule
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
-from torchlens_perf.view.headline import Headline, overall
-from torchlens_perf.view.specs import Table, inert
-from torchlens_perf.view.tables import tables
+from torchlens_perf.view.headline import Headline, choose_headline
+from torchlens_perf.view.specs import Table, sanitize_line
+from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import (
     bar_lines,
     headline_line,
@@ -53,7 +53,9 @@ def overview(
     lines += terminal.lines(findings(view, width), width)
     stacks = [each for row in report["verdicts"][:1] for each in stack_lines(row, width)]
     lines += stacks if len(lines) + len(stacks) <= height // 2 else []
-    bars = bar_lines(report, overall(view.headlines), width, color=terminal.color, each=_FEW_RANKS)
+    bars = bar_lines(
+        report, choose_headline(view.headlines), width, color=terminal.color, each=_FEW_RANKS
+    )
     # The rates and at least one line of step times take 2 lines.
     rows, room = ranks.rows + 2, height - len(lines) - 2
     below = bars if room >= min(rows, _MIN_RANKS + 2) + len(bars) else []
@@ -68,7 +70,7 @@ def overview(
 def _other_tables(report: Report, width: int, room: int) -> list[Text]:
     """Return as many of the report's other tables as fit, and the data quality."""
     lines = list[Text]()
-    for table in tables(report) if room > _MIN_TABLE + 4 else ():
+    for table in build_tables(report) if room > _MIN_TABLE + 4 else ():
         rows = min(table.first or table.rows, room - len(lines) - 6)
         if table.key not in ("ranks", "device_times") and rows >= min(_MIN_TABLE, table.rows):
             lines += [line(), *table_lines(table, width, rows)]
@@ -84,7 +86,7 @@ def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
         texts += (
             [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), line()] if ranks.rows else []
         )
-        main = overall(view.headlines)
+        main = choose_headline(view.headlines)
         texts += bar_lines(view.report, main, width, color=terminal.color, each=_FEW_RANKS)
         texts += [line(), *notes(view, width)]
     return terminal.lines(texts, width)
@@ -102,9 +104,9 @@ def title_line(view: View, width: int) -> Text:
         attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
         program = f"{run['program']}  " if run["program"] else ""
         left = f"{program}{view.run_id}  {ranks_words(run)}{attempt}"
-    found = line((inert(left), "bold"))
+    found = line((sanitize_line(left), "bold"))
     found.truncate(max(0, width - len(state) - 1), overflow="ellipsis", pad=True)
-    return found.append(" ").append(inert(state), style=style)
+    return found.append(" ").append(sanitize_line(state), style=style)
 
 
 def run_state(view: View) -> tuple[str, str]:
@@ -126,7 +128,7 @@ def trouble(view: View) -> list[Text]:
     if not view.trouble:
         return []
     text = view.trouble + ("" if view.has_ended else ". Looking again every second.")
-    return [Text(inert(text), style=SEVERITIES[WARNING].terminal)]
+    return [Text(sanitize_line(text), style=SEVERITIES[WARNING].terminal)]
 
 
 def clock_time(time: str, now_s: float | None = None) -> str:
@@ -143,7 +145,7 @@ def clock_time(time: str, now_s: float | None = None) -> str:
 
 def findings(view: View, width: int) -> list[Text]:
     """Return the headline of the run in full, and a line for each other finding."""
-    first = overall(view.headlines)
+    first = choose_headline(view.headlines)
     if first is None:
         return []
     others = [
@@ -235,5 +237,5 @@ def notes(view: View, width: int) -> list[Text]:
     """Return the data quality with all notes."""
     if view.report is None:
         return []
-    texts = (Text(f"  - {inert(note)}") for note in view.report["quality"]["notes"])
+    texts = (Text(f"  - {sanitize_line(note)}") for note in view.report["quality"]["notes"])
     return [quality_line(view.report, width), *texts]

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 from torchlens_perf.top import overview
 from torchlens_perf.top.pace import pace_words
 from torchlens_perf.top.text import Terminal, line
-from torchlens_perf.view.terminal import as_text, verdict_lines
+from torchlens_perf.view.terminal import lines_to_text, verdict_lines
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -71,6 +71,6 @@ class PlainTop:
 
     def _print(self, texts: Iterable[Text]) -> None:
         self._file.write(
-            as_text(self._terminal.lines(texts, self._width), color=self._terminal.color)
+            lines_to_text(self._terminal.lines(texts, self._width), color=self._terminal.color)
         )
         self._file.flush()

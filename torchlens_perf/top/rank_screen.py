@@ -26,10 +26,10 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import place
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.verdicts.words.over import held_words
-from torchlens_perf.view.collective_table import collective_table
-from torchlens_perf.view.hardware_tables import gpu_table
-from torchlens_perf.view.rank_tables import cpu_table, memory_table, step_parts
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, inert
+from torchlens_perf.view.collective_table import build_collective_table
+from torchlens_perf.view.hardware_tables import build_gpu_table
+from torchlens_perf.view.rank_tables import build_cpu_table, build_memory_table, step_parts
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, sanitize_line
 from torchlens_perf.view.terminal import stack_lines, table_lines, verdict_lines
 from torchlens_perf.view.theme import MIN_EXCESS, PARTS
 
@@ -55,7 +55,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
                 " not start."
             )
         ]
-    lines = [Text(f"  {inert(text)}") for text in _state_lines(rank, report)]
+    lines = [Text(f"  {sanitize_line(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
         if number in ranks_of(row):
             held = held_words(row["held"], report["run"]["started"])
@@ -75,7 +75,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     ]
     for table in (table for table in found if table is not None):
         lines += [line(), *table_lines(table, width, table.first or table.rows)]
-        lines += [Text(f"  {inert(table.note)}", style="dim")] if table.note else []
+        lines += [Text(f"  {sanitize_line(table.note)}", style="dim")] if table.note else []
         if table.key == "step" and number in heat and others:
             lines += [line(("  over the run  ", "dim"), blocks(heat[number], width - 20))]
     return lines
@@ -87,7 +87,7 @@ def _tables_of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
     collectives = [row for row in report["collectives"] if name in row["by_rank"]]
     gpus = [gpu for gpu in report["gpus"] if rank["rank"] in gpu["ranks"]]
     one: Report = {**report, "ranks": [rank], "collectives": collectives, "gpus": gpus}
-    for make in (collective_table, cpu_table, memory_table, gpu_table):
+    for make in (build_collective_table, build_cpu_table, build_memory_table, build_gpu_table):
         yield make(one)
 
 

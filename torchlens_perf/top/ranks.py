@@ -16,7 +16,7 @@ from torchlens_perf.top.text import BLOCKS, bar, part, signed
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.order import ranks_of
-from torchlens_perf.view.rank_tables import device_table, rank_table
+from torchlens_perf.view.rank_tables import build_device_table, build_rank_table
 from torchlens_perf.view.specs import Column, Quantity, Table, Value
 from torchlens_perf.view.theme import BAD, FULL_EXCESS
 
@@ -43,7 +43,9 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
         if of.severity == BAD
         for rank in ranks_of(row)
     }
-    table = (device_table if report["run"]["judged_by"] == DEVICE else rank_table)(report)
+    table = (build_device_table if report["run"]["judged_by"] == DEVICE else build_rank_table)(
+        report
+    )
     table = table or Table("ranks", "Ranks", [], noun="rank")
     every = [rank["rank"] for rank in report["ranks"]]
     titled = (column.values for column in table.columns if column.title == "rank")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
-from torchlens_perf.report.run_report import report_of
+from torchlens_perf.report.run_report import report_from_states
 from torchlens_perf.top.pace import SeenSteps
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
-from torchlens_perf.view.headline import Headline, headlines
+from torchlens_perf.view.headline import Headline, build_headlines
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -131,7 +131,7 @@ class RunReader:
         problems = [node.problem for node in self._nodes.values() if node.state is None]
         if not states:
             raise RunStoreError(problems[-1])
-        report, states = report_of(self._run, states, problems)
+        report, states = report_from_states(self._run, states, problems)
         shown = {(rank["rank"], rank["attempt"], rank["pid"]) for rank in report["ranks"]}
         every = [process for state in states for process in state.processes.values()]
         processes = {
@@ -143,7 +143,7 @@ class RunReader:
         return View(
             self._run.run_id,
             report,
-            tuple(headlines(report, self._name)),
+            tuple(build_headlines(report, self._name)),
             self._seen_s(processes),
             populations={rank: process.place.population for rank, process in processes.items()},
         )

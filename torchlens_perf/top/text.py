@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.view.specs import Column, Quantity, Table, inert
+from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 from torchlens_perf.view.terminal import table_lines
 
 BLOCKS, _EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
@@ -123,7 +123,7 @@ def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
 
 def rule(title: str, width: int) -> Text:
     """Return a separator line with the title of the part below it."""
-    found = line(("── ", "dim"), (inert(title), "bold"), " ")
+    found = line(("── ", "dim"), (sanitize_line(title), "bold"), " ")
     return found.append("─" * max(0, width - found.cell_len), style="dim")
 
 

@@ -1,3 +1,1 @@
-"""The human-readable form of a report: headlines, tables and charts as values, and the renderers
-that draw them.
-"""
+"""The human-readable form of a report: headlines, tables and charts, and their renderers."""

@@ -19,53 +19,56 @@ _MIN_BANDWIDTH_BYTES = 1 << 16
 _LEAST, _MOST, _ABOUT = ">= ", "<= ", "~ "
 
 
-def collective_table(report: Report) -> Table | None:
-    """Return a row per operation, group and dtype: first those that wait for a slow rank, then by
-    bytes.
-    """
+def build_collective_table(report: Report) -> Table | None:
+    """Return a row per operation, group and dtype. Rows that wait for a slow rank come first."""
     late = slow_ranks(report)
     rows = sorted(report["collectives"], key=lambda row: row["slowest_rank"] not in late)
     if not rows or report["run"]["world_size"] == 1:
         return None
     waits, transfers, bandwidths = (
-        [_wait(row) for row in rows],
-        [_transfer(row) for row in rows],
-        [_bus(row) for row in rows],
+        [_marked_wait_s(row) for row in rows],
+        [_marked_transfer_s(row) for row in rows],
+        [_marked_bus_bandwidth(row) for row in rows],
     )
-    last = [_last(row) for row in rows]
+    last = [_last_rank_and_share(row) for row in rows]
     columns = [
         Column("collective", [row["operation"] for row in rows], Quantity.TEXT),
-        Column("ranks", [ranks_words(row) for row in rows], Quantity.TEXT),
-        Column("count", [row["count"] for row in rows], Quantity.NUMBER, 0.8, "Records of all ranks."),
+        Column("ranks", [operation_ranks_text(row) for row in rows], Quantity.TEXT),
+        Column("count", [row["count"] for row in rows], Quantity.NUMBER, 0.8, "Number of records on all ranks."),
         Column("bytes", [row["bytes"] for row in rows], Quantity.BYTES, 0.5),
         Column("duration p50", [row["duration_s"]["p50_s"] for row in rows], optional=0.4),
         Column("comm wait", [value for _, value in waits], marks=[mark for mark, _ in waits],
                help="Mean time that a rank waits for the last rank."),
         Column("transfer", [value for _, value in transfers], optional=0.6, marks=[mark for mark, _ in transfers],
-               help="Median time after the last rank arrived."),
-        Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7, "As defined by nccl-tests.",
+               help="Median duration from the arrival of the last rank to the end."),
+        Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7,
+               "Bus bandwidth as defined by nccl-tests.",
                marks=[mark for mark, _ in bandwidths]),
-        Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1, "The rank the others wait for most."),
-        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "Share of operations."),
+        Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1,
+               "The rank that other ranks wait for most."),
+        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2,
+               "Share of operations in which this rank arrived last."),
     ]  # fmt: skip
     if all(rank is None for rank, _ in last):
         del columns[-2:]
-    note = " ".join(_notes(rows[:_FIRST_ROWS]))
+    note = " ".join(_build_notes(rows[:_FIRST_ROWS]))
     slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
     return Table(
         "collectives", "Collectives", columns, slow, _FIRST_ROWS, note, "collective", "comm wait"
     )
 
 
-def slow_link_table(report: Report) -> Table | None:
-    """Return the links that are slower than their peers, the costliest first."""
+def build_slow_link_table(report: Report) -> Table | None:
+    """Return the links that are slower than their peers, costliest first."""
     links = report["slow_links"].links
     if not links:
         return None
     columns = [
         Column("ranks", ["-".join(map(str, each.ranks)) for each in links], Quantity.TEXT),
         Column("operation", [each.operation for each in links], Quantity.TEXT),
-        Column("transfer", [each.transfer_ns / 1e9 for each in links], help="The median."),
+        Column(
+            "transfer", [each.transfer_ns / 1e9 for each in links], help="Median transfer time."
+        ),
         Column("transfer of peers", [each.peers_transfer_ns / 1e9 for each in links]),
         Column("operations", [each.operations for each in links], Quantity.NUMBER, 0.5),
         Column("total cost", [each.cost_ns / 1e9 for each in links]),
@@ -76,8 +79,8 @@ def slow_link_table(report: Report) -> Table | None:
     )
 
 
-def ranks_words(row: Collective) -> str:
-    """Return the ranks of an operation, such as "0-3 tp" or "0 to 1"."""
+def operation_ranks_text(row: Collective) -> str:
+    """Return the ranks of an operation as text, such as "0-3 tp" or "0 to 1"."""
     if row["pair"] is not None:
         return f"{row['pair'][0]} to {row['pair'][1]}"
     if row["ranks"] is None:
@@ -86,8 +89,8 @@ def ranks_words(row: Collective) -> str:
     return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
 
 
-def _wait(row: Collective) -> tuple[str, float | None]:
-    """Return a rank's mean wait and its mark.
+def _marked_wait_s(row: Collective) -> tuple[str, float | None]:
+    """Return the mean wait of a rank, and the mark of a bound or estimate.
 
     The median would hide a rank that is late only occasionally.
     """
@@ -101,15 +104,13 @@ def _wait(row: Collective) -> tuple[str, float | None]:
     return _ABOUT if row["asynchronous"] else "", least
 
 
-def _transfer(row: Collective) -> tuple[str, float | None]:
+def _marked_transfer_s(row: Collective) -> tuple[str, float | None]:
     shortest = row["transfer_s"]["p50_s"]
     return _MOST if shortest is not None and not row["joined_whole"] else "", shortest
 
 
-def _bus(row: Collective) -> tuple[str, float | None]:
-    """Return the bus bandwidth and its mark; None for small operations and if the transfer may be
-    mostly waiting.
-    """
+def _marked_bus_bandwidth(row: Collective) -> tuple[str, float | None]:
+    """Return the mark and the bus bandwidth; None if it is dominated by latency or waiting."""
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
     mostly_waiting = (
         row["pair"] is None and least is not None and most is not None and most > 1.1 * least
@@ -125,28 +126,25 @@ def _bus(row: Collective) -> tuple[str, float | None]:
     return _ABOUT if row["pair"] is not None else _LEAST if at_least else "", row["busbw"]
 
 
-def _last(row: Collective) -> tuple[int | None, float | None]:
+def _last_rank_and_share(row: Collective) -> tuple[int | None, float | None]:
     rank = row["slowest_rank"]
     return (
         (None, None) if rank is None else (rank, row["by_rank"][str(rank)]["last"] / row["joined"])
     )
 
 
-def _notes(rows: Sequence[Collective]) -> list[str]:
-    """Return notes on values that these rows lack or only estimate, with the reasons."""
+def _build_notes(rows: Sequence[Collective]) -> list[str]:
+    """Return notes on missing and estimated values in these rows, with the reasons."""
     notes = []
     if any(row["asynchronous"] and row["joined"] for row in rows):
         on_device = any(row["by_device"] for row in rows)
         what = "its kernel began" if on_device else "it was issued"
         notes.append(
-            f"~ asynchronous: how much earlier {what} than on the last rank, not time that a rank"
-            " was blocked."
+            f"~~ marks asynchronous operations: the wait is how much earlier {what} than on the"
+            " last rank, not time that a rank was blocked."
         )
     if any(row["joined"] and not row["joined_whole"] for row in rows):
-        notes.append(
-            "Ranks on several nodes are compared on each node alone, so waits are lower bounds"
-            " (>=)."
-        )
+        notes.append("Each node compares only its own ranks, so waits are lower bounds (>=).")
     unknown = [row for row in rows if row["wait_s"]["mean_s"] is None]
     notes += dict.fromkeys(f"{row['operation']}: {_why_not_compared(row)}." for row in unknown)
     return notes
@@ -161,12 +159,14 @@ def _why_not_compared(row: Collective) -> str:
             return "a rank receives from any source, so its messages cannot be matched"
         if row["by_device"]:
             return (
-                "ranks left operations before others had arrived by their kernels' times, so they"
-                " cannot be matched"
+                "kernel times show ranks that left operations before other ranks arrived, so"
+                " operations cannot be matched"
             )
         return "sequence numbers differ between ranks, for example after messages between two ranks"
     if counts["mismatched"]:
-        return f"ranks had different operations at the same position, {counts['mismatched']} times"
+        return (
+            f"ranks issued different operations at the same position, {counts['mismatched']} times"
+        )
     if counts["unjoined"]:
         return f"records of some ranks are missing, {counts['unjoined']} times"
     return "no other rank of the group is on this node"

@@ -34,20 +34,21 @@ _ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
 )
 
 
-def gpu_table(report: Report) -> Table | None:
-    """Return a row for each GPU with means over the run, lowest clocks first."""
+def build_gpu_table(report: Report) -> Table | None:
+    """Return a row for each GPU with means over the run, lowest clock rate first."""
     gpus = sorted(report["gpus"], key=lambda gpu: gpu["signals"].get("sm_clock_share", 1.0))
     if not gpus:
         return None
     columns = [
         Column("rank", [format_ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
-        Column("SM MHz", [_rounded(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
+        Column("SM MHz", [_round_to_unit(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
         Column("of max clock", [gpu["signals"].get("sm_clock_share") for gpu in gpus], Quantity.SHARE),
-        Column("throttled", [_throttled(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,
-               help="Share of the run in which clocks were held down, by reason."),
-        Column("errors", [_errors(gpu) for gpu in gpus], Quantity.TEXT, help="Errors that the GPU counted in the run."),
-        Column("power W", [_rounded(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
-        Column("max temp C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
+        Column("throttled", [_throttling_text(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,
+               help="Share of the run in which the GPU reduced its clocks, by reason."),
+        Column("errors", [_gpu_errors_text(gpu) for gpu in gpus], Quantity.TEXT,
+               help="Errors that the GPU counted during the run."),
+        Column("power W", [_round_to_unit(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
+        Column("max temp C", [_round_to_unit(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
     ]  # fmt: skip
     activity = (
@@ -62,11 +63,11 @@ def gpu_table(report: Report) -> Table | None:
     return Table("gpus", "GPUs", columns, first=_FIRST_ROWS, noun="GPU", ranged="of max clock")
 
 
-def _rounded(value: float | None, unit: float = 1.0) -> int | None:
+def _round_to_unit(value: float | None, unit: float = 1.0) -> int | None:
     return None if value is None else round(value / unit)
 
 
-def _throttled(shares: dict[str, float]) -> str | None:
+def _throttling_text(shares: dict[str, float]) -> str | None:
     if not shares:
         return None
     shown = sorted(
@@ -77,8 +78,8 @@ def _throttled(shares: dict[str, float]) -> str | None:
     )
 
 
-def _errors(gpu: Gpu) -> str | None:
-    """Return the errors during the run in words; None if the GPU has no error counters."""
+def _gpu_errors_text(gpu: Gpu) -> str | None:
+    """Return the GPU's errors during the run as text; None without error counters."""
     counts = {
         words: [count for field in fields if (count := gpu[field]) is not None]
         for words, fields in _ERRORS
@@ -93,8 +94,8 @@ def _errors(gpu: Gpu) -> str | None:
     return ", ".join(found) or "none"
 
 
-def port_table(report: Report) -> Table | None:
-    """Return the network ports that counted errors during the run, most first."""
+def build_port_table(report: Report) -> Table | None:
+    """Return the network ports that counted errors during the run, most errors first."""
     ports = sorted(
         (port for port in report["links"] if port["errors"]),
         key=lambda port: -sum(port["errors"].values()),

@@ -1,7 +1,7 @@
-"""A verdict as a headline: status word, cost, facts, one sentence, what to do, and a command to
-copy. Pure.
+"""A verdict as a headline: status, cost, facts, one sentence, an action, and a command to copy.
+Pure.
 
-The terminal report, `top`, pages, notebooks and the list of runs all show this value.
+The terminal report, `top`, pages, notebooks and the list of runs all show headlines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchlens_perf.verdicts.words.evidence import (
     StragglerEvidence,
 )
 from torchlens_perf.verdicts.words.order import ended_in_it, ranks_of
-from torchlens_perf.view.rank_tables import largest_section
+from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _BOTTLENECKS = {
 }
 _PHASES = {
     "compute": "forward and backward",
-    "gap": "host code between the phases",
+    "gap": "host code between phases",
     "host": "host code",
 }
 _STALLS = "STALLS"
@@ -61,7 +61,7 @@ _STALLS = "STALLS"
 
 @dataclasses.dataclass(frozen=True)
 class Headline:
-    """One verdict in short: status, location, cost, sentence, cause and action."""
+    """A short form of one verdict: status, location, cost, sentence, cause and action."""
 
     kind: str
     status: str
@@ -91,12 +91,12 @@ class Headline:
 
     @property
     def per_step(self) -> str:
-        """Label of the cost: "per step" for the time of a bottleneck, else "lost per step"."""
+        """The label of the cost: "per step" for a bottleneck, else "lost per step"."""
         return "per step" if self.kind in WASTE else "lost per step"
 
     @property
     def cost(self) -> str:
-        """The cost in words; "" if the verdict has no cost."""
+        """The cost as text; "" if the verdict has no cost."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
         return (
@@ -104,14 +104,13 @@ class Headline:
         )
 
 
-def headlines(report: Report, run_dir: str = "") -> list[Headline]:
+def build_headlines(report: Report, run_dir: str = "") -> list[Headline]:
     """Return a headline for each row of the report's `verdicts`, in the same order."""
-    return [headline(row, report, run_dir) for row in report["verdicts"]]
+    return [build_headline(row, report, run_dir) for row in report["verdicts"]]
 
 
-def overall(found: Sequence[Headline]) -> Headline | None:
-    """Return the headline that gives the run its status: the first current problem, else the first
-    that is OK.
+def choose_headline(found: Sequence[Headline]) -> Headline | None:
+    """Return the headline that sets the run's status: the first problem, else the first that is OK.
 
     Return None if the report has no current verdict.
     """
@@ -120,32 +119,32 @@ def overall(found: Sequence[Headline]) -> Headline | None:
     return next(iter([*wrong, *(each for each in now if each.severity == GOOD), *now]), None)
 
 
-def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
-    """Return the headline of one row. run_dir: the path to use in the command to copy."""
-    status, severity = _status(row)
+def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
+    """Return the headline of one verdict. run_dir: the path for the command to copy."""
+    status, severity = _status_and_severity(row)
     sentence, action = split_sentence_and_action(row["text"])
     return Headline(
         kind=row["kind"],
         status=status,
         severity=NEUTRAL if row["is_over"] else severity,
-        facts=tuple((name, printable(text)) for name, text in _facts(row, report) if text),
+        facts=tuple((name, printable(text)) for name, text in _verdict_facts(row, report) if text),
         cost_s_per_step=row["cost_s_per_step"] or None,
         cost_share=row["cost_share"] or None,
         sentence=printable(row["explanation"] or sentence),
         cause=printable(row["cause"]),
         action=printable(action),
-        command=_command(row, report, run_dir),
+        command=_suggested_command(row, report, run_dir),
         is_over=row["is_over"],
     )
 
 
-def _status(row: VerdictRow) -> tuple[str, str]:
+def _status_and_severity(row: VerdictRow) -> tuple[str, str]:
     kind, evidence = row["kind"], row["evidence"]
     if ended_in_it(evidence):
         return _STATUS["hang"]
     if kind in ("straggler_ended", "straggler_transient"):
         return "SLOW RANK", WARNING
-    # A state of another version, or a damaged one, can contain other kinds.
+    # The state file of another version, or a damaged file, can contain other kinds.
     status, severity = _STATUS.get(kind.removesuffix(OVER), ("OTHER", WARNING))
     if isinstance(evidence, StragglerEvidence):
         return _SCOPES.get(evidence.scope, status), severity
@@ -156,8 +155,8 @@ def _status(row: VerdictRow) -> tuple[str, str]:
     return status, severity
 
 
-def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
-    """Return the facts of a verdict, each as name and text."""
+def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
+    """Return pairs of name and text for the facts of a verdict, such as rank and phase."""
     kind, evidence, ranks, held = (
         row["kind"].removesuffix(OVER),
         row["evidence"],
@@ -172,12 +171,14 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{format_ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
         section = (
-            largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
+            find_largest_section(report, row["cost_s_per_step"] or 0.0)
+            if kind == "host_bound"
+            else ""
         )
         where = f"section {section}" if section else _BOTTLENECKS[kind]
         found.append(("bound by" if kind == "lack_of_cpu" else "in", where))
     elif row["phase"] is not None and kind != "long_steps":
-        found.append(("phase", phase_words(row["phase"])))
+        found.append(("phase", phase_name(row["phase"])))
     # These verdicts describe the whole run, so they have no first step.
     if kind in ("none", "compute_bound", "not_compared"):
         return []
@@ -198,19 +199,17 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
 
 
 def fact_text(name: str, text: str) -> str:
-    """Return a fact as words: "rank 13", "since step 40", "seen in 97% of these steps"."""
+    """Return a fact as text: "rank 13", "since step 40", "seen in 97% of these steps"."""
     return text if name == "steps" else f"{name} {text}"
 
 
-def phase_words(phase: str) -> str:
-    """Return a part of the step as a fact names it: "forward", "data", "CPU contention"."""
+def phase_name(phase: str) -> str:
+    """Return the name of a step part on screens, such as "forward", "data" or "CPU contention"."""
     return _PHASES.get(phase) or (PARTS[phase].name if phase in PARTS else phase)
 
 
-def _command(row: VerdictRow, report: Report, run_dir: str) -> str:
-    """Return the command that investigates a finding: it profiles the rank, now or in
-    the next run.
-    """
+def _suggested_command(row: VerdictRow, report: Report, run_dir: str) -> str:
+    """Return the command that profiles the rank of a verdict, now or in the next run."""
     if row["is_over"] or row["kind"] not in ("straggler", "long_steps", "compute_bound", *WASTE):
         return ""
     rank = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.view.headline import fact_text
 from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.specs import Column, Table, inert
+from torchlens_perf.view.specs import Column, Table, sanitize_line
 
 if TYPE_CHECKING:
     from torchlens_perf.view.headline import Headline
@@ -17,16 +17,15 @@ _LONGEST_CELL = 48
 _MAX_ROWS = 512
 
 
-def status_chip(headline: Headline) -> Element:
+def build_status_chip(headline: Headline) -> Element:
     """Return the status word in the colour of its severity."""
     return tag("b", headline.status, class_=f"chip {headline.severity}")
 
 
-def card(headline: Headline, key: str, *more: Child) -> Element:
-    """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what
-    to do.
+def build_verdict_card(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a full verdict: the cost as a number, facts as chips, the sentence, and the action.
 
-    key: the id in the page. more: elements to show below.
+    key: the id of the element. more: elements to append.
     """
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
@@ -40,11 +39,11 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
             "div",
             tag(
                 "ul",
-                tag("li", status_chip(headline)),
-                [_fact(*fact) for fact in headline.facts],
+                tag("li", build_status_chip(headline)),
+                [_build_fact(*fact) for fact in headline.facts],
                 class_="facts",
             ),
-            _advice(headline),
+            _build_advice(headline),
             *more,
         ),
         class_=f"verdict {headline.severity}",
@@ -53,15 +52,15 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     )
 
 
-def line(headline: Headline, key: str, *more: Child) -> Element:
-    """Return a verdict as one expandable line with status, facts and cost.
+def build_verdict_line(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a verdict as one line with status, facts and cost.
 
-    Opening it shows the content of card().
+    It expands to the content of build_verdict_card().
     """
     facts = ", ".join(fact_text(*fact) for fact in headline.facts)
     summary = tag(
         "summary",
-        status_chip(headline),
+        build_status_chip(headline),
         " ",
         tag("span", facts or headline.sentence),
         " ",
@@ -70,7 +69,7 @@ def line(headline: Headline, key: str, *more: Child) -> Element:
     return tag(
         "details",
         summary,
-        _advice(headline),
+        _build_advice(headline),
         *more,
         class_=f"verdict {headline.severity}",
         id=key,
@@ -78,12 +77,12 @@ def line(headline: Headline, key: str, *more: Child) -> Element:
     )
 
 
-def _fact(name: str, text: str) -> Element:
+def _build_fact(name: str, text: str) -> Element:
     before, _, _ = fact_text(name, text).rpartition(text)
     return tag("li", before, tag("b", text))
 
 
-def _advice(headline: Headline) -> list[Element | None]:
+def _build_advice(headline: Headline) -> list[Element | None]:
     return [
         tag("p", headline.sentence, class_="finding"),
         tag("p", tag("b", "Cause:"), f" {headline.cause}") if headline.cause else None,
@@ -94,15 +93,14 @@ def _advice(headline: Headline) -> list[Element | None]:
     ]
 
 
-def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
-    """Return a table that scrolls horizontally. A checkbox shows the rows after the first ones.
+def build_table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
+    """Return a table that scrolls horizontally. A checkbox shows the hidden rows.
 
-    cells: elements to show in place of text, by column title.
+    cells: elements that replace the text of cells, by column title.
     """
     of, spec = spec.rows, spec.head(_MAX_ROWS)
     texts: list[Sequence[Child]] = [
-        (cells or {}).get(column.title)
-        or [shortened(text, _LONGEST_CELL) for text in column.texts()]
+        (cells or {}).get(column.title) or [shorten(text, _LONGEST_CELL) for text in column.texts()]
         for column in spec.columns
     ]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
@@ -114,7 +112,7 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
                     "td" if at else "th",
                     text[row],
                     scope=None if at else "row",
-                    class_=_class(column),
+                    class_=_cell_class(column),
                 )
                 for at, (column, text) in enumerate(zip(spec.columns, texts, strict=True))
             ],
@@ -123,7 +121,7 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
         )
         for row in range(spec.rows)
     ]
-    head = tag("tr", [_head(column) for column in spec.columns])
+    head = tag("tr", [_build_heading(column) for column in spec.columns])
     shown = tag("table", tag("caption", spec.title), tag("thead", head), tag("tbody", body))
     checkbox, label = None, None
     if first < spec.rows:
@@ -151,26 +149,26 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     )
 
 
-def _head(column: Column) -> Element:
+def _build_heading(column: Column) -> Element:
     title: Child = tag("abbr", column.title, title=column.help) if column.help else column.title
     unit: Child = [" ", tag("small", column.unit)] if column.unit else None
-    return tag("th", title, unit, scope="col", class_=_class(column))
+    return tag("th", title, unit, scope="col", class_=_cell_class(column))
 
 
-def _class(column: Column) -> str | None:
+def _cell_class(column: Column) -> str | None:
     return "text" if column.is_text else None
 
 
-def shortened(text: str, longest: int) -> Child:
-    """Return a text. The middle of a long text is cut out, and its tooltip has the full text."""
+def shorten(text: str, longest: int) -> Child:
+    """Return text whose middle is cut out if it is long. A tooltip shows the full text."""
     if len(text) <= longest:
         return text
     half = longest // 2
-    return tag("span", f"{text[:half]}…{text[-half:]}", title=inert(text))
+    return tag("span", f"{text[:half]}…{text[-half:]}", title=sanitize_line(text))
 
 
-def section(key: str, title: str, *children: Child) -> Element:
-    """Return a section element with a heading that links to it. key: the id."""
+def build_section(key: str, title: str, *children: Child) -> Element:
+    """Return a section element. Its heading is a link to the section. key: the id."""
     heading = tag(
         "h2",
         title,
@@ -181,10 +179,12 @@ def section(key: str, title: str, *children: Child) -> Element:
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
 
 
-def figure(chart: str | None, title: str, caption: Child, *inside: Child, **data: str) -> Element:
+def build_figure(
+    chart: str | None, title: str, caption: Child, *inside: Child, **data: str
+) -> Element:
     """Return a figure with its title and a caption.
 
-    chart: the kind of chart that scripts draw in it; None for others.
+    chart: the kind of chart that scripts draw in the figure; None for static charts.
     """
     note = (
         tag("p", "This chart needs JavaScript.", class_="note unscripted")
@@ -202,6 +202,6 @@ def figure(chart: str | None, title: str, caption: Child, *inside: Child, **data
     )
 
 
-def details(summary: Child, *children: Child) -> Element:
-    """Return a collapsed element that shows its children after a click on the summary."""
+def build_details(summary: Child, *children: Child) -> Element:
+    """Return a collapsed element that shows its children after a click on `summary`."""
     return tag("details", tag("summary", summary), *children)

@@ -1,4 +1,7 @@
-"""HTML and SVG elements. This module escapes text and attributes and makes them printable. Pure."""
+"""HTML and SVG elements.
+
+The functions escape text and attributes, and make them printable. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable
 from xml.etree import ElementTree
 
 from torchlens_perf.analysis.statistics.quantities import printable
-from torchlens_perf.view.specs import inert
+from torchlens_perf.view.specs import sanitize_line
 
 Element = ElementTree.Element
 Child = Element | str | None | Iterable["Child"]
@@ -23,7 +26,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Ele
         if value is not None:
             made.set(
                 key.rstrip("_").replace("_", "-"),
-                printable(value) if isinstance(value, str) else number(value),
+                printable(value) if isinstance(value, str) else format_number(value),
             )
     _append(made, children)
     return made
@@ -34,7 +37,7 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
         if child is None:
             continue
         if isinstance(child, str):
-            text = inert(child)
+            text = sanitize_line(child)
             if len(parent):
                 parent[-1].tail = (parent[-1].tail or "") + text
             else:
@@ -45,15 +48,15 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
             _append(parent, child)
 
 
-def number(value: float) -> str:
-    """Return the value of an attribute, with at most two decimals."""
+def format_number(value: float) -> str:
+    """Return a number as the value of an attribute, with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def raw(name: str, text: str, **attributes: str) -> Element:
+def raw_element(name: str, text: str, **attributes: str) -> Element:
     """Return a script or style element.
 
-    Its text is not escaped, so it must not contain the closing tag.
+    The text is not escaped and must not contain the closing tag.
     """
     assert f"</{name}" not in text.lower()
     made = tag(name, **attributes)
@@ -61,6 +64,6 @@ def raw(name: str, text: str, **attributes: str) -> Element:
     return made
 
 
-def html(element: Element) -> str:
-    """Return the element as text. The content of scripts and styles is not escaped."""
+def to_html(element: Element) -> str:
+    """Return the element as HTML text. The content of scripts and styles is not escaped."""
     return ElementTree.tostring(element, encoding="unicode", method="html")

@@ -1,6 +1,4 @@
-"""Tables with a row for each rank: step times by the host's and the device's clock, CPUs, and
-memory. Pure.
-"""
+"""Tables with a row for each rank: host and device step times, CPU use, and memory. Pure."""
 
 from __future__ import annotations
 
@@ -26,18 +24,18 @@ _MIN_COLUMN_SHARE = 0.02
 _SHOWN_PARTS = tuple(part for part in RECORDED_PARTS if part != "tool")
 _COMPUTE = "Step time without communication wait and CPU contention."
 _DEVICE_HELP = {
-    "communication": "Time in which the device waited for other ranks, or for transfers.",
-    "data": "Time between the phases in which the device waited for the data loader.",
-    "host": "Time between the phases in which the device waited for other host code.",
+    "communication": "Time for which the device waited for other ranks or transfers.",
+    "data": "Time between phases for which the device waited for the data loader.",
+    "host": "Time between phases for which the device waited for other host code.",
 }
 _HOST_HELP = {
-    "communication": "Time blocked in communication until other ranks arrive, and in transfers.",
-    "host": "Python and other host code between the phases.",
+    "communication": "Time for which the rank was blocked in communication, by other ranks or by transfers.",
+    "host": "Time in Python and other host code between phases.",
 }
 
 
 def slow_ranks(report: Report) -> dict[int, int]:
-    """Return the ranks that are slow now, each with the index of its verdict."""
+    """Return the ranks that are currently slow, each with the index of its verdict."""
     slow: dict[int, int] = {}
     for place, row in enumerate(report["verdicts"]):
         if row["kind"] == "straggler" and not row["is_over"]:
@@ -45,30 +43,34 @@ def slow_ranks(report: Report) -> dict[int, int]:
     return slow
 
 
-def leading(report: Report) -> list[int]:
+def slowest_ranks(report: Report) -> list[int]:
     """Return the slowest rank of each current verdict on slow ranks, costliest first."""
     rows = [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
     return [row["rank"] for row in rows if row["rank"] is not None]
 
 
-def rank_table(report: Report) -> Table | None:
+def build_rank_table(report: Report) -> Table | None:
     """Return the typical step of each rank by the host's clock, slow ranks first."""
     timed = [rank for rank in report["ranks"] if rank["typical"] is not None]
     if not timed:
         return None
-    ranks, slow, first = _ordered(timed, slow_ranks(report), compute_s)
+    ranks, slow, first = _order_ranks(timed, slow_ranks(report), compute_s)
     several = report["run"]["world_size"] > 1
     steps_s = [rank["typical"]["s"] for rank in ranks if rank["typical"]]
     unit_of = max(steps_s) / 3
     columns = _rank_columns(ranks) if several else []
     columns.append(
         Column(
-            "step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."
+            "step",
+            steps_s,
+            unit_of=unit_of,
+            optional=0.15,
+            help="Mean duration of the typical steps.",
         )
     )
     notes: list[str] = []
-    # The work of a device is not part of the host's step, so the host table has no compute column
-    # then.
+    # With devices, their work is not part of the host's step, so the host table has no compute
+    # column.
     by_host = report["run"]["judged_by"] != DEVICE
     if by_host:
         columns.append(
@@ -81,7 +83,7 @@ def rank_table(report: Report) -> Table | None:
     ]:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
         left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
-        values = [_phase(rank, part) for rank in ranks]
+        values = [_phase_without_contention(rank, part) for rank in ranks]
         columns.append(
             Column(
                 PARTS[part].name,
@@ -97,26 +99,37 @@ def rank_table(report: Report) -> Table | None:
         for seconds, step_s in zip(contention_s, steps_s, strict=True)
     ):
         help_ = (
-            "Time in which the thread was runnable but not scheduled. Other columns do not"
-            " include it."
+            "Time for which the thread was runnable but not scheduled. Other columns exclude this"
+            " time."
         )
         columns.append(
             Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_)
         )
     if several and any(rank["arrived_last"] for rank in ranks):
         last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
-        help_ = "Share of the compared collectives to which the rank came last."
+        help_ = "Share of the compared collectives in which the rank arrived last."
         columns.append(Column("last to arrive", last, Quantity.SHARE, 0.5, help_))
     memory = [rank["memory"]["max_bytes"] for rank in ranks]
     if any(memory):
         columns.append(
-            Column("peak memory", memory, Quantity.BYTES, 0.9, "Most memory that the rank used.")
+            Column(
+                "peak memory",
+                memory,
+                Quantity.BYTES,
+                0.9,
+                "Largest amount of memory that the rank used.",
+            )
         )
     clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     notes += (
-        [f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward."]
+        [
+            (
+                f"{', '.join(PARTS[part].name for part in missing)}: not measured separately, but"
+                " included in backward."
+            )
+        ]
         if missing
         else []
     )
@@ -129,8 +142,8 @@ def rank_table(report: Report) -> Table | None:
 def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     """Return a note if the verdict on a slow rank and the table show different compute times.
 
-    The verdict uses the mean of the slow steps, the table a typical step. compute_s: the table's
-    values by rank.
+    The verdict uses the mean of the slow steps, while the table shows a typical step. compute_s:
+    the table's values by rank.
     """
     for row in report["verdicts"]:
         evidence, rank, since = (
@@ -148,13 +161,13 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
             if mean == duration_or_dash(compute_s.get(rank)):
                 return ""
             return (
-                f"Typical steps of the whole run. Since step {since}, rank {rank} computes {mean}"
-                " (mean)."
+                f"The table shows typical steps. Since step {since}, rank {rank} computes {mean} on"
+                " average."
             )
     return ""
 
 
-def device_table(report: Report) -> Table | None:
+def build_device_table(report: Report) -> Table | None:
     """Return the typical step of each rank by its device's clock, slow ranks first."""
     devices = {
         rank["rank"]: rank["device"] for rank in report["ranks"] if rank["device"] is not None
@@ -167,7 +180,7 @@ def device_table(report: Report) -> Table | None:
         return (times["work_s"] or times["step_s"])["p50_s"] or 0.0
 
     timed = [rank for rank in report["ranks"] if rank["rank"] in devices]
-    ranks, slow, first = _ordered(timed, slow_ranks(report), order)
+    ranks, slow, first = _order_ranks(timed, slow_ranks(report), order)
     times = [devices[rank["rank"]] for rank in ranks]
     several, judged = report["run"]["world_size"] > 1, any(each["parts"] for each in times)
     unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
@@ -180,13 +193,16 @@ def device_table(report: Report) -> Table | None:
     notes: list[str] = []
     if judged:
         work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
-        help_ = "Median step without communication wait, with the device's waits for its host."
+        help_ = (
+            "Median step time without communication wait, including waits of the device for its"
+            " host."
+        )
         columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
         notes.append(
             _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
         )
     for part in _SHOWN_PARTS:
-        values = [_device_phase(each, part, judged=judged) for each in times]
+        values = [_device_part_s(each, part, judged=judged) for each in times]
         if any(values):
             largest = max(value for value in values if value) / (3 * unit_of)
             help_ = _DEVICE_HELP.get(part, "")
@@ -202,13 +218,14 @@ def device_table(report: Report) -> Table | None:
     behind_s = [each["behind_s"]["p50_s"] for each in times]
     if any(value is not None for value in behind_s):
         help_ = (
-            "Median time by which the device ended a forward or backward pass later than the host."
+            "Median delay between the end of a forward or backward pass on the host and on the"
+            " device."
         )
         columns.append(Column("lag behind host", behind_s, optional=0.9, help=help_))
     if any(each["caught_up"] is not None for each in times):
         help_ = (
-            "Share of forward and backward passes at whose end the device had no work queued: it"
-            " waits for launches."
+            "Share of forward and backward passes after which the device had no queued work and"
+            " waited for kernel launches."
         )
         columns.append(
             Column(
@@ -223,8 +240,8 @@ def device_table(report: Report) -> Table | None:
     )
 
 
-def cpu_table(report: Report) -> Table | None:
-    """Return the CPU use of each rank and of other processes; None if no rank waits for a CPU."""
+def build_cpu_table(report: Report) -> Table | None:
+    """Return the CPU use of ranks and other processes; None without CPU contention."""
     users = {rank["rank"]: rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None}
     shares = {
         rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None
@@ -232,22 +249,26 @@ def cpu_table(report: Report) -> Table | None:
     if not shares:
         return None
     waiting = [rank for rank in report["ranks"] if rank["rank"] in shares]
-    ranks, slow, first = _ordered(waiting, slow_ranks(report), lambda rank: shares[rank["rank"]])
+    ranks, slow, first = _order_ranks(
+        waiting, slow_ranks(report), lambda rank: shares[rank["rank"]]
+    )
     cpus = [users[rank["rank"]] for rank in ranks]
     columns = [
         *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
-        Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="CPUs that the rank may use."),
-        Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER, help="Threads of torch per operation."),
-        Column("child processes", [each["workers"] for each in cpus], Quantity.NUMBER, help="Such as data workers."),
+        Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="Number of CPUs that the rank may use."),
+        Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER,
+               help="Number of threads that torch uses for an operation."),
+        Column("child processes", [each["workers"] for each in cpus], Quantity.NUMBER,
+               help="Child processes of the rank, such as data loader workers."),
         Column("other programs", [each["others_share"] for each in cpus], Quantity.SHARE,
-               help="Share of the rank's CPUs that programs outside of the job kept busy."),
+               help="Share of the rank's CPU time that programs outside the job used."),
         Column("busiest of them", [each["busiest_other"] or None for each in cpus], Quantity.TEXT),
     ]  # fmt: skip
     return Table("cpus", "CPU use", columns, slow, first, noun="rank", ranged="other programs")
 
 
-def memory_table(report: Report) -> Table | None:
-    """Return the device allocator's numbers of each rank, most reserved memory first."""
+def build_memory_table(report: Report) -> Table | None:
+    """Return the memory statistics of each rank's device allocator, most reserved memory first."""
     readings = {
         rank["rank"]: device
         for rank in report["ranks"]
@@ -256,7 +277,7 @@ def memory_table(report: Report) -> Table | None:
     if not readings:
         return None
     read = [rank for rank in report["ranks"] if rank["rank"] in readings]
-    ranks, slow, first = _ordered(
+    ranks, slow, first = _order_ranks(
         read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0
     )
     devices = [readings[rank["rank"]] for rank in ranks]
@@ -286,21 +307,19 @@ def memory_table(report: Report) -> Table | None:
         grown = [each and each["bytes_per_step"] for each in growths]
         columns.append(Column("growth per step", grown, Quantity.BYTES, 0.15))
     age = max((each["age_steps"] or 0 for each in devices), default=0)
-    note = f"Read at the end of a step, at most {age} steps before the last one."
+    note = f"Values were read at the end of a step, at most {age} steps before the last step."
     if any(each["peak_resets"] for each in devices):
-        note += " The job resets the allocator's peak, so a higher one may be missing."
+        note += " The job resets the allocator's peak, so the highest peak may be missing."
     return Table("memory", "Device memory", columns, slow, first, note, "rank", "reserved")
 
 
-def _ordered(
+def _order_ranks(
     ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
 ) -> tuple[list[Rank], frozenset[int], int | None]:
-    """Return the ranks in display order, the indexes of slow rows, and how many rows to show at
-    first.
+    """Return the ranks in display order, the indexes of slow rows, and the number of first rows.
 
-    Slow ranks come first, then ranks of larger size. If many ranks are slow, only a few of them
-    precede some healthy ranks, so the rows shown at first contain both. place: the result of
-    slow_ranks().
+    Slow ranks come first, then ranks of larger size. If many ranks are slow, healthy ranks follow
+    after a few of them, so the first rows contain both. place: the result of slow_ranks().
     """
     last = max(place.values(), default=0) + 1
     found = sorted(
@@ -322,8 +341,8 @@ def _ordered(
 
 
 def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
-    """Return the columns that identify a rank: its number, its host if there are several, its state
-    if a rank died.
+    """Return the columns that identify a rank: number, host if hosts differ, state if a rank
+    died.
     """
     columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
     if len({rank["host"] for rank in ranks}) > 1:
@@ -349,10 +368,10 @@ def _contention_s(rank: Rank) -> float | None:
     return sum(lack.values()) if lack is not None else None
 
 
-def _phase(rank: Rank, part: str) -> Value:
+def _phase_without_contention(rank: Rank, part: str) -> Value:
     """Return the time of a phase without CPU contention.
 
-    Contention has its own column, so columns add up to the step.
+    CPU contention has its own column, so all columns add up to the step.
     """
     if part not in rank["phases"]:
         return NOT_MEASURED if part in rank["not_measured"] else None
@@ -384,7 +403,7 @@ def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
 def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int, dict[str, float]]:
     """Return the parts of each rank's typical step.
 
-    by_device: None selects the clock that ranks are judged by.
+    by_device: None selects the clock that verdicts use.
     """
     if by_device is None:
         by_device = report["run"]["judged_by"] == DEVICE
@@ -392,21 +411,19 @@ def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int,
     return {rank: parts for rank, parts in found.items() if parts}
 
 
-def largest_section(report: Report, seconds: float) -> str:
-    """Return the user's section that takes at least half of this host code time; "" if no section
-    does.
-    """
+def find_largest_section(report: Report, seconds: float) -> str:
+    """Return the user section that takes at least half of this host time; "" if there is none."""
     found = ((each["host_s_per_typical_step"] or 0.0, each["name"]) for each in report["sections"])
     most_s, name = max(found, default=(0.0, ""))
     return name if most_s and most_s >= _MIN_SECTION_SHARE * seconds else ""
 
 
 def part_name(report: Report, part: str, seconds: float) -> str:
-    """Return the name of a part; for host code, with the section that takes most of it.
+    """Return the name of a step part.
 
-    seconds: length of the part.
+    Host code is shown with the section that takes most of it. seconds: duration of the part.
     """
-    section = largest_section(report, seconds) if part == "host" else ""
+    section = find_largest_section(report, seconds) if part == "host" else ""
     return f"{PARTS[part].name} (section {section})" if section else PARTS[part].name
 
 
@@ -421,7 +438,7 @@ def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     )
 
 
-def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | None:
+def _device_part_s(device: DeviceTimes, part: str, *, judged: bool) -> float | None:
     if judged:
         return device["parts"].get(part)
     phase = device["phases"].get(part)

@@ -16,19 +16,14 @@ _LONGEST_TEXT = 2000
 """Most characters of one text. A name from a run directory may have millions."""
 
 
-def inert(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return one line of bounded length, without characters that reverse text or control a
-    terminal.
-    """
+def sanitize_line(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return text as one short line without characters that reverse text or control a terminal."""
     text = printable(text)
     return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 class Quantity(enum.Enum):
-    """The quantity of a column.
-
-    Durations are in seconds, shares between 0 and 1, rates in bytes per second.
-    """
+    """The quantity of a column. Durations are in seconds, shares from 0 to 1, rates in bytes/s."""
 
     TEXT = "text"
     NUMBER = "number"
@@ -66,16 +61,14 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """True if the values are names, which are aligned left."""
+        """True if the values are text, which is aligned left."""
         return self.quantity is Quantity.TEXT and any(
             isinstance(value, str) for value in self.values
         )
 
     @property
     def unit(self) -> str:
-        """The common unit of a column of durations; "" for other quantities, whose cells include
-        the unit.
-        """
+        """The common unit of durations; "" for other quantities, whose cells include the unit."""
         return self._scale()[1] if self.quantity is Quantity.DURATION else ""
 
     @property
@@ -158,11 +151,10 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return len(self.columns[0].values) if self.columns else 0
 
     def head(self, rows: int) -> Table:
-        """Return the table with its first rows only."""
+        """Return a table with only the first rows."""
         columns = [
             dataclasses.replace(column, values=column.values[:rows], marks=column.marks[:rows])
             for column in self.columns
@@ -172,9 +164,7 @@ class Table:
         )
 
     def rest(self, shown: int) -> str:
-        """Return a line on the hidden rows, "56 more ranks, compute 245 to 251 ms"; "" if all rows
-        are shown.
-        """
+        """Return text on the hidden rows, such as "56 more ranks, compute 245 to 251 ms"; or ""."""
         left = self.rows - shown
         if left <= 0:
             return ""

@@ -1,4 +1,4 @@
-"""The times of all steps in words. Pure."""
+"""Sentences on the number and the duration of steps. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 _FLAT = 0.03
 
 
-def steps_made(report: Report) -> str:
-    """Return how many steps there are: "150 steps", or "1 forward pass" in inference."""
+def step_count_text(report: Report) -> str:
+    """Return the number of steps as text: "150 steps", or "1 forward pass" in inference."""
     return counted(
         report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step"
     )
 
 
-def step_words(report: Report) -> list[str]:
-    """Return the step time, the steps per second, and the trend in words."""
+def describe_step_times(report: Report) -> list[str]:
+    """Return texts on the step time, the steps per second, and the trend."""
     steps = report["steps"]
     if steps["p50_s"] is None:
         every = "all of them " if steps["count"] > 1 else ""

@@ -1,4 +1,4 @@
-"""All tables of a report, in the order in which every screen shows them. Pure."""
+"""All tables of a report, in the order in which all screens show them. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.oom import place
-from torchlens_perf.view.collective_table import collective_table, slow_link_table
-from torchlens_perf.view.hardware_tables import gpu_table, port_table
-from torchlens_perf.view.headline import phase_words
-from torchlens_perf.view.rank_tables import cpu_table, device_table, memory_table, rank_table
+from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
+from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
+from torchlens_perf.view.headline import phase_name
+from torchlens_perf.view.rank_tables import (
+    build_cpu_table,
+    build_device_table,
+    build_memory_table,
+    build_rank_table,
+)
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 _FIRST_ROWS, _FIRST_SITES = 8, 5
 _MIN_SHARE = 0.001
-"""Share of a step below which a module is left out."""
+"""Modules below this share of a step are left out."""
 _MAX_STEPS = 5
 """Step numbers in a cell."""
 _OUTLIER = 5.0
@@ -31,42 +36,41 @@ _OUTLIER = 5.0
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 
 
-def tables(report: Report) -> list[Table]:
-    """Return the tables that have data."""
-    ranks = [rank_table, device_table]
+def build_tables(report: Report) -> list[Table]:
+    """Return the report's tables that have data."""
+    ranks = [build_rank_table, build_device_table]
     if report["run"]["judged_by"] == DEVICE:
         ranks.reverse()
     made = [
-        *ranks, module_table, section_table, device_section_table, step_class_table, collective_table, slow_link_table,
-        cause_table, cpu_table, out_of_memory_table, memory_table, gpu_table, port_table, capture_table,
+        *ranks, build_module_table, build_section_table, build_device_section_table, build_step_class_table,
+        build_collective_table, build_slow_link_table, build_cause_table, build_cpu_table,
+        build_out_of_memory_table, build_memory_table, build_gpu_table, build_port_table, build_capture_table,
     ]  # fmt: skip
     return [table for make in made if (table := make(report)) is not None and table.rows]
 
 
-def module_table(report: Report) -> Table | None:
-    """Return the modules' times per step: the slow rank compared with the others, or all ranks if
-    none is slow.
-    """
+def build_module_table(report: Report) -> Table | None:
+    """Return the module times per step: the slow rank and the others or, without one, all ranks."""
     slow = next(
         (row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]),
         None,
     )
-    return (_compared_modules(report, slow) if slow is not None else None) or _all_modules(report)
+    return (_compare_modules(report, slow) if slow is not None else None) or _list_all_modules(
+        report
+    )
 
 
-def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
-    """Return the slow rank's modules compared with the median of the other ranks, largest
-    difference first.
-    """
+def _compare_modules(report: Report, slow: VerdictRow) -> Table | None:
+    """Compare the slow rank's modules with the median of the other ranks, largest gap first."""
     rank, evidence = str(slow["rank"]), slow["evidence"]
     if not isinstance(evidence, StragglerEvidence):
         return None
-    field, what = _times_of(slow["phase"], on_device=report["run"]["judged_by"] == DEVICE)
+    field, what = _module_times_field(slow["phase"], on_device=report["run"]["judged_by"] == DEVICE)
     found: list[tuple[str, float, float]] = []
     for module in report["modules"]:
         others = [seconds for other, seconds in module[field].items() if other != rank]
         if rank in module[field] and others:
-            found.append((_name(module), module[field][rank], statistics.median(others)))
+            found.append((_module_name(module), module[field][rank], statistics.median(others)))
     least_s = _MIN_SHARE * (report["steps"]["p50_s"] or 0.0)
     found = [each for each in found if max(each[1:]) >= least_s]
     more_s = sum(max(0.0, mine - others) for _, mine, others in found)
@@ -94,13 +98,13 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
     )
 
 
-def _times_of(phase: str | None, *, on_device: bool) -> tuple[_ModuleTimes, str]:
+def _module_times_field(phase: str | None, *, on_device: bool) -> tuple[_ModuleTimes, str]:
     if phase == "backward":
         return "backward_by_rank", "backward time with inner modules"
     return ("device_own_by_rank", "device time") if on_device else ("by_rank", "forward time")
 
 
-def _all_modules(report: Report) -> Table | None:
+def _list_all_modules(report: Report) -> Table | None:
     step_s = report["steps"]["p50_s"] or 0.0
     on_device = any(each["device_own_s_per_step"] for each in report["modules"])
 
@@ -116,9 +120,9 @@ def _all_modules(report: Report) -> Table | None:
     if not rows:
         return None
     columns = [
-        Column("module", [_name(each) for each in rows], Quantity.TEXT),
+        Column("module", [_module_name(each) for each in rows], Quantity.TEXT),
         Column("forward per step", [each["own_s_per_step"] for each in rows],
-               help="Without the modules inside of it, mean over the ranks."),
+               help="Mean over the ranks, without the module's inner modules."),
     ]  # fmt: skip
     if on_device:
         columns.insert(
@@ -138,18 +142,23 @@ def _all_modules(report: Report) -> Table | None:
     if any(each["backward_s"] for each in rows):
         backward_s = [each["backward_s"] and each["backward_s"]["p50_s"] for each in rows]
         columns.append(
-            Column("backward p50", backward_s, optional=0.4, help="With the modules inside of it.")
+            Column(
+                "backward p50",
+                backward_s,
+                optional=0.4,
+                help="The time includes the module's inner modules.",
+            )
         )
     columns.append(Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8))
     ranged = "device per step" if on_device else "forward per step"
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
 
 
-def _name(module: Module) -> str:
+def _module_name(module: Module) -> str:
     return f"{module['name']} (outside inner modules)" if module["is_root"] else module["name"]
 
 
-def section_table(report: Report) -> Table | None:
+def build_section_table(report: Report) -> Table | None:
     """Return the user's sections, largest share of a typical step first."""
     rows, step_s = report["sections"], report["steps"]["p50_s"]
     if not rows:
@@ -161,7 +170,7 @@ def section_table(report: Report) -> Table | None:
         Column(
             "per step",
             [each["s_per_step"] for each in rows],
-            help="In a typical step, mean over the ranks.",
+            help="Time in a typical step, averaged over the ranks.",
         ),
     ]
     if step_s:
@@ -177,7 +186,7 @@ def section_table(report: Report) -> Table | None:
                 "outside phases",
                 host_s,
                 optional=0.5,
-                help="Part of it that is outside of all phases.",
+                help="Time of the section that is outside all phases of the step.",
             )
         )
     if any(each["device_s"] for each in rows):
@@ -189,12 +198,12 @@ def section_table(report: Report) -> Table | None:
     )
 
 
-def device_section_table(report: Report) -> Table | None:
-    """Return the sections that kernels marked on the device."""
+def build_device_section_table(report: Report) -> Table | None:
+    """Return the device sections, which kernels mark on the device."""
     rows = report["device_sections"]
     if not rows:
         return None
-    slowest = [_slowest(each["by_rank"]) for each in rows]
+    slowest = [_slowest_rank(each["by_rank"]) for each in rows]
     columns = [
         Column("device section", [each["name"] for each in rows], Quantity.TEXT),
         Column("count", [each["calls"] for each in rows], Quantity.NUMBER, 0.5),
@@ -212,11 +221,14 @@ def device_section_table(report: Report) -> Table | None:
                 "median of ranks",
                 [None if each is None else each["rank_median_ns"] / 1e9 for each in windows],
                 optional=0.6,
-                help="From the last statistics that were merged on the device.",
+                help="Median of the ranks in the last statistics that were merged on the device.",
             )
         )
-        columns.append(Column("outlier", [_outlier(each) for each in windows], Quantity.TEXT,
-                              help="A rank that is at least 5 robust deviations above that median."))  # fmt: skip
+        columns.append(Column("outlier", [_outlier_text(each) for each in windows], Quantity.TEXT,
+                              help=(
+                                  "A rank that is at least 5 robust standard deviations above the"
+                                  " median."
+                              )))  # fmt: skip
     return Table(
         "device_sections",
         "Device sections",
@@ -227,54 +239,60 @@ def device_section_table(report: Report) -> Table | None:
     )
 
 
-def _slowest(mean_s: Mapping[str, float]) -> tuple[str | None, float | None]:
+def _slowest_rank(mean_s: Mapping[str, float]) -> tuple[str | None, float | None]:
     if len(mean_s) < 2:
         return None, None
     rank = max(mean_s, key=lambda each: mean_s[each])
     return rank, mean_s[rank]
 
 
-def _outlier(window: Mapping[str, float] | None) -> str | None:
+def _outlier_text(window: Mapping[str, float] | None) -> str | None:
     if window is None:
         return None
     found = window["slowest"] >= 0 and window["score"] >= _OUTLIER
     return f"rank {window['slowest']:.0f} ({window['score']:.0f} deviations)" if found else "none"
 
 
-def step_class_table(report: Report) -> Table | None:
-    """Return the classes of steps longer than the typical step, costliest first, then the classes
-    of shorter steps.
+def build_step_class_table(report: Report) -> Table | None:
+    """Return the classes of longer steps than the typical step, costliest first, then of shorter
+    ones.
     """
     steps = report["steps"]
     rows = [*steps["long"], *steps["short"]]
     if not rows:
         return None
     columns = [
-        Column("outlier steps", [_kind(each) for each in rows], Quantity.TEXT),
+        Column("outlier steps", [_step_kind(each) for each in rows], Quantity.TEXT),
         Column(
-            "count", [each["count"] for each in rows], Quantity.NUMBER, help="Steps per rank, mean."
+            "count",
+            [each["count"] for each in rows],
+            Quantity.NUMBER,
+            help="Mean number of steps per rank.",
         ),
-        Column("duration", [each["mean_s"] for each in rows], help="The mean."),
+        Column("duration", [each["mean_s"] for each in rows], help="Mean duration of a step."),
         Column(
-            "excess", [each["more_s"] for each in rows], help="Mean time beyond the typical step."
+            "excess", [each["more_s"] for each in rows], help="Mean excess over the typical step."
         ),
         Column(
             "share",
             [each["share"] for each in rows],
             Quantity.SHARE,
-            help="Share of all step time.",
+            help="Share of the total time of all steps.",
         ),
         Column(
-            "mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3
+            "mostly in", [phase_name(each["part"]) or None for each in rows], Quantity.TEXT, 0.3
         ),
     ]
     if any(each["waited_for"] is not None for each in rows):
         columns.append(
             Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1)
         )
-    columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
+    columns.append(
+        Column("steps", [_step_numbers_text(each["steps"]) for each in rows], Quantity.TEXT, 0.6)
+    )
     note = (
-        f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+        f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up"
+        " steps."
     )
     return Table(
         "outlier_steps",
@@ -287,7 +305,7 @@ def step_class_table(report: Report) -> Table | None:
     )
 
 
-def _kind(each: LongSteps) -> str:
+def _step_kind(each: LongSteps) -> str:
     if each["kinds"]:
         return " and ".join(each["kinds"])
     if each["more_s"] < 0:
@@ -295,14 +313,14 @@ def _kind(each: LongSteps) -> str:
     return "stall of one rank" if each["waited_for"] is not None else "unknown cause"
 
 
-def _steps(steps: Sequence[int]) -> str:
+def _step_numbers_text(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[-_MAX_STEPS:]))
     return f"..., {shown}" if len(steps) > _MAX_STEPS else shown
 
 
-def cause_table(report: Report) -> Table | None:
-    """Return the measurements of the first slow rank while it is slow, compared with the median of
-    the other ranks.
+def build_cause_table(report: Report) -> Table | None:
+    """Compare the signals of the first slow rank, while it is slow, with those of the other
+    ranks.
     """
     for row in report["verdicts"]:
         evidence = row["evidence"]
@@ -310,20 +328,20 @@ def cause_table(report: Report) -> Table | None:
         if diagnosis is not None and diagnosis.signals and not row["is_over"]:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
-            return signal_table(
+            return build_signal_table(
                 "causes", row["rank"], diagnosis.signals, diagnosis.others_signals, note
             )
     return None
 
 
-def signal_table(
+def build_signal_table(
     key: str,
     rank: int | None,
     signals: Mapping[str, float],
     others: Mapping[str, float],
     note: str = "",
 ) -> Table:
-    """Return the signals of a slow rank, compared with the median of the other ranks."""
+    """Compare the signals of a slow rank with the median of the other ranks."""
     columns = [
         Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
         Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),
@@ -334,8 +352,10 @@ def signal_table(
     return Table(key, title, columns, first=_FIRST_ROWS, note=note, noun="signal")
 
 
-def out_of_memory_table(report: Report) -> Table | None:
-    """Return the largest groups of live blocks when the memory of a device ran out."""
+def build_out_of_memory_table(report: Report) -> Table | None:
+    """Return the largest groups of live memory blocks at the time when a device ran out of
+    memory.
+    """
     for row in report["verdicts"]:
         evidence = row["evidence"]
         if (
@@ -349,7 +369,7 @@ def out_of_memory_table(report: Report) -> Table | None:
                 Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
                 Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
             ]
-            note = f"All of them: {evidence['file']}."
+            note = f"The full list is in {evidence['file']}."
             if events:
                 columns.append(
                     Column(
@@ -357,7 +377,7 @@ def out_of_memory_table(report: Report) -> Table | None:
                     )
                 )
                 note = (
-                    f"New blocks: allocated within the last {events} allocations and frees. {note}"
+                    f"New blocks are those within the last {events} allocations and frees. {note}"
                 )
             title = f"Memory of rank {evidence['rank']} when it ran out"
             return Table(
@@ -372,32 +392,32 @@ def out_of_memory_table(report: Report) -> Table | None:
     return None
 
 
-def capture_table(report: Report) -> Table | None:
-    """Return the profiles of ranks, the newest first."""
+def build_capture_table(report: Report) -> Table | None:
+    """Return the captured profiles, newest first."""
     rows = report["captures"][::-1]
     if not rows:
         return None
     columns = [
         Column("rank", [each["rank"] for each in rows], Quantity.TEXT),
-        Column("steps", [_captured_steps(each) for each in rows], Quantity.TEXT),
-        Column("trace", [_trace(each) for each in rows], Quantity.TEXT),
+        Column("steps", [_captured_steps_text(each) for each in rows], Quantity.TEXT),
+        Column("trace", [_trace_path(each) for each in rows], Quantity.TEXT),
         Column(
             "paused",
             [each["paused_s"] for each in rows],
             optional=0.5,
-            help="Training paused to write the files.",
+            help="Time for which training paused to write the files.",
         ),
     ]
-    note = "Traces open in ui.perfetto.dev. Paths are inside the run directory."
+    note = "Open traces in ui.perfetto.dev. Paths are relative to the run directory."
     return Table("captures", "Profiles", columns, first=_FIRST_ROWS, note=note, noun="profile")
 
 
-def _captured_steps(each: Capture) -> str | None:
+def _captured_steps_text(each: Capture) -> str | None:
     first, last = each["first_step"], each["last_step"]
     return None if first is None or last is None else format_ranges(range(first, last + 1))
 
 
-def _trace(each: Capture) -> str:
+def _trace_path(each: Capture) -> str:
     if TRACE in each["files"]:
         return each["files"][TRACE]["path"]
     return f"none: {each['ended'] or each['left_out'].get(TRACE, 'unknown reason')}"

@@ -1,6 +1,4 @@
-"""Render a report for a terminal or as plain text: the full report, and the short one that rank 0
-prints.
-"""
+"""Render a report for a terminal or as plain text, in full or as the short form of rank 0."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
-from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, parts_by_rank
-from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, inert
-from torchlens_perf.view.step_words import step_words, steps_made
-from torchlens_perf.view.tables import tables
+from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
+from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
+from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
+from torchlens_perf.view.step_words import describe_step_times, step_count_text
+from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
 if TYPE_CHECKING:
@@ -54,18 +52,18 @@ _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
 _ASCII = str.maketrans("█▓▒░▚·│…", "#%+-x.|~")
 
 
-def show(report: Report, file: IO[str], run_dir: str) -> None:
-    """Print the report: colours and the terminal's width on a terminal, plain text elsewhere."""
+def print_report(report: Report, file: IO[str], run_dir: str) -> None:
+    """Print the report: in colour and in the terminal's width on a terminal, else as plain text."""
     if file.isatty():
         console = Console(file=file)
-        text = render(
+        text = render_full(
             report,
             run_dir,
             columns=console.width,
             color=console.color_system is not None and not console.no_color,
         )
     else:
-        text = render(report, run_dir, columns=0, color=False)
+        text = render_full(report, run_dir, columns=0, color=False)
     try:
         text.encode(getattr(file, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -73,11 +71,11 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
     file.write(text)
 
 
-def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
-    """Return the full report as text, `columns` wide (0: not a terminal), with colour escape
-    sequences if `color`.
-    """
-    return as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
+def render_full(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
+    """Return the full report as text. columns: the terminal's width; 0 without a terminal."""
+    return lines_to_text(
+        _full_report_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color
+    )
 
 
 def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
@@ -85,12 +83,13 @@ def render_short(report: Report, run_dir: str, *, columns: int, color: bool, pag
 
     page: path of the run's page, if one is written.
     """
-    return as_text(
-        short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color
+    return lines_to_text(
+        short_report_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page),
+        color=color,
     )
 
 
-def as_text(lines: Iterable[Text], *, color: bool) -> str:
+def lines_to_text(lines: Iterable[Text], *, color: bool) -> str:
     file = io.StringIO()
     console = Console(
         file=file,
@@ -105,24 +104,24 @@ def as_text(lines: Iterable[Text], *, color: bool) -> str:
     return file.getvalue()
 
 
-def short_lines(
+def short_report_lines(
     report: Report, run_dir: str, width: int, *, color: bool, page: str = ""
 ) -> list[Text]:
     """Return the lines of the short report."""
-    found = headlines(report, run_dir)
-    main = overall(found)
+    found = build_headlines(report, run_dir)
+    main = choose_headline(found)
     now = [each for each in found if not each.is_over and each is not main]
     if main is not None and main.severity == GOOD:
-        # The bar of the step already shows the figures of this verdict.
+        # The bar of the step already shows the numbers of this verdict.
         now = [each for each in now if each.kind != "compute_bound"]
-    lines = [_title(report), Text("")]
+    lines = [_title_line(report), Text("")]
     if main is not None:
         row = report["verdicts"][found.index(main)]
         lines += [*verdict_lines(main, width), *list(stack_lines(row, width))[:_STACK_LINES]]
-    lines += _profiles(report, run_dir)
+    lines += _profile_lines(report, run_dir)
     lines += [headline_line(each, width) for each in now[:_ALSO]]
     also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
-    lines += _field("also", ", ".join(also), width) if also else []
+    lines += _wrap_field("also", ", ".join(also), width) if also else []
     over = [each for each in found if each.is_over]
     if over:
         lines.append(
@@ -130,30 +129,34 @@ def short_lines(
                 over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)
             )
         )
-    lines += [Text(""), *_steps(report, width), *bar_lines(report, main, width, color=color)]
+    lines += [Text(""), *_step_lines(report, width), *bar_lines(report, main, width, color=color)]
     end = [
         Text(""),
-        *_lost(report),
-        _labelled("full report", f"torchlens-perf report {printable(run_dir)}"),
+        *_lost_data_lines(report),
+        _labelled_line("full report", f"torchlens-perf report {printable(run_dir)}"),
     ]
     if page:
-        end.append(_labelled("web page", printable(page)))
-    made = {table.key: table for table in tables(report)}
+        end.append(_labelled_line("web page", printable(page)))
+    made = {table.key: table for table in build_tables(report)}
     if "out_of_memory" in made:
         lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
-    if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
-        note = list(_wrapped(ranks.note, width, 2, "dim")) if ranks.note else []
-        # 4 lines are not rows: an empty line, the title, the headings, and the line that sums up
-        # hidden rows.
+    if (
+        ranks is not None
+        and ranks.rows > 1
+        and (_has_slow_ranks(found) or _is_spread_notable(ranks))
+    ):
+        note = list(_wrap_text(ranks.note, width, 2, "dim")) if ranks.note else []
+        # The table has 4 other lines: an empty line, the title, the headings, and a line on hidden
+        # rows.
         rows = min(ranks.first or ranks.rows, SHORT_LINES - len(lines) - len(end) - len(note) - 4)
         lines += [Text(""), *table_lines(ranks, width, rows), *note] if rows > 0 else []
     return [*lines, *end]
 
 
-def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
-    found = headlines(report, run_dir)
-    yield _title(report)
+def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
+    found = build_headlines(report, run_dir)
+    yield _title_line(report)
     for each, row in zip(found, report["verdicts"], strict=True):
         if not each.is_over:
             yield Text("")
@@ -166,48 +169,48 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
         yield Text("")
     for each, row in over[:_EARLIER]:
         held = held_words(row["held"], report["run"]["started"])
-        yield from _field("earlier", f"{each.sentence} {held}", width)
+        yield from _wrap_field("earlier", f"{each.sentence} {held}", width)
     if len(over) > _EARLIER:
-        yield from _field("", f"{len(over) - _EARLIER} more: --json", width)
+        yield from _wrap_field("", f"{len(over) - _EARLIER} more: --json", width)
     yield Text("")
-    yield from _steps(report, width)
+    yield from _step_lines(report, width)
     start = startup_words(report["run"])
     if start:
-        yield from _field("start", start, width)
-    yield from bar_lines(report, overall(found), width, color=color)
-    yield from _heat(report["heat"], width)
-    for table in tables(report):
+        yield from _wrap_field("start", start, width)
+    yield from bar_lines(report, choose_headline(found), width, color=color)
+    yield from _heat_map_lines(report["heat"], width)
+    for table in build_tables(report):
         yield Text("")
         yield from table_lines(table, width, table.first or table.rows)
         if table.note:
-            yield from _wrapped(table.note, width, 2, "dim")
+            yield from _wrap_text(table.note, width, 2, "dim")
     quality = report["quality"]
     yield Text("")
     cost = format_overhead(quality["overhead_share"])
-    yield from _field("recording", f"{_records(report)}; overhead {cost}", width)
+    yield from _wrap_field("recording", f"{_records_text(report)}; overhead {cost}", width)
     for note in quality["notes"][:_NOTES]:
-        yield from _field("note", note, width)
+        yield from _wrap_field("note", note, width)
     if len(quality["notes"]) > _NOTES:
-        yield from _field("", f"{len(quality['notes']) - _NOTES} more notes: --json", width)
-    yield _labelled("directory", printable(run_dir))
+        yield from _wrap_field("", f"{len(quality['notes']) - _NOTES} more notes: --json", width)
+    yield _labelled_line("directory", printable(run_dir))
 
 
-def _title(report: Report) -> Text:
-    """Return the title line: program, ranks, steps, and the state of the run."""
+def _title_line(report: Report) -> Text:
+    """Return the title line with the program, ranks, steps and state of the run."""
     run = report["run"]
-    words = [ranks_words(run), steps_made(report)]
+    words = [ranks_words(run), step_count_text(report)]
     words += [f"attempt {run['attempt']}"] if run["attempt"] else []
-    lasted_s = _lasted_s(report)
+    lasted_s = _run_duration_s(report)
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
     after = ""
     if lasted_s is not None and not state.startswith("silent"):
         after = f"{' for' if run['live'] else ' after'} {long_duration(lasted_s)}"
-    program = f"{inert(run['program'])}  " if run["program"] else ""
+    program = f"{sanitize_line(run['program'])}  " if run["program"] else ""
     text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
-    return Text.assemble(("torchlens_perf  ", "bold"), inert(text))
+    return Text.assemble(("torchlens_perf  ", "bold"), sanitize_line(text))
 
 
-def _lasted_s(report: Report) -> float | None:
+def _run_duration_s(report: Report) -> float | None:
     run = report["run"]
     try:
         since, until = map(
@@ -219,25 +222,29 @@ def _lasted_s(report: Report) -> float | None:
 
 
 def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
-    """Return a verdict with one line for each question: who and where, how much, why, what next.
+    """Return a verdict as labelled lines: location, cost, evidence, cause and next step.
 
-    held: words on how long the verdict has been true; "" to leave them out.
+    held: text on how long the verdict has been true; "" to leave it out.
     """
-    style, facts, places = SEVERITIES[head.severity].terminal, dict(head.facts), _places(head)
-    lines = _pieces(head.status, places, width, style, "bold") if places else []
-    lines = lines or _field(head.status, head.sentence, width, style)
-    lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
+    style, facts, places = (
+        SEVERITIES[head.severity].terminal,
+        dict(head.facts),
+        _verdict_location(head),
+    )
+    lines = _wrap_pieces(head.status, places, width, style, "bold") if places else []
+    lines = lines or _wrap_field(head.status, head.sentence, width, style)
+    lines += _wrap_field("cost", _cost_text(head), width, text_style="bold") if head.cost else []
     if places:
         seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
-        lines += _field("evidence", f"{head.sentence}{seen}", width)
-        lines += _field("cause", head.cause, width) if head.cause else []
+        lines += _wrap_field("evidence", f"{head.sentence}{seen}", width)
+        lines += _wrap_field("cause", head.cause, width) if head.cause else []
     if held:
-        lines += _field("held", held.removeprefix("Held "), width)
-    lines += _field("next", head.action, width) if head.action else []
-    return [*lines, _labelled("", head.command)] if head.command else lines
+        lines += _wrap_field("held", held.removeprefix("Held "), width)
+    lines += _wrap_field("next", head.action, width) if head.action else []
+    return [*lines, _labelled_line("", head.command)] if head.command else lines
 
 
-def _places(head: Headline) -> list[str]:
+def _verdict_location(head: Headline) -> list[str]:
     """Return the rank, phase, modules and steps of a verdict."""
     facts = dict(head.facts)
     ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
@@ -247,22 +254,21 @@ def _places(head: Headline) -> list[str]:
     return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
 
 
-def _cost(head: Headline) -> str:
+def _cost_text(head: Headline) -> str:
     others = dict(head.facts).get("together with")
     return f"{head.cost}, together with {others}" if others else head.cost
 
 
 def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
-    """Return a secondary verdict as one line: its location and cost, or its sentence if it has
-    neither.
+    """Return a secondary verdict as one line: its location and cost, or else its sentence.
 
-    label: shown in place of the status. more: words at the end of the line.
+    label: text to show in place of the status. more: text to append to the line.
     """
-    places = _places(head)
+    places = _verdict_location(head)
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
-        places[1:1] = [_cost(head).replace(" = ", " (").replace(" of step time", ")")] * bool(
+        places[1:1] = [_cost_text(head).replace(" = ", " (").replace(" of step time", ")")] * bool(
             head.cost
         )
         text = f"{', '.join(places)}{more}"
@@ -271,7 +277,7 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
         if len(text) > width - 2 - _LABEL:
             text = f"{_first_sentence(head.sentence)}{more}"
     style = "dim" if label else SEVERITIES[head.severity].terminal
-    line = _labelled(label or head.status, text, style)
+    line = _labelled_line(label or head.status, text, style)
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -287,31 +293,34 @@ def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
         evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ()
     ):
         lines = stack.lines or [f"none: {stack.reason}"]
-        yield from _field("stack", f"of rank {rank}, innermost call first", width)
+        yield from _wrap_field("stack", f"rank {rank}, innermost call first", width)
         for line in lines:
-            yield from _wrapped(line, width, 2 + _LABEL)
+            yield from _wrap_text(line, width, 2 + _LABEL)
 
 
-def _profiles(report: Report, run_dir: str) -> list[Text]:
-    """Return lines with the paths of the newest profiles."""
+def _profile_lines(report: Report, run_dir: str) -> list[Text]:
+    """Return lines with the paths of the newest torch.profiler traces."""
     paths = [each["files"][TRACE]["path"] for each in report["captures"] if TRACE in each["files"]]
-    return [_labelled("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]]
+    return [
+        _labelled_line("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]
+    ]
 
 
-def _steps(report: Report, width: int) -> list[Text]:
-    return _pieces("step", step_words(report), width) if report["steps"]["count"] else []
+def _step_lines(report: Report, width: int) -> list[Text]:
+    return (
+        _wrap_pieces("step", describe_step_times(report), width) if report["steps"]["count"] else []
+    )
 
 
 def bar_lines(
     report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0
 ) -> list[Text]:
-    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that
-    `main` is about.
+    """Return the parts of a typical step as bars: of the mean rank, or of the slow rank in `main`.
 
-    each: the largest number of ranks for which every rank has its own bar.
+    each: draw one bar per rank if there are at most this many ranks.
     """
     parts = parts_by_rank(report)
-    slow = next((rank for rank in leading(report) if rank in parts), None)
+    slow = next((rank for rank in slowest_ranks(report) if rank in parts), None)
     bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
         others = mean_parts([found for rank, found in parts.items() if rank != slow])
@@ -340,7 +349,7 @@ def bar_lines(
     style = {part: PARTS[part].color.terminal for part in seen}
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
-        line, filled = _labelled(label, ""), 0
+        line, filled = _labelled_line(label, ""), 0
         for part, begin, length in Bar(
             label, {part: found.get(part, 0.0) for part in seen}
         ).segments(longest):
@@ -348,7 +357,7 @@ def bar_lines(
             filled += cells
             line.append(shade[part] * cells, style=style[part])
         lines.append(line)
-    legend, used = _labelled("", ""), 0
+    legend, used = _labelled_line("", ""), 0
     for part in seen:
         share = f" {percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
         name = (
@@ -359,19 +368,19 @@ def bar_lines(
         words = f" {printable(name)}{share}   "
         if used + 1 + len(words.rstrip()) > room and used:
             lines.append(legend)
-            legend, used = _labelled("", ""), 0
+            legend, used = _labelled_line("", ""), 0
         legend.append(shade[part], style=style[part]).append(words)
         used += 1 + len(words)
     return [*lines, legend]
 
 
-def _are_slow(found: Sequence[Headline]) -> bool:
-    """Return True if a current verdict says that ranks are slow or have too much work."""
+def _has_slow_ranks(found: Sequence[Headline]) -> bool:
+    """Return True if a current verdict is about a slow rank or an imbalance."""
     return any(each.kind in ("straggler", "imbalance") for each in found)
 
 
-def _differ(table: Table) -> bool:
-    """Return True if the compute times of the ranks spread by more than _NOTABLE_SPREAD."""
+def _is_spread_notable(table: Table) -> bool:
+    """Return True if the compute times of the ranks differ by more than _NOTABLE_SPREAD."""
     column = next((column for column in table.columns if column.title == table.ranged), None)
     values = (
         [value for value in column.values if isinstance(value, float)] if column is not None else []
@@ -381,23 +390,23 @@ def _differ(table: Table) -> bool:
     )
 
 
-def _lost(report: Report) -> list[Text]:
-    """Return a line on lost records; no line if everything was recorded."""
+def _lost_data_lines(report: Report) -> list[Text]:
+    """Return a line on lost records; no line if all records are complete."""
     quality = report["quality"]
     whole = not (quality["lost"] or quality["too_deep"]) and (
         quality["coverage"] >= 1 or not report["steps"]["count"]
     )
-    return [] if whole else [_labelled("data lost", _records(report), "bold yellow")]
+    return [] if whole else [_labelled_line("data lost", _records_text(report), "bold yellow")]
 
 
-def _records(report: Report) -> str:
+def _records_text(report: Report) -> str:
     quality = report["quality"]
     complete = coverage_text(quality["coverage"], any_step=report["steps"]["count"] > 0)
     return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
 
 
 def table_lines(table: Table, width: int, rows: int) -> list[Text]:
-    """Return the first rows of a table, with as many columns as fit.
+    """Return the first rows of a table as lines, with as many columns as fit.
 
     If all durations have the same unit, the title shows it instead of the headings.
     """
@@ -405,7 +414,7 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     units = {column.unit for column in shown.columns if column.unit}
     unit = units.pop() if len(units) == 1 else ""
     columns = [(column.title if unit else column.heading, column) for column in shown.columns]
-    while _width(columns) > width and any(column.optional for _, column in columns):
+    while _total_width(columns) > width and any(column.optional for _, column in columns):
         columns.remove(max(columns, key=lambda each: each[1].optional))
     cells = [column.texts() for _, column in columns]
     widths = [
@@ -419,17 +428,17 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
         and max(widths[at] for at in names) > _MIN_NAME
     ):
         widths[max(names, key=lambda at: widths[at])] -= 1
-    lines = [Text(f"  {inert(table.title)}{f', {unit}' if unit else ''}", style="bold"),
-             _row([inert(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
+    lines = [Text(f"  {sanitize_line(table.title)}{f', {unit}' if unit else ''}", style="bold"),
+             _row_line([sanitize_line(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
     for row in range(shown.rows):
         folded = [
-            chop_cells(inert(texts[row]), room) or [""]
+            chop_cells(sanitize_line(texts[row]), room) or [""]
             for texts, room in zip(cells, widths, strict=True)
         ]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
         for at in range(max(map(len, folded))):
             lines.append(
-                _row(
+                _row_line(
                     [each[at] if at < len(each) else "" for each in folded], columns, widths, style
                 )
             )
@@ -437,11 +446,11 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
 
 
-def _width(columns: Sequence[tuple[str, Column]]) -> int:
+def _total_width(columns: Sequence[tuple[str, Column]]) -> int:
     return sum(2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns)
 
 
-def _row(
+def _row_line(
     texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Sequence[int], style: str
 ) -> Text:
     line = Text()
@@ -452,23 +461,23 @@ def _row(
     return line
 
 
-def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
-    """Yield a row of excess compute time over the run for each slow rank, then for the ranks with
-    the most excess.
+def _heat_map_lines(heat: Heat | None, width: int) -> Iterator[Text]:
+    """Yield a line of excess compute time over the run for slow ranks and those with most
+    excess.
     """
     if heat is None or len(heat["first_steps"]) < 4:
         return
     shown = sorted(
-        heat["ranks"], key=lambda rank: (not rank["slow"], -_excess(rank), rank["rank"])
+        heat["ranks"], key=lambda rank: (not rank["slow"], -_mean_excess(rank), rank["rank"])
     )[:_HEAT_RANKS]
-    if not any(rank["slow"] or _excess(rank) >= EXCESS_BOUNDS[0] for rank in shown):
+    if not any(rank["slow"] or _mean_excess(rank) >= EXCESS_BOUNDS[0] for rank in shown):
         return
     first = heat["first_steps"]
     together = -(-len(first) // max(4, min(_HEAT_COLUMNS, width - _LABEL - 4)))
     yield Text("")
     yield Text("  Excess compute time over the run, share of the other ranks' median", style="bold")
     for rank in shown:
-        line = _labelled(f"rank {rank['rank']}", "│")
+        line = _labelled_line(f"rank {rank['rank']}", "│")
         for at in range(0, len(first), together):
             values = [value for value in rank["excess"][at : at + together] if value is not None]
             if values:
@@ -479,58 +488,61 @@ def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
         yield line.append("│")
     begin, end = str(first[0]), str(first[-1])
     cells = -(-len(first) // together)
-    yield _labelled("step", f" {begin}{end.rjust(max(len(end) + 1, cells - len(begin)))}")
+    yield _labelled_line("step", f" {begin}{end.rjust(max(len(end) + 1, cells - len(begin)))}")
     scale = "   ".join(
         f"{shade} {bound:.0%}" for shade, bound in zip(_HEAT_SHADES[1:], EXCESS_BOUNDS, strict=True)
     )
     left = len(heat["ranks"]) - len(shown)
-    yield _labelled("", f" {scale} and more{f'   ({left} more ranks)' if left else ''}")
+    yield _labelled_line("", f" {scale} and more{f'   ({left} more ranks)' if left else ''}")
 
 
-def _excess(rank: HeatRank) -> float:
+def _mean_excess(rank: HeatRank) -> float:
     values = [value for value in rank["excess"] if value is not None]
     return statistics.fmean(values) if values else 0.0
 
 
-def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:
+def _labelled_line(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:
     gap = "  " if len(label) >= _LABEL else ""
-    return Text.assemble("  ", (f"{label:<{_LABEL}}{gap}", style), (inert(text), text_style))
+    return Text.assemble(
+        "  ", (f"{label:<{_LABEL}}{gap}", style), (sanitize_line(text), text_style)
+    )
 
 
-def _field(
+def _wrap_field(
     label: str, text: str, width: int, style: str = "dim", text_style: str = ""
 ) -> list[Text]:
-    """Return a label followed by its text, wrapped to the width."""
+    """Return a label and its text as lines, wrapped to the width."""
     begin = max(_LABEL, len(label) + 2)
     first, *rest = textwrap.wrap(
-        inert(text), max(20, width - 2 - begin), break_on_hyphens=False
+        sanitize_line(text), max(20, width - 2 - begin), break_on_hyphens=False
     ) or [""]
-    lines = [_labelled(label, first, style, text_style)]
+    lines = [_labelled_line(label, first, style, text_style)]
     if rest:
         room = max(20, width - 2 - _LABEL)
         lines += [
-            _labelled("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)
+            _labelled_line("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)
         ]
     return lines
 
 
-def _pieces(
+def _wrap_pieces(
     label: str, pieces: Sequence[str], width: int, style: str = "dim", text_style: str = ""
 ) -> list[Text]:
-    """Return a label followed by short texts, none of which is broken across lines."""
+    """Return a label and short texts as lines. No text is broken across lines."""
     room = width - 2 - max(_LABEL, len(label) + 2)
     gap = "   " if len("   ".join(pieces)) <= room else "  "
     texts = [""]
-    for piece in map(inert, pieces):
+    for piece in map(sanitize_line, pieces):
         longer = f"{texts[-1]}{gap if texts[-1] else ''}{piece}"
         texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [
             longer if len(longer) <= room else piece
         ]
     return [
-        _labelled("" if at else label, text, style, text_style) for at, text in enumerate(texts)
+        _labelled_line("" if at else label, text, style, text_style)
+        for at, text in enumerate(texts)
     ]
 
 
-def _wrapped(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
-    for line in textwrap.wrap(inert(text), max(20, width - indent)):
+def _wrap_text(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
+    for line in textwrap.wrap(sanitize_line(text), max(20, width - indent)):
         yield Text(" " * indent + line, style=style)

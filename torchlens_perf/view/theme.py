@@ -1,5 +1,4 @@
-"""Colours, names and thresholds of everything that is drawn, for terminals, pages and dashboards.
-Pure.
+"""Colours, names and thresholds that terminals, pages and dashboards use for drawing. Pure.
 
 A colour has one meaning. Phases have the colours of Okabe and Ito, which people with colour
 blindness can tell apart.
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Color:
-    """A colour on a light and on a dark page, and rich's name of it for a terminal."""
+    """A colour on a light and on a dark page, and its name in rich for a terminal."""
 
     light: str
     dark: str
@@ -22,23 +21,23 @@ class Color:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a step: its name on screens, and its colour."""
+class StepPart:
+    """The name and the colour of a part of a step."""
 
     name: str
     color: Color
 
 
-PARTS: Mapping[str, Part] = {
-    "data": Part("data", Color("#e69f00", "#e69f00", "yellow")),
-    "forward": Part("forward", Color("#009e73", "#2bb68d", "green")),
-    "recompute": Part("recompute", Color("#cc79a7", "#cc79a7", "magenta")),
-    "backward": Part("backward", Color("#0072b2", "#3a93cf", "blue")),
-    "optimizer": Part("optimizer", Color("#56b4e9", "#7cc7f2", "cyan")),
-    "communication": Part("comm wait", Color("#b6bcc4", "#5b6570", "bright_black")),
-    "host": Part("other", Color("#8d7b68", "#a8947f", "white")),
-    "cpu": Part("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
-    "tool": Part("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
+PARTS: Mapping[str, StepPart] = {
+    "data": StepPart("data", Color("#e69f00", "#e69f00", "yellow")),
+    "forward": StepPart("forward", Color("#009e73", "#2bb68d", "green")),
+    "recompute": StepPart("recompute", Color("#cc79a7", "#cc79a7", "magenta")),
+    "backward": StepPart("backward", Color("#0072b2", "#3a93cf", "blue")),
+    "optimizer": StepPart("optimizer", Color("#56b4e9", "#7cc7f2", "cyan")),
+    "communication": StepPart("comm wait", Color("#b6bcc4", "#5b6570", "bright_black")),
+    "host": StepPart("other", Color("#8d7b68", "#a8947f", "white")),
+    "cpu": StepPart("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
+    "tool": StepPart("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
 }
 """Parts of a step by their names in run.records.PARTS.
 
@@ -74,10 +73,10 @@ Colour begins at MIN_EXCESS only if the smallest detectable excess is not known.
 """
 
 
-def style_sheet() -> str:
-    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on.
+def css_variables() -> str:
+    """Return all colours as CSS custom properties, such as --part-data, --bad and --slower.
 
-    Print uses the light ones.
+    Printed pages use the light colours.
     """
     colors = {f"part-{key}": part.color for key, part in PARTS.items()}
     colors |= {**SURFACES, **SEVERITIES, "slower": SLOWER, "faster": FASTER}
@@ -93,8 +92,8 @@ def style_sheet() -> str:
     )
 
 
-def for_scripts() -> dict[str, Any]:
-    """Return names and thresholds as JSON for the page's scripts.
+def theme_for_scripts() -> dict[str, Any]:
+    """Return names and thresholds for the page's scripts, which receive them as JSON.
 
     Scripts read colours from the style sheet.
     """

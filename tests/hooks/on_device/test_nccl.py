@@ -16,7 +16,7 @@ from tests.support.device.fake_nccl import ON, SEEN, FakeNccl
 from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded
 from torchlens_perf import autoload
-from torchlens_perf.commands.doctor import LIMITED, OK, examine
+from torchlens_perf.commands.doctor import LIMITED, OK, run_checks
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device.choice import device_hooks
@@ -580,11 +580,11 @@ def test_doctor_prints_one_line_on_nccl(
 ) -> None:  # fmt: skip
     """The line has advice. Without NCCL in torch there is no line."""
     monkeypatch.setattr(nccl_plugin, "version", lambda: None)
-    assert not any("NCCL" in check.subject for check in examine())
+    assert not any("NCCL" in check.subject for check in run_checks())
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
     if chosen is not None:
         monkeypatch.setenv(VARIABLE, chosen)
-    (check,) = (check for check in examine() if "NCCL" in check.subject)
+    (check,) = (check for check in run_checks() if "NCCL" in check.subject)
     assert check.severity == severity
     assert words in str(check)
     assert bool(check.remedy) == (severity == LIMITED)

@@ -25,8 +25,8 @@ from tests.support.reports import as_json
 from tests.support.warm_python import WarmPython
 from torchlens_perf.commands.cli import main
 from torchlens_perf.exporters import semantics
-from torchlens_perf.report.build import build
-from torchlens_perf.report.captures import captures
+from torchlens_perf.report.build import build_report
+from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
@@ -119,7 +119,7 @@ class ElasticJob:
         if len(self.runs) != 1 or not list(self.runs[0].nodes.glob("*.json")):
             return {}
         value: dict[str, Any] = as_json(
-            build(self.runs[0].run_id, node_state.load_all(self.runs[0]))
+            build_report(self.runs[0].run_id, node_state.load_all(self.runs[0]))
         )
         return value
 
@@ -221,7 +221,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         seen["codes"] = [
             main(["capture", str(run.path), "--rank", str(rank), "--steps", "2"]) for rank in (0, 3)
         ]
-        seen["captures"] = captures(run)
+        seen["captures"] = capture_rows(run)
         slow = job.tell("slow-3")
         seen["slow"] = job.wait_for(
             lambda report: verdict(report, "straggler"), "the slow rank is named"

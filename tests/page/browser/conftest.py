@@ -12,9 +12,9 @@ import pytest
 
 from tests.page.browser.tab import ARGUMENTS, CHROMIUM, DESK, LOADS_WITHIN_MS, PHONE, Tab
 from tests.support.page_contents import enlarged
-from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.document.html import document
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.document.html import build_document
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
 
 TabOf = Callable[..., Tab]
@@ -56,25 +56,25 @@ def tab_of(browser: Any) -> Iterator[TabOf]:
         yield make
 
 
-def written(folder: Path, name: str, of: Contents) -> Path:
+def written(folder: Path, name: str, of: PageContents) -> Path:
     """Write the page of a run.
 
     Scripts on the page use the report as changed by the test.
     """
     path = folder / f"{name}.html"
     thinned: Any = {**of["report"], "heat": None}
-    path.write_text(document({**of, "thinned_report": thinned}), "utf-8")
+    path.write_text(build_document({**of, "thinned_report": thinned}), "utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
-def file(tmp_path_factory: pytest.TempPathFactory, shown: Contents) -> Path:
+def file(tmp_path_factory: pytest.TempPathFactory, shown: PageContents) -> Path:
     """Return a page of eight ranks. SLOW_RANK is slow from SINCE_STEP on."""
     return written(tmp_path_factory.mktemp("pages"), "small", shown)
 
 
 @pytest.fixture(scope="session")
-def wide(shown: Contents) -> Contents:
+def wide(shown: PageContents) -> PageContents:
     """Return page contents of 64 ranks with devices, memory and telemetry.
 
     WIDE_SLOW is slow from WIDE_SINCE on.
@@ -83,13 +83,13 @@ def wide(shown: Contents) -> Contents:
 
 
 @pytest.fixture(scope="session")
-def wide_file(tmp_path_factory: pytest.TempPathFactory, wide: Contents) -> Path:
+def wide_file(tmp_path_factory: pytest.TempPathFactory, wide: PageContents) -> Path:
     return written(tmp_path_factory.mktemp("pages"), "wide", wide)
 
 
 @pytest.fixture(scope="session")
 def device_file(tmp_path_factory: pytest.TempPathFactory, on_device: RunDirectory) -> Path:
-    return written(tmp_path_factory.mktemp("pages"), "device", contents(on_device))
+    return written(tmp_path_factory.mktemp("pages"), "device", gather_contents(on_device))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
 from tests.support.page_matrices import Steps, decoded
 from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
-from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
 need_browser()
@@ -64,7 +64,9 @@ def test_charts_have_titles_axes_with_units_and_legends(tab_of: TabOf, wide_file
     )
 
 
-def test_matrices_are_decoded_to_the_same_values_as_in_python(tab: Tab, shown: Contents) -> None:
+def test_matrices_are_decoded_to_the_same_values_as_in_python(
+    tab: Tab, shown: PageContents
+) -> None:
     """Missing values are NaN, zero is zero, and the excess equals that of the verdicts."""
     matrices = shown["steps"]
     assert matrices is not None
@@ -85,7 +87,7 @@ def test_matrices_are_decoded_to_the_same_values_as_in_python(tab: Tab, shown: C
 
 
 def test_excess_is_relative_to_all_ranks_only_above_16_ranks(
-    tab_of: TabOf, wide_file: Path, wide: Contents
+    tab_of: TabOf, wide_file: Path, wide: PageContents
 ) -> None:
     """More than 16 ranks are compared with the median of all, fewer ranks with the median of the
     others.
@@ -137,7 +139,7 @@ def test_axis_labels_have_units_and_short_numbers(tab: Tab) -> None:
 
 
 def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     made: Any = copy.deepcopy(shown)
     for name in ("p50_s", "p95_s", "max_s"):
@@ -157,7 +159,7 @@ def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
 
 
 def test_memory_chart_is_scaled_to_the_data_with_its_peak(
-    tab_of: TabOf, wide_file: Path, wide: Contents
+    tab_of: TabOf, wide_file: Path, wide: PageContents
 ) -> None:
     tab = tab_of(wide_file).open("#memory")
     assert wide["steps"] is not None
@@ -173,7 +175,7 @@ def test_memory_chart_is_scaled_to_the_data_with_its_peak(
 
 
 def test_heat_map_colours_only_a_detectable_excess(
-    tab_of: TabOf, wide: Contents, tmp_path: Path
+    tab_of: TabOf, wide: PageContents, tmp_path: Path
 ) -> None:
     """Slower is orange and faster is blue, with stronger colours for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
@@ -241,7 +243,7 @@ def test_healthy_ranks_are_blank_in_the_heat_map(tab_of: TabOf, wide_file: Path)
 
 
 def test_fewer_than_five_ranks_are_drawn_as_lines(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     """Each line is the compute time of a rank."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
@@ -347,7 +349,9 @@ def test_telemetry_tooltip_has_values_and_gaps_at_the_pointer(
     assert tab.value(gap)
 
 
-def test_timeline_shows_waits_and_the_last_rank_of_collectives(tab: Tab, shown: Contents) -> None:
+def test_timeline_shows_waits_and_the_last_rank_of_collectives(
+    tab: Tab, shown: PageContents
+) -> None:
     """The waits equal those of the joined collectives."""
     tab.show("step")
     line = tab.named("step")
@@ -372,7 +376,7 @@ def test_timeline_shows_waits_and_the_last_rank_of_collectives(tab: Tab, shown: 
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
 
-def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: Contents) -> None:
+def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: PageContents) -> None:
     """The collective is framed on all its ranks."""
     tab.show("step")
     line = tab.named("step")
@@ -436,7 +440,7 @@ def test_device_work_is_a_separate_lane_of_the_timeline(tab_of: TabOf, device_fi
 
 
 def test_rank_bars_have_the_numbers_of_the_report_and_select_a_rank(
-    tab: Tab, shown: Contents
+    tab: Tab, shown: PageContents
 ) -> None:
     """A rank's bar has the lengths and titles of its typical step.
 
@@ -463,7 +467,7 @@ def test_rank_bars_have_the_numbers_of_the_report_and_select_a_rank(
     assert "chosen" in row.get_attribute("class")
 
 
-def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
+def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: PageContents) -> None:
     """The slowest rank's bar is followed by the median of the others.
 
     The slow rank has a different colour.
@@ -475,7 +479,7 @@ def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: Contents) -> No
     first = bars.nth(0)
     assert first.locator(".label").inner_text() == f"rank {slowest} (slowest)"
     assert first.locator(".value").inner_text() == duration(row["by_rank"][slowest])
-    assert bars.nth(1).locator(".label").inner_text() == "median of the others"
+    assert bars.nth(1).locator(".label").inner_text() == "median of the other ranks"
     slower = tab.value("(() => { const made = document.createElement('i'); made.style.color = "
                        "torchlens.colours().slower; document.body.append(made); const found = "
                        "getComputedStyle(made).color; made.remove(); return found; })()")  # fmt: skip
@@ -524,7 +528,7 @@ def test_every_chart_is_exported_as_png_and_csv(
 
 
 def test_chart_without_data_offers_no_export(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     made: Any = enlarged(shown, 8, 20, 1, 5)
     made["steps"]["memory_bytes"] = [[None] for _ in range(8)]
@@ -537,7 +541,7 @@ def test_chart_without_data_offers_no_export(
     assert tab.problems == []
 
 
-def test_exported_numbers_are_those_of_the_page(tab: Tab, shown: Contents) -> None:
+def test_exported_numbers_are_those_of_the_page(tab: Tab, shown: PageContents) -> None:
     tab.show_all()
     matrices = shown["steps"]
     assert matrices is not None

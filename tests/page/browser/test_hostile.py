@@ -10,7 +10,7 @@ import pytest
 
 from tests.page.browser.conftest import TabOf, written
 from tests.page.browser.tab import need_browser
-from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.contents import PageContents
 
 need_browser()
 
@@ -21,7 +21,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def hostile(of: Contents) -> Contents:
+def hostile(of: PageContents) -> PageContents:
     """Return contents with hostile names wherever a job, scheduler or driver can set a name."""
     made: Any = copy.deepcopy(of)
     for at, place in enumerate(made["steps"]["places"]):
@@ -59,7 +59,7 @@ def hostile(of: Contents) -> Contents:
 
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
 def test_hostile_names_are_shown_as_text_in_charts_and_tables(
-    tab_of: TabOf, wide: Contents, tmp_path: Path, phone: bool
+    tab_of: TabOf, wide: PageContents, tmp_path: Path, phone: bool
 ) -> None:
     tab = tab_of(written(tmp_path, "hostile", hostile(wide)), phone=phone)
     dialogs: list[str] = []

@@ -9,7 +9,7 @@ import pytest
 
 from tests.page.browser.conftest import WIDE_RANKS, WIDE_SLOW, TabOf, written
 from tests.page.browser.tab import DESK, PHONE, Tab, need_browser
-from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 need_browser()
@@ -50,7 +50,7 @@ def test_page_does_not_scroll_sideways_on_a_phone(
     assert max(tables) <= PHONE["width"]
 
 
-def test_copy_button_copies_the_command(tab_of: TabOf, file: Path, shown: Contents) -> None:
+def test_copy_button_copies_the_command(tab_of: TabOf, file: Path, shown: PageContents) -> None:
     tab = tab_of(file).open()
     tab.page.locator("#verdict-1 .copies").click()
     tab.page.get_by_text("Copied").wait_for()
@@ -59,7 +59,7 @@ def test_copy_button_copies_the_command(tab_of: TabOf, file: Path, shown: Conten
 
 
 def test_copy_button_works_without_the_clipboard_interface(
-    tab_of: TabOf, file: Path, shown: Contents
+    tab_of: TabOf, file: Path, shown: PageContents
 ) -> None:
     """Pages outside a secure context have no clipboard API."""
     tab = tab_of(file).open()
@@ -130,7 +130,7 @@ def test_saved_table_has_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: Path
 
 
 def test_saved_table_has_names_that_the_page_shortens(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     """The table is sorted before it is saved."""
     names = [f"{each}{'.layer' * 20}" for each in "ab"]

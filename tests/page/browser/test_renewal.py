@@ -17,22 +17,24 @@ from tests.page.browser.conftest import TabOf, written
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
-from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.document.html import as_json, document
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.document.html import build_document, contents_as_json
 
 need_browser()
 
 RENEWALS = 25
 
 
-def grown(of: Contents, steps: int) -> Contents:
+def grown(of: PageContents, steps: int) -> PageContents:
     """Return the contents of the same job some steps later."""
     made: Any = enlarged(of, 8, steps, SLOW_RANK, SINCE_STEP)
     made["written"] = f"2026-01-01T{steps // 60:02d}:{steps % 60:02d}:00+00:00"
     return made  # type: ignore[no-any-return]
 
 
-def test_newer_contents_keep_selection_focus_and_open_elements(tab: Tab, shown: Contents) -> None:
+def test_newer_contents_keep_selection_focus_and_open_elements(
+    tab: Tab, shown: PageContents
+) -> None:
     """Words, tables and charts are new."""
     tab.open("#heat;steps=60-119;rank=3;order=rank;step=80")
     tab.show_all()
@@ -41,7 +43,9 @@ def test_newer_contents_keep_selection_focus_and_open_elements(tab: Tab, shown: 
     tab.chart("heat").focus()
     top = tab.chart("heat").bounding_box()["y"]
     before = {key: value for key, value in tab.view().items() if key != "section"}
-    tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
+    tab.page.evaluate(
+        "newer => torchlensPage.update(newer)", build_document(grown(shown, 2 * STEPS))
+    )
     tab.settle()
     assert {key: value for key, value in tab.view().items() if key != "section"} == before
     assert tab.value("torchlensPage.steps.columns") == 2 * STEPS
@@ -61,9 +65,13 @@ def test_newer_contents_keep_selection_focus_and_open_elements(tab: Tab, shown: 
     assert (tab.problems, tab.foreign()) == ([], [])
 
 
-def test_zoomed_range_stays_and_full_view_grows_with_new_steps(tab: Tab, shown: Contents) -> None:
+def test_zoomed_range_stays_and_full_view_grows_with_new_steps(
+    tab: Tab, shown: PageContents
+) -> None:
     tab.open("#heat;zoom=20-59")
-    tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
+    tab.page.evaluate(
+        "newer => torchlensPage.update(newer)", build_document(grown(shown, 2 * STEPS))
+    )
     tab.settle()
     assert tab.value(f"(({{min, max}}) => [min, max])({tab.named('heat')}.plot.scales.x)") == [
         20,
@@ -72,11 +80,11 @@ def test_zoomed_range_stays_and_full_view_grows_with_new_steps(tab: Tab, shown: 
     assert tab.view()["zoom"] == [20, 60]
 
 
-def test_new_ranks_and_quantities_appear_with_newer_contents(tab: Tab, shown: Contents) -> None:
+def test_new_ranks_and_quantities_appear_with_newer_contents(tab: Tab, shown: PageContents) -> None:
     """More ranks are more rows, and a new quantity has its chart."""
     tab.open("#heat")
     larger: Any = enlarged(shown, 16, STEPS, SLOW_RANK, SINCE_STEP)
-    tab.page.evaluate("newer => torchlensPage.update(newer)", document(larger))
+    tab.page.evaluate("newer => torchlensPage.update(newer)", build_document(larger))
     tab.settle()
     assert len(tab.value(f"{tab.named('heat')}.order")) == 16
     tab.show("memory")
@@ -87,7 +95,7 @@ def test_new_ranks_and_quantities_appear_with_newer_contents(tab: Tab, shown: Co
         )
         == 2
     )
-    tab.page.evaluate("newer => torchlensPage.update(newer)", document(shown))
+    tab.page.evaluate("newer => torchlensPage.update(newer)", build_document(shown))
     tab.show("heat")
     assert tab.value(f"{tab.named('heat')}.order.length") == 8
     assert tab.value("torchlensPage.charts.filter(({figure}) => figure.dataset.title).length") == 0
@@ -95,13 +103,13 @@ def test_new_ranks_and_quantities_appear_with_newer_contents(tab: Tab, shown: Co
 
 
 def test_lines_become_a_heat_map_when_ranks_are_added(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     """At its start, the run has few known ranks, which are drawn as lines."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
     assert tab.value(f"{tab.named('compute')}.data.length") == 2
     tab.page.evaluate(
-        "newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20))
+        "newer => torchlensPage.update(newer)", build_document(enlarged(shown, 8, 60, 1, 20))
     )
     tab.settle()
     assert len(tab.value(f"{tab.named('heat')}.order")) == 8
@@ -109,9 +117,9 @@ def test_lines_become_a_heat_map_when_ranks_are_added(
     assert tab.problems == []
 
 
-def test_charts_are_renewed_by_new_contents_without_markup(tab: Tab, shown: Contents) -> None:
+def test_charts_are_renewed_by_new_contents_without_markup(tab: Tab, shown: PageContents) -> None:
     tab.open("#heat;steps=60-119")
-    newer = json.loads(as_json(grown(shown, 2 * STEPS)))
+    newer = json.loads(contents_as_json(grown(shown, 2 * STEPS)))
     tab.page.evaluate("newer => torchlensPage.update(newer)", newer)
     tab.settle()
     assert tab.value(f"{tab.named('heat')}.shown.width") == 2 * STEPS
@@ -119,14 +127,14 @@ def test_charts_are_renewed_by_new_contents_without_markup(tab: Tab, shown: Cont
 
 
 def test_number_of_figures_and_listeners_does_not_grow_with_renewals(
-    tab: Tab, shown: Contents
+    tab: Tab, shown: PageContents
 ) -> None:
     tab.open("#heat")
     tab.show_all()
     tab.show("heat")
     count = """[torchlensPage.charts.length, torchlensPage.view.listeners.length,
         ...[".uplot", ".tip", "*"].map(each => document.querySelectorAll(each).length)]"""
-    pages = [document(grown(shown, STEPS + more)) for more in (0, 1)]
+    pages = [build_document(grown(shown, STEPS + more)) for more in (0, 1)]
     counts = []
     for renewal in range(RENEWALS):
         tab.page.evaluate("newer => torchlensPage.update(newer)", pages[renewal % 2])
@@ -176,13 +184,15 @@ def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]
 
 
 def test_step_not_in_the_page_is_requested_once_from_the_server(
-    tab_of: TabOf, served: Callable[[str, dict[int, Any]], tuple[str, list[str]]], shown: Contents
+    tab_of: TabOf,
+    served: Callable[[str, dict[int, Any]], tuple[str, list[str]]],
+    shown: PageContents,
 ) -> None:
     """For a step that was not recorded, the page shows the nearest one with a note."""
     recorded = {step["step"] for step in shown["traces"]["steps"]}
     wanted, missing = [step for step in range(STEPS) if step not in recorded][:2]
     trace = {**copy.deepcopy(shown["traces"]["steps"][0]), "step": wanted, "why": "asked for"}
-    page = document(shown).replace('<html lang="en"', '<html lang="en" data-live="running"')
+    page = build_document(shown).replace('<html lang="en"', '<html lang="en" data-live="running"')
     assert 'data-live="running"' in page
     address, asked = served(page, {wanted: {"names": shown["traces"]["names"], "steps": [trace]}})
     tab = tab_of(Path("/"), bypass=True)
@@ -209,11 +219,12 @@ def test_step_not_in_the_page_is_requested_once_from_the_server(
 
 
 def test_nearest_step_is_shown_if_the_server_has_ended(
-    tab_of: TabOf, tmp_path: Path, shown: Contents
+    tab_of: TabOf, tmp_path: Path, shown: PageContents
 ) -> None:
     path = tmp_path / "left.html"
     path.write_text(
-        document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'), "utf-8"
+        build_document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'),
+        "utf-8",
     )
     recorded = {step["step"] for step in shown["traces"]["steps"]}
     missing = next(step for step in range(STEPS) if step not in recorded)

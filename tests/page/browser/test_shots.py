@@ -14,7 +14,7 @@ from tests.page.browser.conftest import TabOf, written
 from tests.page.browser.tab import need_browser
 from tests.page.conftest import recorded
 from tests.support.processes import ROOT
-from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.simulate.simulation import Topology
 
 need_browser()
@@ -32,7 +32,9 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("slow")
     return written(
-        folder, "slow-rank", contents(recorded(folder, FAULT, steps=300, topology=Topology(4, 2)))
+        folder,
+        "slow-rank",
+        gather_contents(recorded(folder, FAULT, steps=300, topology=Topology(4, 2))),
     )
 
 

@@ -21,7 +21,7 @@ from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import LATE_RANK, LATE_STEPS
 from tests.support.page_matrices import Steps
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.page.contents import Contents
+from torchlens_perf.page.contents import PageContents
 
 need_browser()
 
@@ -53,7 +53,7 @@ def rows(tab: Tab) -> Any:
 
 
 def test_range_selected_in_the_heat_map_applies_to_the_whole_page(
-    tab: Tab, shown: Contents
+    tab: Tab, shown: PageContents
 ) -> None:
     """The selection affects the table of ranks, step times, the timeline and all words."""
     assert shown["steps"] is not None
@@ -331,7 +331,7 @@ def test_cell_selected_by_keyboard_is_scrolled_into_view(tab_of: TabOf, wide_fil
     assert tab.view()["zoom"] == [1, 101]
 
 
-def test_keys_select_the_collectives_of_a_step_one_by_one(tab: Tab, shown: Contents) -> None:
+def test_keys_select_the_collectives_of_a_step_one_by_one(tab: Tab, shown: PageContents) -> None:
     tab.show("step")
     tab.chart("step").focus()
     tab.page.keyboard.press("ArrowRight")
@@ -373,7 +373,7 @@ def test_zoom_applies_to_all_charts_over_steps(tab_of: TabOf, wide_file: Path) -
 
 
 def test_zoom_of_a_page_without_steps_does_nothing(
-    tab_of: TabOf, shown: Contents, tmp_path: Path
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
 ) -> None:
     tab = tab_of(written(tmp_path, "without-steps", {**shown, "steps": None})).open(
         "#step;zoom=3-9;step=4"

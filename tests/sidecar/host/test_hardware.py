@@ -10,7 +10,7 @@ import pytest
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND, SECOND_GPU, Rig
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rank_metrics import HardwareSignals, RankMetrics
@@ -127,7 +127,7 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
     sidecar.count_records()
     sidecar.judge_ranks(rig.now_ns / 1e9, final=True)
     sidecar.save_records()
-    verdict = build(run.run_id, [sidecar.state])["verdicts"][0]
+    verdict = build_report(run.run_id, [sidecar.state])["verdicts"][0]
     sidecar.close()
 
     assert (verdict["kind"], verdict["rank"]) == ("straggler", 1)

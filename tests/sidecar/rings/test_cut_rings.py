@@ -17,7 +17,7 @@ from tests.support.processes import ROOT, clean_environ, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from tests.support.warm_python import WarmPython
 from torchlens_perf.recorder import sidecar
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
@@ -79,7 +79,7 @@ def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> Non
     rank.steps(STEPS, **WORK)
     rank.close()
     wait_for_sidecar(run)
-    report, log = run_report(run), run.node_log_path(HOST).read_text()
+    report, log = load_report(run), run.node_log_path(HOST).read_text()
 
     assert {each["rank"]: each["steps"] for each in report["ranks"]} == {0: 3 * STEPS, 1: STEPS}
     assert report["quality"]["lost"] == 0

@@ -482,9 +482,9 @@ def test_doctor_prints_the_survey_of_gpus(rig: Rig, monkeypatch: pytest.MonkeyPa
     """Without NVML, doctor prints the reason and a remedy."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    line, _ = map(str, doctor.telemetry())
+    line, _ = map(str, doctor.check_telemetry())
     rig.nvml.write("fail nvmlInitWithFlags 12")
-    without, _ = map(str, doctor.telemetry())
+    without, _ = map(str, doctor.check_telemetry())
 
     assert (
         line

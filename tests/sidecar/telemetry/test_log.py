@@ -25,7 +25,7 @@ from torchlens_perf.analysis.statistics.hardware import (
 )
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
@@ -34,7 +34,7 @@ from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.store import writer
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.view.terminal import show
+from torchlens_perf.view.terminal import print_report
 
 SECOND = 1_000_000_000
 STARTED_NS = 1_800_000_000 * SECOND
@@ -191,7 +191,9 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
     assert rig.log.run_totals().dropped_files > 0
     assert read_gpus(run, HOST)[FIRST][-1] == rig.log.gpu_samples(FIRST, 0, 1 << 62)[-1]
     state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
-    (note,) = [each for each in build("run", [state])["quality"]["notes"] if "telemetry" in each]
+    (note,) = [
+        each for each in build_report("run", [state])["quality"]["notes"] if "telemetry" in each
+    ]
     assert note.endswith(
         "oldest telemetry files were removed to stay below disk_bytes; totals include their samples"
     )
@@ -235,7 +237,7 @@ def test_oldest_unwritten_samples_are_dropped_above_the_limit(
     ]
     assert (
         "4 samples of GPUs and ports could not be written to the run directory; totals include them"
-        in (build("run", [state])["quality"]["notes"])
+        in (build_report("run", [state])["quality"]["notes"])
     )
 
 
@@ -381,9 +383,9 @@ def test_report_has_a_row_for_each_gpu(
         rig.gpus.values[FIRST].update(xids=1, last_xid=63)
         (folder / "hw_counters/packet_seq_err").write_text(f"{8 + second}\n")
     sidecar.save_state()
-    value = build(run.run_id, node_state.load_all(run))
+    value = build_report(run.run_id, node_state.load_all(run))
     out = io.StringIO()
-    show(value, out, "runs/x")
+    print_report(value, out, "runs/x")
     hot, cool = value["gpus"]
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
@@ -411,9 +413,9 @@ def test_report_has_no_gpu_table_without_gpus(run: RunDirectory, sidecar: Sideca
     rank.steps(5, forward=4)
     run_round(sidecar)
     sidecar.save_state()
-    value = build(run.run_id, node_state.load_all(run))
+    value = build_report(run.run_id, node_state.load_all(run))
     out = io.StringIO()
-    show(value, out, "runs/x")
+    print_report(value, out, "runs/x")
 
     assert (value["gpus"], value["links"]) == ([], [])
     assert "GPU" not in out.getvalue()
@@ -439,7 +441,7 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     rig.now_ns += 2 * SECOND
     run_round(sidecar)
     sidecar.save_state()
-    value = build(run.run_id, node_state.load_all(run))
+    value = build_report(run.run_id, node_state.load_all(run))
 
     assert value["ranks"][0]["steps"] == 5
     place = "reading the hardware's telemetry"

@@ -14,7 +14,7 @@ import pytest
 from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
-from torchlens_perf.report.build import build
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
@@ -22,7 +22,7 @@ from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.words.bottleneck import computing_action
 from torchlens_perf.view.specs import Quantity
-from torchlens_perf.view.tables import tables
+from torchlens_perf.view.tables import build_tables
 
 NUMBER = r"(\d+(?:\.\d+)?)"
 DURATION = NUMBER + r" (s|ms|us|ns)"
@@ -55,7 +55,9 @@ def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any)
 
 def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
     states = [state_of(rank, len(ranks), steps, **changed) for rank, steps in enumerate(ranks)]
-    return checked(build("r", [NodeState("h", {state.identity.key: state for state in states})]))
+    return checked(
+        build_report("r", [NodeState("h", {state.identity.key: state for state in states})])
+    )
 
 
 class Shown:
@@ -63,7 +65,7 @@ class Shown:
 
     def __init__(self, report: dict[str, Any]) -> None:
         self.sentences = [row["text"] for row in report["verdicts"]]
-        (table,) = [each for each in tables(cast("Any", report)) if each.key == "ranks"]
+        (table,) = [each for each in build_tables(cast("Any", report)) if each.key == "ranks"]
         times = [column for column in table.columns if column.quantity is Quantity.DURATION]
         self.columns = {each.title: [value or 0.0 for value in each.values] for each in times}
 
@@ -241,7 +243,7 @@ def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
 
 def outliers(report: dict[str, Any]) -> tuple[dict[str, int], str]:
     """Return the counts in the table of outlier steps, and its note."""
-    (table,) = [each for each in tables(cast("Any", report)) if each.key == "outlier_steps"]
+    (table,) = [each for each in build_tables(cast("Any", report)) if each.key == "outlier_steps"]
     kinds, counts = (column.values for column in table.columns[:2])
     return dict(zip(map(str, kinds), map(int, map(str, counts)), strict=True)), table.note
 
@@ -581,7 +583,7 @@ class TestOtherThreads:
         state.statistics.other_threads_ns = {
             phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()
         }
-        return checked(build("r", [NodeState("h", {state.identity.key: state})]))
+        return checked(build_report("r", [NodeState("h", {state.identity.key: state})]))
 
     def verdict(
         self, parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any

@@ -9,7 +9,8 @@ from importlib import resources
 from torchlens_perf.view import theme
 
 _STATIC = "static"
-# Each script needs those before it. The library is uPlot, see static/vendor/NOTICE.md.
+# A script may use the scripts listed before it. The chart library is uPlot, see
+# static/vendor/NOTICE.md.
 _SCRIPTS = (
     "vendor/uPlot-1.6.32.iife.min.js", "words.js", "contents.js", "view.js", "chart.js", "lines.js", "heat.js",
     "one_step.js", "timeline.js", "bars.js", "tables.js", "selection.js", "renewal.js", "page.js",
@@ -19,21 +20,24 @@ _STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css", "charts.css")
 
 @functools.cache
 def page_script() -> str:
-    """Return all scripts as one text. The theme's names and thresholds come first."""
+    """Return the theme's names and thresholds and all scripts as one text."""
     return "\n".join(
-        [f"const TORCHLENS_THEME = {json.dumps(theme.for_scripts())};", *map(static, _SCRIPTS)]
+        [
+            f"const TORCHLENS_THEME = {json.dumps(theme.theme_for_scripts())};",
+            *map(read_static_file, _SCRIPTS),
+        ]
     )
 
 
 @functools.cache
 def page_style() -> str:
-    """Return all styles as one text. The theme's colours come first."""
-    return "\n".join([theme.style_sheet(), *map(static, _STYLES)])
+    """Return the theme's colours and all styles as one text."""
+    return "\n".join([theme.css_variables(), *map(read_static_file, _STYLES)])
 
 
 @functools.cache
-def static(name: str) -> str:
-    """Return a static file of the page. theme.css is generated from the theme."""
+def read_static_file(name: str) -> str:
+    """Return the text of a static file. `theme.css` is generated from the theme."""
     if name == "theme.css":
-        return theme.style_sheet()
+        return theme.css_variables()
     return (resources.files("torchlens_perf.page") / _STATIC / name).read_text("utf-8")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.page.document.html import document
-from torchlens_perf.page.gather.run_contents import DEFAULT_BUDGET_BYTES, contents
+from torchlens_perf.page.document.html import build_document
+from torchlens_perf.page.gather.run_contents import DEFAULT_BUDGET_BYTES, gather_contents
 from torchlens_perf.run import ownership
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET
 
     Raise RunStoreError if there is no run, or the file cannot be written.
     """
-    text = document(contents(run, budget_bytes)).encode("utf-8", "replace")
+    text = build_document(gather_contents(run, budget_bytes)).encode("utf-8", "replace")
     partial = path.parent / f".{path.name}.partial"
     try:
         ownership.write_private_file(partial, text)

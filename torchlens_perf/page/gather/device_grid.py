@@ -1,4 +1,4 @@
-"""Steps by the devices' clocks, computed from records in the same way as for verdicts."""
+"""Step times by the devices' clocks, computed from records in the same way as for verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.step_bins import concatenate
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.page.gather.step_grid import Batch, StepGrid
+from torchlens_perf.page.gather.step_grid import StepBatch, StepGrid
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import add_errors_to
 from torchlens_perf.store.segments import iterate_records
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.verdicts.node_state import ProcessState
 
-# Limit for all ranks together: a step takes tens of microseconds. Beyond it, windows are shown
-# instead of steps.
+# If all ranks together made more steps, windows are shown instead, since reading a step takes tens
+# of microseconds.
 MAX_STEPS = 100_000
 _KINDS = (
     Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
@@ -34,7 +34,7 @@ _KINDS = (
 )  # fmt: skip
 
 
-def device_grid(
+def build_device_grid(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
@@ -43,22 +43,22 @@ def device_grid(
     *,
     hidden: bool,
 ) -> StepGrid | None:
-    """Return the steps of the processes that are judged by their devices; None if no process is.
+    """Return the steps of processes that are judged by device times; None without such processes.
 
     node_of: each rank's node, as in file names. empty: a grid with rows for all ranks and no data.
-    notes: receives a line for each file that cannot be read. hidden: devices hide the delays of
-    their hosts, so work is known only if single steps of all ranks are known.
+    notes: receives a line for each file that cannot be read. hidden: True if devices hide the
+    delays of their hosts. Work is then known only from single steps of all ranks.
     """
     processes = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
     if not processes:
         return None
     if sum(each.statistics.counted_steps for each in processes.values()) > MAX_STEPS:
         for rank, process in processes.items():
-            empty.add(_batch_of_windows(process, empty.row_of[rank], empty.width, hidden=hidden))
+            empty.add(_batch_from_windows(process, empty.row_of[rank], empty.width, hidden=hidden))
         width = max(each.judged_windows().width for each in processes.values())
         notes.append(
-            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to"
-            " show each."
+            f"Device times are medians over {width} steps, because the run has too many steps to"
+            " show each one."
         )
         return empty
     rank_of = {each.identity.key: rank for rank, each in processes.items()}
@@ -76,13 +76,13 @@ def device_grid(
     for ranks in populations.values():
         own_ns = own_work_ns([tables[rank] for rank in ranks])
         for rank, work_ns in zip(ranks, own_ns, strict=True):
-            empty.add(_batch(tables[rank], empty.row_of[rank], work_ns))
+            empty.add(_batch_from_steps(tables[rank], empty.row_of[rank], work_ns))
     return empty
 
 
-def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
+def _batch_from_steps(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> StepBatch:
     unknown = np.full(len(table), -1)
-    return Batch(
+    return StepBatch(
         row=np.full(len(table), row),
         step=table.step,
         start_ns=table.start_ns,
@@ -95,10 +95,10 @@ def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
     )
 
 
-def _batch_of_windows(process: ProcessState, row: int, column_width: int, *, hidden: bool) -> Batch:
-    """Return a step for each window, or for each column that a window covers if it is wider than a
-    column.
-    """
+def _batch_from_windows(
+    process: ProcessState, row: int, column_width: int, *, hidden: bool
+) -> StepBatch:
+    """Return one step for each window, or for each column that a wider window covers."""
     windows = process.judged_windows()
     offsets = np.arange(0, windows.width, column_width)
     at = np.repeat(np.arange(len(windows.first_step)), len(offsets))
@@ -114,7 +114,7 @@ def _batch_of_windows(process: ProcessState, row: int, column_width: int, *, hid
         windows.work_sum_ns, windows.work_steps, out=np.zeros(len(known)), where=known
     )
     unknown = np.full(len(at), -1)
-    return Batch(
+    return StepBatch(
         row=np.full(len(at), row),
         step=np.minimum(step, process.statistics.last_step or 0),
         start_ns=unknown,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
-from torchlens_perf.page.contents import Columns, Series
-from torchlens_perf.page.gather.thinning import size_bytes
+from torchlens_perf.page.contents import MatrixColumns, TimeSeries
+from torchlens_perf.page.gather.thinning import json_size_bytes
 from torchlens_perf.store.reader import ParquetFolder, add_errors_to, concatenate_tables, to_floats
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 NO_CPU_TITLE = "CPU contention (runnable but not scheduled)"
-# Longer series are averaged over intervals.
+# Series with more points are averaged over intervals.
 MAX_POINTS = 240
 # A rank's CPU contention is shown if it reaches this share in any column.
 _MIN_CONTENTION = 0.01
 _GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = range(5)
 
 
-class _Quantity(NamedTuple):
+class _MeasuredQuantity(NamedTuple):
     title: str
     unit: str
     how: int
@@ -46,52 +46,54 @@ class _Quantity(NamedTuple):
 
 
 _GPU = {
-    "sm_clock_hz": _Quantity("SM clock", "Hz", _GAUGE),
-    "temperature_c": _Quantity("GPU temperature", "Cel", _GAUGE),
-    "power_w": _Quantity("GPU power", "W", _GAUGE),
-    "throttle_thermal_ns": _Quantity("Throttled by heat", "%", _SHARE),
-    "throttle_hw_thermal_ns": _Quantity("Throttled by heat, by the hardware", "%", _SHARE),
-    "throttle_power_ns": _Quantity("Throttled by the power limit", "%", _SHARE),
-    "throttle_hw_power_brake_ns": _Quantity("Throttled by the power brake", "%", _SHARE),
-    "throttle_sync_boost_ns": _Quantity("Throttled by sync boost", "%", _SHARE),
-    "xids": _Quantity("XID errors", "1", _COUNT),
-    "ecc_uncorrected": _Quantity("Uncorrected ECC errors", "1", _COUNT),
-    "sm_active": _Quantity("SMs active", "%", _LEVEL),
-    "busy": _Quantity("GPU busy: any kernel runs", "%", _LEVEL),
-    "memory_used_bytes": _Quantity("GPU memory used, by all processes", "By", _GAUGE),
-    "nvlink_received_bytes": _Quantity("NVLink received", "By/s", _RATE),
-    "pcie_received_bytes": _Quantity("PCIe received", "By/s", _RATE),
-    "pcie_replays": _Quantity("PCIe replays", "1", _COUNT),
-    "nvlink_errors": _Quantity("NVLink errors", "1", _COUNT),
+    "sm_clock_hz": _MeasuredQuantity("SM clock", "Hz", _GAUGE),
+    "temperature_c": _MeasuredQuantity("GPU temperature", "Cel", _GAUGE),
+    "power_w": _MeasuredQuantity("GPU power", "W", _GAUGE),
+    "throttle_thermal_ns": _MeasuredQuantity("Throttled by heat", "%", _SHARE),
+    "throttle_hw_thermal_ns": _MeasuredQuantity("Throttled by heat (hardware)", "%", _SHARE),
+    "throttle_power_ns": _MeasuredQuantity("Throttled by the power limit", "%", _SHARE),
+    "throttle_hw_power_brake_ns": _MeasuredQuantity("Throttled by the power brake", "%", _SHARE),
+    "throttle_sync_boost_ns": _MeasuredQuantity("Throttled by sync boost", "%", _SHARE),
+    "xids": _MeasuredQuantity("XID errors", "1", _COUNT),
+    "ecc_uncorrected": _MeasuredQuantity("Uncorrected ECC errors", "1", _COUNT),
+    "sm_active": _MeasuredQuantity("SMs active", "%", _LEVEL),
+    "busy": _MeasuredQuantity("GPU busy (any kernel is running)", "%", _LEVEL),
+    "memory_used_bytes": _MeasuredQuantity("GPU memory used by all processes", "By", _GAUGE),
+    "nvlink_received_bytes": _MeasuredQuantity("NVLink received", "By/s", _RATE),
+    "pcie_received_bytes": _MeasuredQuantity("PCIe received", "By/s", _RATE),
+    "pcie_replays": _MeasuredQuantity("PCIe replays", "1", _COUNT),
+    "nvlink_errors": _MeasuredQuantity("NVLink errors", "1", _COUNT),
 }
 _LINK = {
-    "transmitted_bytes": _Quantity("Network transmitted", "By/s", _RATE),
-    "received_bytes": _Quantity("Network received", "By/s", _RATE),
+    "transmitted_bytes": _MeasuredQuantity("Network transmitted", "By/s", _RATE),
+    "received_bytes": _MeasuredQuantity("Network received", "By/s", _RATE),
     **{
-        name: _Quantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT)
+        name: _MeasuredQuantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT)
         for name in LINK_ERRORS
     },
 }
 _PROCESS = {
-    "cpu_ns": _Quantity("CPU used, in percent of one core", "%", _SHARE),
-    "resident_bytes": _Quantity("Resident memory, with workers", "By", _GAUGE),
-    "read_bytes": _Quantity("Disk read", "By/s", _RATE),
-    "written_bytes": _Quantity("Disk written", "By/s", _RATE),
+    "cpu_ns": _MeasuredQuantity("CPU used, in percent of one core", "%", _SHARE),
+    "resident_bytes": _MeasuredQuantity("Resident memory, with workers", "By", _GAUGE),
+    "read_bytes": _MeasuredQuantity("Disk read", "By/s", _RATE),
+    "written_bytes": _MeasuredQuantity("Disk written", "By/s", _RATE),
 }
 _NAMESPACE = {
-    "network_received_bytes": _Quantity("Network received, all interfaces", "By/s", _RATE),
-    "network_transmitted_bytes": _Quantity("Network transmitted, all interfaces", "By/s", _RATE),
+    "network_received_bytes": _MeasuredQuantity("Network received, all interfaces", "By/s", _RATE),
+    "network_transmitted_bytes": _MeasuredQuantity(
+        "Network transmitted, all interfaces", "By/s", _RATE
+    ),
 }
 
 
-def hardware_series(
+def read_hardware_series(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
     ranks: Sequence[int],
     begin_unix_ns: int,
     notes: list[str],
-) -> list[Series]:
+) -> list[TimeSeries]:
     """Return series of these ranks' processes and GPUs, and of their nodes' network.
 
     notes: receives a line for each file that cannot be read.
@@ -99,45 +101,50 @@ def hardware_series(
     nodes = {node_of[rank] for rank in ranks}
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
     found = []
-    for (_, uuid), table in _tables(
+    for (_, uuid), table in _read_tables(
         ParquetFolder(run.path / GPUS, nodes, add_errors_to(notes)), "uuid", _GPU
     ):
         if uuid in rank_of:
-            found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
-    for (host, port), table in _tables(
+            found += _build_series(
+                table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns
+            )
+    for (host, port), table in _read_tables(
         ParquetFolder(run.path / LINKS, nodes, add_errors_to(notes)), "device", _LINK
     ):
-        found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
+        found += _build_series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
     hosts = set[str]()
-    for (host, rank), table in _tables(
+    for (host, rank), table in _read_tables(
         ParquetFolder(run.path / PROCESSES, nodes, add_errors_to(notes)),
         "rank",
         _PROCESS | _NAMESPACE,
     ):
         if int(rank) in ranks:
-            found += _series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
-        # Ranks of one node share its network interfaces, so the first rank's samples stand for the
-        # node.
+            found += _build_series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
+        # The ranks of a node share its network interfaces, so only the first rank's samples are
+        # used.
         if host not in hosts:
             hosts.add(host)
-            found += _series(table, _NAMESPACE, host, None, begin_unix_ns)
+            found += _build_series(table, _NAMESPACE, host, None, begin_unix_ns)
     return found
 
 
-def rank_series(
-    grid: StepGrid, columns: Columns, processes: Mapping[int, ProcessState], ranks: Sequence[int]
-) -> list[Series]:
-    """Return each rank's CPU contention, if it has any, and its device memory."""
+def build_rank_series(
+    grid: StepGrid,
+    columns: MatrixColumns,
+    processes: Mapping[int, ProcessState],
+    ranks: Sequence[int],
+) -> list[TimeSeries]:
+    """Return the CPU contention and the device memory of each rank over time."""
     row_of = {rank: row for row, rank in enumerate(sorted(processes))}
     started = np.array([np.nan if each is None else each for each in columns["started_s"]])
     first_steps = np.array(columns["first_steps"])
     known = np.isfinite(started)
-    found: list[Series] = []
+    found: list[TimeSeries] = []
     for rank in ranks:
-        shares = grid.no_cpu_share(row_of[rank])
+        shares = grid.contention_share(row_of[rank])
         if np.nanmax(shares, initial=0.0) >= _MIN_CONTENTION:
             found.append(
-                _thinned_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares)
+                _average_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares)
             )
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
@@ -151,37 +158,39 @@ def rank_series(
                 [np.nan if (value := getattr(each, name)) is None else value for each in readings]
             )
             if np.isfinite(values).any():
-                found.append(_thinned_series(title, "By", f"rank {rank}", rank, at, values))
+                found.append(_average_series(title, "By", f"rank {rank}", rank, at, values))
     return found
 
 
-def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> list[Series]:
-    """Return as many series as fit the budget. notes: receives a sentence if some are left out.
+def fit_series(
+    series: Sequence[TimeSeries], budget_bytes: int, notes: list[str]
+) -> list[TimeSeries]:
+    """Return as many series as fit the budget. notes: receives a sentence on left-out series.
 
-    The first quantity of every object has priority over the second quantity of any object, and so
-    on.
+    The first quantity of each GPU, link or process is kept before any second quantity.
     """
     places: dict[str, int] = defaultdict(int)
     order = []
     for each in series:
         order.append((places[each["where"]], each))
         places[each["where"]] += 1
-    kept, used_bytes = list[Series](), 0
+    kept, used_bytes = list[TimeSeries](), 0
     for _, each in sorted(order, key=lambda item: item[0]):
-        used_bytes += size_bytes(each)
+        used_bytes += json_size_bytes(each)
         if used_bytes > budget_bytes:
             notes.append(
-                f"Of {len(series)} quantities that were measured over time, {len(kept)} are shown."
+                f"Only {len(kept)} of {len(series)} quantities that were measured over time are"
+                " shown."
             )
             break
         kept.append(each)
     return sorted(kept, key=lambda each: each["title"])
 
 
-def _tables(
+def _read_tables(
     files: ParquetFolder, named_by: str, quantities: Collection[str]
 ) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
-    """Yield the columns of numbers in time order for each pair of host and name."""
+    """Yield the numeric columns for each pair of host and name, in time order."""
     needed = ["host", named_by, "time"]
     tables = list(
         files.read_each(
@@ -209,13 +218,13 @@ def _tables(
         yield key, {name: values[of_key] for name, values in columns.items()}
 
 
-def _series(
+def _build_series(
     table: Mapping[str, Floats],
-    quantities: Mapping[str, _Quantity],
+    quantities: Mapping[str, _MeasuredQuantity],
     where: str,
     rank: int | None,
     begin_unix_ns: int,
-) -> list[Series]:
+) -> list[TimeSeries]:
     time_s = (table["time"] - begin_unix_ns) / 1e9
     found = []
     for name, (title, unit, how) in quantities.items():
@@ -238,13 +247,13 @@ def _series(
                 }[how]
         # A single sample of a counter has no rate.
         if np.isfinite(values).any():
-            found.append(_thinned_series(title, unit, where, rank, time_s, values))
+            found.append(_average_series(title, unit, where, rank, time_s, values))
     return found
 
 
-def _thinned_series(
+def _average_series(
     title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats
-) -> Series:
+) -> TimeSeries:
     """Return a series with at most MAX_POINTS points.
 
     If there are more samples, points are means of intervals.

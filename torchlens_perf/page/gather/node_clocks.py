@@ -1,9 +1,9 @@
 """Align the clocks of several nodes by collectives: a blocking collective ends at about the same
 time on all ranks.
 
-Ranks of one node share a clock. Wall clocks of different nodes can be milliseconds apart, more than
-the details of a step. The ends of collectives that ranks of both nodes took part in show the offset
-between two clocks.
+Ranks of one node share a clock. Wall clocks of different nodes can differ by milliseconds, which is
+longer than many spans. The ends of collectives that two nodes share reveal the offset between their
+clocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class NodeClocks:
         for step in steps:
             if len({each.node for each in step}) > 1:
                 for each in step:
-                    for key, end_ns in _ends(each, uncomparable):
+                    for key, end_ns in _collective_ends(each, uncomparable):
                         ends[key][each.node].append(end_ns + each.unix_offset_ns)
         self._ends = [
             {node: float(np.median(times)) for node, times in of.items()}
@@ -74,16 +74,16 @@ class NodeClocks:
             if len(of) > 1
         ]
 
-    def of(self, ranks: Collection[RankRecords]) -> CommonClock:
+    def common_clock(self, ranks: Collection[RankRecords]) -> CommonClock:
         """Return the common clock for one step of these ranks."""
         nodes = list(dict.fromkeys(each.node for each in ranks))
         if len(nodes) < 2:
             offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
             return CommonClock(offset_ns, "")
-        at_ns = min(_begin_ns(each) for each in ranks)
+        at_ns = min(_first_record_unix_ns(each) for each in ranks)
         shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _MAX_ENDS
         for node in nodes[1:]:
-            apart = self._apart(nodes[0], node, at_ns)
+            apart = self._clock_offsets_ns(nodes[0], node, at_ns)
             if len(apart) >= MIN_ENDS:
                 middle = float(np.median(apart))
                 deviation = float(np.median(np.abs(apart - middle)))
@@ -98,31 +98,32 @@ class NodeClocks:
         if len(shift_ns) < 2:
             return CommonClock(offset_ns, f"The clocks of {len(nodes)} nodes cannot be compared.")
         words = (
-            f"The clocks of {len(shift_ns)} nodes are laid together by the ends of {fewest} or more"
+            f"The clocks of {len(shift_ns)} nodes are aligned by the ends of {fewest} or more"
             f" collectives, to within about {max(spread_ns / 1e6, 0.001):.3f} ms."
         )
         left = len(nodes) - len(shift_ns)
         return CommonClock(
-            offset_ns, words + (f" Those of {left} others cannot be compared." if left else "")
+            offset_ns,
+            words + (f" The clocks of {left} other nodes cannot be compared." if left else ""),
         )
 
-    def _apart(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
-        """Return how far the other node's clock is ahead, by each of the collectives nearest to
-        this time.
+    def _clock_offsets_ns(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
+        """Return the offset of the other node's clock, measured at the collectives around this
+        time.
         """
         shared = [each for each in self._ends if one in each and other in each]
         shared.sort(key=lambda each: abs(each[one] - at_ns))
         return np.array([each[other] - each[one] for each in shared[:_MAX_ENDS]])
 
 
-def _begin_ns(each: RankRecords) -> int:
+def _first_record_unix_ns(each: RankRecords) -> int:
     return int(each.records.records["start_ns"].min(initial=1 << 62)) + each.unix_offset_ns
 
 
-def _ends(each: RankRecords, uncomparable: Collection[str]) -> list[tuple[tuple[str, int], int]]:
-    """Return name, sequence number and end of each of a rank's blocking collectives that end
-    together on all ranks.
-    """
+def _collective_ends(
+    each: RankRecords, uncomparable: Collection[str]
+) -> list[tuple[tuple[str, int], int]]:
+    """Return name, sequence number and end of the collectives that end together on all ranks."""
     records, names = each.records
     rows = records[
         (records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.page.contents import SlowTime
+from torchlens_perf.page.contents import SlowPeriod
 from torchlens_perf.report.heat import TAGS
 from torchlens_perf.verdicts.words.order import has_ended
 from torchlens_perf.view.rank_tables import compute_s
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 MAX_STEPS = 64
-# If the job is larger, the page shows slow ranks, ranks that wait for them, and usual ones.
+# In larger jobs, the page shows slow ranks, ranks that wait for them, and typical ranks.
 MAX_RANKS = 16
 _SLOW, _WAITING, _USUAL = 6, 4, 3
 _MAX_SLOW_TIMES = 8
@@ -28,12 +28,12 @@ _MAX_SLOW_TIMES = 8
 _NEWEST_FRACTION = 10
 
 
-def chosen_steps(
-    grid: StepGrid, slow: Sequence[SlowTime], warm_from: int, kept: tuple[int, int] | None
+def choose_steps(
+    grid: StepGrid, slow: Sequence[SlowPeriod], warm_from: int, kept: tuple[int, int] | None
 ) -> list[tuple[int, str]]:
-    """Return the chosen steps with reasons, most informative first.
+    """Return step numbers with the reason for each choice, most informative steps first.
 
-    kept: the first and last step with records; None if there are no records.
+    kept: the first and last step with records; None without records.
     """
     if kept is None:
         return []
@@ -42,39 +42,43 @@ def chosen_steps(
     usual = there & ((grid.single_flags & OTHER_WORK) == 0) & (numbers >= warm_from)
     found: dict[int, str] = {}
 
-    def add(of: npt.NDArray[np.bool_], why: str, *, typical: bool = False) -> None:
-        at = _nearest_to_median(grid.single_ns, of) if typical else _longest(grid.single_ns, of)
+    def add_step(of: npt.NDArray[np.bool_], why: str, *, typical: bool = False) -> None:
+        at = (
+            _step_nearest_median(grid.single_ns, of)
+            if typical
+            else _longest_step(grid.single_ns, of)
+        )
         if at is not None:
             found.setdefault(int(numbers[at]), why)
 
     now = [each for each in slow if not has_ended(each)]
     for each in now[:1]:
-        add(
+        add_step(
             usual & (numbers >= each["since_step"]),
-            f"typical while rank {each['rank']} is slow",
+            f"typical step while rank {each['rank']} is slow",
             typical=True,
         )
-    add(there & (numbers >= warm_from), "slowest")
+    add_step(there & (numbers >= warm_from), "slowest")
     for each in slow[:_MAX_SLOW_TIMES]:
-        add(there & (numbers == each["since_step"]), f"first slow step of rank {each['rank']}")
+        add_step(there & (numbers == each["since_step"]), f"first slow step of rank {each['rank']}")
     for each in now[:1]:
-        add(
+        add_step(
             usual & (numbers < each["since_step"]),
-            f"typical before rank {each['rank']} was slow",
+            f"typical step before rank {each['rank']} was slow",
             typical=True,
         )
     if not now:
-        add(usual, "typical", typical=True)
+        add_step(usual, "typical", typical=True)
     for kind, flag in TAGS.items():
-        add(
+        add_step(
             there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from),
             f"longest with {kind}",
         )
     ends = numbers[there]
     if len(ends):
-        add(there & (numbers == ends[0]), "first")
-        add(there & (numbers == ends[-1]), "last")
-        add(
+        add_step(there & (numbers == ends[0]), "first")
+        add_step(there & (numbers == ends[-1]), "last")
+        add_step(
             there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION)),
             "longest of the newest",
         )
@@ -85,23 +89,24 @@ def chosen_steps(
     return list(found.items())[:MAX_STEPS]
 
 
-def _longest(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
+def _longest_step(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
     return int(np.where(of, values, -1.0).argmax()) if of.any() else None
 
 
-def _nearest_to_median(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
+def _step_nearest_median(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_]) -> int | None:
     if not of.any():
         return None
     distance = np.abs(values - np.median(values[of]))
     return int(np.where(of, distance, np.inf).argmin())
 
 
-def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int, str]) -> list[int]:
+def choose_ranks(
+    report: Report, slow: Sequence[SlowPeriod], node_of: Mapping[int, str]
+) -> list[int]:
     """Return at most MAX_RANKS ranks in ascending order.
 
-    A small job shows all ranks. Otherwise the choice is slow ranks, the ranks on their nodes that
-    wait most, and usual ranks. Most chosen ranks are on two nodes, since the files of each further
-    node must be read too.
+    Ranks of a small job are all chosen. In a larger job, these are slow ranks, ranks on their nodes
+    that wait most, and typical ranks. Most of them are on two nodes, so few files must be read.
     """
     rows = {rank["rank"]: rank for rank in report["ranks"]}
     if len(rows) <= MAX_RANKS:
@@ -114,7 +119,7 @@ def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int,
     ]
     nodes = list(dict.fromkeys(node_of[rank] for rank in chosen))[:2]
     near = [rank for rank in rows if node_of[rank] in nodes and rank not in chosen]
-    chosen += sorted(near, key=lambda rank: -_waiting(rows[rank]))[:_WAITING]
+    chosen += sorted(near, key=lambda rank: -_waiting_s(rows[rank]))[:_WAITING]
     middle = compute_s(rows[by_compute[len(by_compute) // 2]])
     usual = sorted(
         (rank for rank in near if rank not in chosen),
@@ -127,7 +132,7 @@ def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int,
     return sorted([*chosen, *([elsewhere] if elsewhere is not None else [])])[:MAX_RANKS]
 
 
-def _waiting(rank: Rank) -> float:
+def _waiting_s(rank: Rank) -> float:
     return (
         rank["typical"]["parts"].get("communication", 0.0) if rank["typical"] is not None else 0.0
     )

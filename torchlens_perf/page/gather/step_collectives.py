@@ -18,7 +18,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     semantics_of,
     split_wait_and_transfer,
 )
-from torchlens_perf.page.contents import CollectiveJoined
+from torchlens_perf.page.contents import JoinedCollective
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.node_clocks import RankRecords
 
 
-def joined_by_step(
+def join_by_step(
     ranks: Collection[RankRecords], shown: Collection[int], uncomparable: Collection[str]
-) -> dict[int, list[CollectiveJoined]]:
+) -> dict[int, list[JoinedCollective]]:
     """Return the collectives of each step that several of these ranks issued, sorted by end.
 
     The last rank to arrive is known if `ranks` has all ranks of the group. shown: the ranks whose
@@ -39,10 +39,10 @@ def joined_by_step(
     """
     one_clock = len({each.node for each in ranks}) == 1
     known, wanted = {each.rank for each in ranks}, set(shown)
-    places = _places([each for each in ranks if each.rank in wanted])
-    found: dict[int, list[tuple[int, CollectiveJoined]]] = defaultdict(list)
+    places = _locate_operations([each for each in ranks if each.rank in wanted])
+    found: dict[int, list[tuple[int, JoinedCollective]]] = defaultdict(list)
 
-    def take(
+    def collect_rows(
         key: OperationKey, members: tuple[int, ...], rows: npt.NDArray[np.void], root: int | None
     ) -> None:
         member = next((rank for rank in members if rank in wanted), None)
@@ -53,10 +53,15 @@ def joined_by_step(
             if place is not None:
                 step, end_ns = place
                 found[step].append(
-                    (end_ns, _row(key, members, row, root, known, wanted, one_clock=one_clock))
+                    (
+                        end_ns,
+                        _build_joined_collective(
+                            key, members, row, root, known, wanted, one_clock=one_clock
+                        ),
+                    )
                 )
 
-    join = CollectiveJoin(take)
+    join = CollectiveJoin(collect_rows)
     join.set_ranks([each.rank for each in ranks])
     for each in ranks:
         records = each.records.records
@@ -72,11 +77,10 @@ def joined_by_step(
     }
 
 
-def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tuple[int, int]]:
-    """Return step and end of each operation by rank, group and sequence number.
-
-    Ends are by the rank's own clock.
-    """
+def _locate_operations(
+    ranks: Collection[RankRecords],
+) -> Mapping[tuple[int, str, int], tuple[int, int]]:
+    """Return the step, and the end by the rank's clock, of each operation."""
     found = {}
     for each in ranks:
         records, names = each.records
@@ -93,7 +97,7 @@ def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tup
     return found
 
 
-def _row(
+def _build_joined_collective(
     key: OperationKey,
     ranks: tuple[int, ...],
     row: np.void,
@@ -102,7 +106,7 @@ def _row(
     shown: Collection[int],
     *,
     one_clock: bool,
-) -> CollectiveJoined:
+) -> JoinedCollective:
     durations, starts = row["duration_ns"], row["start_ns"]
     semantics = semantics_of(key.operation)
     found = split_wait_and_transfer(key.operation, durations[None, :], root)
@@ -114,7 +118,7 @@ def _row(
     elif one_clock:
         arrival_ns = (starts - starts.min()).tolist()
 
-    def of_shown(times_ns: Sequence[int | None]) -> dict[str, float | None]:
+    def for_shown_ranks(times_ns: Sequence[int | None]) -> dict[str, float | None]:
         known_ns = {rank: ns for rank, ns in zip(ranks, times_ns, strict=True) if rank in shown}
         return {
             str(rank): None if ns is None else round(ns / 1e3, 1) for rank, ns in known_ns.items()
@@ -128,6 +132,6 @@ def _row(
         "bytes": int(row["bytes"].max()),
         "asynchronous": bool(row["overlapped"].any()) and not semantics.blocks,
         "last_rank": ranks[last] if whole and last >= 0 else None,
-        "arrival_us": of_shown(arrival_ns),
-        "wait_us": of_shown(found.wait_ns[0].tolist()),
+        "arrival_us": for_shown_ranks(arrival_ns),
+        "wait_us": for_shown_ranks(found.wait_ns[0].tolist()),
     }

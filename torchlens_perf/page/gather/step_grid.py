@@ -1,8 +1,6 @@
-"""Sums of all ranks' steps in windows common to all ranks, from which the page's matrices are made.
-Pure.
+"""Sums of step times by rank and window of steps, from which the page's matrices are made.
 
-Memory depends on the number of ranks and windows, not of steps: steps arrive in batches and are not
-kept.
+Steps arrive in batches and are not kept, so memory depends only on the number of ranks and windows.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_COLUMNS = 4096
 # A cell is a rank in a column.
 MAX_CELLS = 1_500_000
 QUANTILES = {"p5_s": 0.05, "p50_s": 0.5, "p95_s": 0.95}
-# Quantiles come from counts in bins of this width on the logarithm of the duration.
+# Quantiles are computed from a histogram of logarithmic durations with bins of this width.
 _BIN_WIDTH = 0.01
 _SMALLEST_NS = 1e3
 # The bins cover durations up to 1e16 ns.
@@ -35,7 +33,7 @@ _MAX_SINGLE_STEPS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """Steps of any ranks, in any order, as columns of equal length. Times are in ns."""
 
     row: Integers
@@ -54,7 +52,7 @@ class Batch:
 
 
 class StepGrid:
-    """Sums over windows of `width` steps, a power of two. Row i is the i-th rank."""
+    """Sums of step times over windows of `width` steps, a power of two. Row i is the i-th rank."""
 
     def __init__(
         self, ranks: Sequence[int], warm_from: Integers, first: int, last: int, parts: int
@@ -85,19 +83,16 @@ class StepGrid:
         self._counts = np.zeros((columns, _BINS), np.int32)
         self.first_single = max(first, last - _MAX_SINGLE_STEPS + 1)
         self.single_ns = np.zeros(last - self.first_single + 1)
-        """Each step's duration on its slowest rank, from step `first_single` on; 0 if the
-        step is missing.
+        """Each step's duration on its slowest rank, from step `first_single` on; 0 if the step is
+        missing.
         """
         self.single_flags = np.zeros(len(self.single_ns), np.int64)
         self.device: StepGrid | None = None
-        """Steps by the devices' clocks, of the ranks that are judged by these; None if no
-        rank is.
+        """Steps by the devices' clocks, of the ranks that are judged by these; None if no rank is.
         """
 
-    def empty(self) -> StepGrid:
-        """Return a grid for the same ranks and steps that contains no data, with the original
-        width.
-        """
+    def empty_copy(self) -> StepGrid:
+        """Return an empty grid for the same ranks and steps, with the original window width."""
         return StepGrid(*self._range)
 
     @property
@@ -105,15 +100,15 @@ class StepGrid:
         """The first step of each column."""
         return self.first + np.arange(len(self.flags)) * self.width
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: StepBatch) -> None:
         """Add steps. Steps outside the grid's range are ignored."""
         _, _, first, last, _ = self._range
         inside = (batch.step >= first) & (batch.step <= last)
         if not inside.all():
-            batch = Batch(
+            batch = StepBatch(
                 **{
                     field.name: getattr(batch, field.name)[inside]
-                    for field in dataclasses.fields(Batch)
+                    for field in dataclasses.fields(StepBatch)
                 }
             )
         column = (batch.step - self.first) // self.width
@@ -143,9 +138,7 @@ class StepGrid:
         np.add.at(self._counts, (column, np.minimum(bins.astype(np.int64), _BINS - 1)), 1)
 
     def quantile_s(self, share: float) -> Floats:
-        """Return a quantile of each column's step durations, to within 0.5 %; NaN if the column has
-        no step.
-        """
+        """Return a quantile of each column's step durations, to within 0.5 %; NaN without steps."""
         reached = self._counts.cumsum(axis=1)
         total = reached[:, -1]
         found = (reached >= np.maximum(1, np.ceil(share * total))[:, None]).argmax(axis=1)
@@ -154,10 +147,8 @@ class StepGrid:
             total > 0, np.minimum(seconds, np.nan_to_num(self.longest_ns, nan=np.inf) / 1e9), np.nan
         )
 
-    def no_cpu_share(self, row: int) -> Floats:
-        """Return the share of a rank's time that it was runnable but not scheduled, by column; NaN:
-        not measured.
-        """
+    def contention_share(self, row: int) -> Floats:
+        """Return the share of CPU contention in a rank's time, by column; NaN if not measured."""
         of_ns = self.ready_of_ns[row]
         share: Floats = np.divide(
             self.ready_ns[row], of_ns, out=np.full(len(of_ns), np.nan), where=of_ns > 0
@@ -165,7 +156,7 @@ class StepGrid:
         return share
 
     def widened(self) -> StepGrid:
-        """Return the same grid with windows twice as wide."""
+        """Return a copy of the grid with windows twice as wide."""
         wider = StepGrid.__new__(StepGrid)
         wider.width = 2 * self.width
         wider.first = self.first // wider.width * wider.width
@@ -174,19 +165,19 @@ class StepGrid:
         for name in ("_range", "row_of", "warm_from", "first_single", "single_ns", "single_flags"):
             setattr(wider, name, getattr(self, name))
 
-        def paired(values: npt.NDArray[Any], empty: float, axis: int) -> npt.NDArray[Any]:
+        def combine_pairs(values: npt.NDArray[Any], empty: float, axis: int) -> npt.NDArray[Any]:
             padding = [(0, 0)] * values.ndim
             padding[axis] = (before, after)
             padded = np.pad(values, padding, constant_values=empty)
             return padded.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :])
 
         for name in ("steps", "compared", "step_ns", "work_ns", "ready_ns", "ready_of_ns"):
-            setattr(wider, name, paired(getattr(self, name), 0, 1).sum(axis=2))
-        wider.parts_ns = paired(self.parts_ns, 0, 2).sum(axis=3)
-        wider.memory_bytes = paired(self.memory_bytes, -1, 1).max(axis=2)
-        wider.start_ns = paired(self.start_ns, np.inf, 1).min(axis=2)
-        wider.flags = np.bitwise_or.reduce(paired(self.flags, 0, 0), axis=1)
-        wider.longest_ns = np.fmax.reduce(paired(self.longest_ns, np.nan, 0), axis=1)
-        wider._counts = paired(self._counts, 0, 0).sum(axis=1)
+            setattr(wider, name, combine_pairs(getattr(self, name), 0, 1).sum(axis=2))
+        wider.parts_ns = combine_pairs(self.parts_ns, 0, 2).sum(axis=3)
+        wider.memory_bytes = combine_pairs(self.memory_bytes, -1, 1).max(axis=2)
+        wider.start_ns = combine_pairs(self.start_ns, np.inf, 1).min(axis=2)
+        wider.flags = np.bitwise_or.reduce(combine_pairs(self.flags, 0, 0), axis=1)
+        wider.longest_ns = np.fmax.reduce(combine_pairs(self.longest_ns, np.nan, 0), axis=1)
+        wider._counts = combine_pairs(self._counts, 0, 0).sum(axis=1)
         wider.device = None if self.device is None else self.device.widened()
         return wider

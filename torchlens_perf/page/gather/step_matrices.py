@@ -1,4 +1,4 @@
-"""Read each rank's steps from files, in batches, into matrices for the page."""
+"""Read the steps of all ranks from files, in batches, into the page's matrices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
-from torchlens_perf.page.gather.step_grid import QUANTILES, Batch, StepGrid
-from torchlens_perf.page.matrix import encoded
+from torchlens_perf.page.contents import MatrixColumns, RankLocation, SlowPeriod, StepMatrices
+from torchlens_perf.page.gather.step_grid import QUANTILES, StepBatch, StepGrid
+from torchlens_perf.page.matrix import encode_durations
 from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
@@ -42,17 +42,19 @@ _COLUMNS = (
 )
 # Run directories of earlier versions lack this column.
 _WORK = "work_ns"
-_NO_WORK = "Recorded by an earlier version: time shown as work may include waiting for a CPU."
+_NO_WORK = (
+    "The run was recorded by an earlier version, so compute times may include waiting for a CPU."
+)
 _FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
 
-def begin_unix_ns(processes: Mapping[int, ProcessState]) -> int:
-    """Return the start of the run's first step; 0 if no step was made."""
+def first_step_unix_ns(processes: Mapping[int, ProcessState]) -> int:
+    """Return the start of the run's first step as UNIX time; 0 without steps."""
     starts = ((each.statistics.started_ns, each.anchor.offset_ns) for each in processes.values())
     return min((start + offset for start, offset in starts if start is not None), default=0)
 
 
-def step_grid(
+def read_step_grid(
     run: RunDirectory, processes: Mapping[int, ProcessState], notes: list[str]
 ) -> StepGrid | None:
     """Return a grid of the steps of these processes; None if there are no steps.
@@ -78,80 +80,82 @@ def step_grid(
         len(PARTS),
     )
     row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
-    begin_ns = begin_unix_ns(processes)
+    begin_ns = first_step_unix_ns(processes)
     begins = {each.identity.key: begin_ns - each.anchor.offset_ns for each in processes.values()}
 
-    def add(file: ParquetFile) -> None:
+    def add_file(file: ParquetFile) -> None:
         work = _WORK if _WORK in file.names else "own_ns"
         if work != _WORK and _NO_WORK not in notes:
             notes.append(_NO_WORK)
         for batch in file.read_batches(dict.fromkeys([*_COLUMNS, work])):
-            grid.add(_batch(batch, work, row_of, begins))
+            grid.add(_select_rows(batch, work, row_of, begins))
 
-    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read_each(add):
+    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read_each(add_file):
         pass
     return grid if grid.steps.any() else None
 
 
-def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> Batch:
-    """Return the rows that belong to these processes.
+def _select_rows(
+    rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[str, int]
+) -> StepBatch:
+    """Return the steps of the processes in `row_of`.
 
-    row_of: the grid's row, by process key. begin_ns: the start of the run by the process's clock,
-    by process key.
+    row_of: the row in the grid, by process key. begin_ns: the start of the run on the process's
+    clock, by process key.
     """
     row = map_texts(rows.column("process"), row_of, -1)
     ours = row >= 0
 
-    def numbers(name: str) -> npt.NDArray[np.int64]:
+    def column_values(name: str) -> npt.NDArray[np.int64]:
         known = rows.column(name).fill_null(-1)
         found: npt.NDArray[np.int64] = known.to_numpy(zero_copy_only=False)[ours].astype(np.int64)
         return found
 
-    return Batch(
+    return StepBatch(
         row=row[ours],
-        step=numbers("step"),
-        start_ns=numbers("start_ns") - map_texts(rows.column("process"), begin_ns, 0)[ours],
-        duration_ns=numbers("duration_ns"),
-        work_ns=numbers(work),
-        parts_ns=np.stack([numbers(name) for name in _PARTS], axis=1),
-        ready_ns=numbers("ready_ns"),
-        memory_bytes=numbers("memory_bytes"),
-        flags=numbers("flags"),
+        step=column_values("step"),
+        start_ns=column_values("start_ns") - map_texts(rows.column("process"), begin_ns, 0)[ours],
+        duration_ns=column_values("duration_ns"),
+        work_ns=column_values(work),
+        parts_ns=np.stack([column_values(name) for name in _PARTS], axis=1),
+        ready_ns=column_values("ready_ns"),
+        memory_bytes=column_values("memory_bytes"),
+        flags=column_values("flags"),
     )
 
 
-def step_matrices(
-    grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]
+def build_step_matrices(
+    grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowPeriod]
 ) -> StepMatrices:
-    """Return the grid as data of the page."""
+    """Return the step times of the grid in the form that the page contains."""
     ranks = sorted(processes)
-    work = _work_s(
+    work = _mean_work_s(
         grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
     )
     device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
-    others = _others_s(work, [processes[rank].place.population for rank in ranks])
+    others = _others_median_s(work, [processes[rank].place.population for rank in ranks])
     return {
-        "columns": _columns(grid),
-        "places": [_place(rank, processes[rank]) for rank in ranks],
+        "columns": _describe_columns(grid),
+        "places": [_rank_location(rank, processes[rank]) for rank in ranks],
         "is_compared": bool(np.isfinite(others).any()),
-        "step": encoded(_mean_s(grid.step_ns, grid.steps)),
+        "step": encode_durations(_mean_s(grid.step_ns, grid.steps)),
         "bands": {
-            **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
-            "max_s": _rounded(grid.longest_ns / 1e9),
+            **{name: _round_values(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
+            "max_s": _round_values(grid.longest_ns / 1e9),
         },
         "slow": slow,
-        "work": encoded(work),
-        "others": encoded(others),
-        "parts": {part: encoded(values) for part, values in _mean_parts_s(grid).items()},
-        "device_parts": {part: encoded(values) for part, values in device_parts.items()},
-        "memory_bytes": _memory(grid),
+        "work": encode_durations(work),
+        "others": encode_durations(others),
+        "parts": {part: encode_durations(values) for part, values in _mean_parts_s(grid).items()},
+        "device_parts": {part: encode_durations(values) for part, values in device_parts.items()},
+        "memory_bytes": _peak_memory_bytes(grid),
     }
 
 
-def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
+def _mean_work_s(grid: StepGrid, by_device: list[int]) -> Floats:
     """Return the mean work of comparable steps, shape [ranks, columns].
 
-    by_device: rows to take from the device's clock.
+    by_device: rows whose work is measured by the device's clock.
     """
     sums, counts = grid.work_ns.copy(), grid.compared.copy()
     if grid.device is not None:
@@ -162,10 +166,8 @@ def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
     return _mean_s(sums, counts)
 
 
-def _others_s(work: Floats, populations: Sequence[str]) -> Floats:
-    """Return the median work of the other ranks in each rank's population, shape [ranks,
-    columns].
-    """
+def _others_median_s(work: Floats, populations: Sequence[str]) -> Floats:
+    """Return, for each rank, the median work of the other ranks in its population."""
     others = np.full(work.shape, np.nan)
     for population in dict.fromkeys(populations):
         rows = [row for row, each in enumerate(populations) if each == population]
@@ -193,7 +195,7 @@ def _mean_s(sums_ns: Floats, counts: npt.NDArray[np.integer[Any]]) -> Floats:
     return means
 
 
-def _columns(grid: StepGrid) -> Columns:
+def _describe_columns(grid: StepGrid) -> MatrixColumns:
     starts = np.where(np.isfinite(grid.start_ns), grid.start_ns, np.nan)
     some = grid.steps.any(axis=0)
     started_s = np.full(starts.shape[1], np.nan)
@@ -201,14 +203,14 @@ def _columns(grid: StepGrid) -> Columns:
     return {
         "width": grid.width,
         "first_steps": grid.first_steps.tolist(),
-        "started_s": _rounded(started_s),
+        "started_s": _round_values(started_s),
         "flags": [
             [name for name, flag in _FLAGS.items() if found & flag] for found in grid.flags.tolist()
         ],
     }
 
 
-def _place(rank: int, process: ProcessState) -> Place:
+def _rank_location(rank: int, process: ProcessState) -> RankLocation:
     placement = process.place
     return {
         "rank": rank,
@@ -218,8 +220,8 @@ def _place(rank: int, process: ProcessState) -> Place:
     }
 
 
-def slow_times(findings: Findings) -> list[SlowTime]:
-    """Return the times in which ranks were reported as slow, earliest first."""
+def slow_periods(findings: Findings) -> list[SlowPeriod]:
+    """Return the ranges of steps in which ranks were slow, earliest first."""
     return [
         {
             "rank": each.rank,
@@ -233,8 +235,8 @@ def slow_times(findings: Findings) -> list[SlowTime]:
     ]
 
 
-def _memory(grid: StepGrid) -> list[list[int | None]] | None:
-    """Return peak memory in at most MAX_MEMORY_COLUMNS groups of steps.
+def _peak_memory_bytes(grid: StepGrid) -> list[list[int | None]] | None:
+    """Return the peak memory of each rank in at most MAX_MEMORY_COLUMNS groups of steps.
 
     Values of 0 or -1 were not measured.
     """
@@ -247,7 +249,7 @@ def _memory(grid: StepGrid) -> list[list[int | None]] | None:
     return [[value if value > 0 else None for value in row] for row in most.tolist()]
 
 
-def _rounded(values: Floats | Sequence[float]) -> list[float | None]:
+def _round_values(values: Floats | Sequence[float]) -> list[float | None]:
     """Return the values rounded to six digits, with None for NaN."""
     return [
         float(f"{value:.6g}") if value == value else None

@@ -1,4 +1,4 @@
-"""Convert one rank's records of one step to rows of spans, with names as indexes."""
+"""Convert the records of one step on one rank to rows of spans for the page."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the devi
 # The lower 32 bits of a collective record's value1 are its sequence number.
 _NUMBER = 0xFFFFFFFF
 _ROUNDED_US = 0.1
-# Each rank keeps its longest spans of a step.
+# Only the longest spans of each rank in a step are kept.
 MAX_SPANS = 600
 
 
-def rank_trace(
+def build_rank_trace(
     rank: int, of: ProcessRecords, index_of: dict[str, int], offset_us: float | None
 ) -> tuple[RankTrace, int] | None:
     """Return the trace of the step in these records and the number of left-out spans.
 
-    Return None if the records lack the end of the step. index_of: index of each name; new names are
-    added.
+    Return None if the records lack the end of the step. index_of: the index of each name; new names
+    are added.
     """
     records = of.records
     ends = records[records["kind"] == Kind.STEP]
@@ -42,13 +42,13 @@ def rank_trace(
     if left_out:
         order = np.argsort(-spans["duration_ns"], kind="stable")
         spans = spans[np.sort(order[:MAX_SPANS])]
-    lanes = _lanes(spans)
+    lanes = _assign_lanes(spans)
     rows = []
     for lane in range(len(_LANES)):
         chosen = spans[lanes == lane]
         if len(chosen):
             chosen = chosen[np.lexsort((-chosen["duration_ns"], chosen["start_ns"]))]
-            rows.append(_row(_LANES[lane], chosen, of.names, index_of, begin_ns))
+            rows.append(_build_span_row(_LANES[lane], chosen, of.names, index_of, begin_ns))
     trace: RankTrace = {
         "rank": rank,
         "offset_us": None if offset_us is None else round(offset_us, 1),
@@ -58,7 +58,7 @@ def rank_trace(
     return trace, left_out
 
 
-def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def _assign_lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     flags, is_collective = spans["flags"], spans["kind"] == Kind.COLLECTIVE
     by_device = (spans["kind"] == Kind.DEVICE) | ((flags & Flag.DEVICE) != 0)
     lanes = np.where(is_collective, 1, 0)
@@ -67,14 +67,14 @@ def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return lanes
 
 
-def _row(
+def _build_span_row(
     lane: str,
     spans: npt.NDArray[np.void],
     texts: list[str],
     index_of: dict[str, int],
     begin_ns: int,
 ) -> SpanRow:
-    # A DEVICE record has the kind of the host span that it belongs to in value0.
+    # In a DEVICE record, value0 is the kind of the host span that the record belongs to.
     on_device = spans["kind"] == Kind.DEVICE
     kinds = np.where(
         on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)
@@ -83,7 +83,9 @@ def _row(
     duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
     numbered = spans["kind"] == Kind.COLLECTIVE
     depth = spans["depth"].astype(np.int64)
-    depth = depth - depth.min() if lane == HOST else _free_rows(start_us, start_us + duration_us)
+    depth = (
+        depth - depth.min() if lane == HOST else _assign_free_rows(start_us, start_us + duration_us)
+    )
     return {
         "lane": lane,
         "kind": [kind_name(kind) for kind in kinds],
@@ -100,10 +102,10 @@ def _row(
     }
 
 
-def _free_rows(
+def _assign_free_rows(
     start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Return for each span the lowest row in which it overlaps no other span.
+    """Return the lowest row in which each span overlaps no other span.
 
     Spans are sorted by start.
     """

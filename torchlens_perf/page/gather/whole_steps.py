@@ -1,4 +1,4 @@
-"""Read the chosen steps span by span, as many as fit into the page."""
+"""Read the spans of the chosen steps, for as many steps as fit into the page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.page.contents import StepTraceRow, StepTraces
+from torchlens_perf.page.contents import StepTrace, StepTraces
 from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
-from torchlens_perf.page.gather.step_collectives import joined_by_step
-from torchlens_perf.page.gather.step_trace import rank_trace
-from torchlens_perf.page.gather.thinning import size_bytes as size_of
+from torchlens_perf.page.gather.step_collectives import join_by_step
+from torchlens_perf.page.gather.step_trace import build_rank_trace
+from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.store.reader import ParquetFolder, add_errors_to
 from torchlens_perf.store.segments import SPANS, ProcessRecords, read_records
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
 
-# If the span files are not larger, collectives of ranks that are not shown are read too, to find
-# the last to arrive.
+# Unless the span files are larger, collectives of hidden ranks are read too. They show which rank
+# arrived last.
 MAX_SPAN_BYTES = 1 << 30
 
 
-def whole_steps(
+def read_whole_steps(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
@@ -47,26 +47,28 @@ def whole_steps(
     known.
     """
     wanted = [step for step, _ in steps]
-    of_ranks = _rank_records(run, processes, node_of, ranks, wanted, notes)
+    of_ranks = _read_rank_records(run, processes, node_of, ranks, wanted, notes)
     if (
         with_others
         and len(ranks) < len(processes)
         and ParquetFolder(run.spans).size_bytes() <= MAX_SPAN_BYTES
     ):
         others = [rank for rank in processes if rank not in ranks]
-        of_ranks += _rank_records(run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE])
+        of_ranks += _read_rank_records(
+            run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE]
+        )
         of_ranks.sort(key=lambda each: each.rank)
     of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}
     for each in of_ranks:
         if each.rank in ranks:
-            for step, records in _by_step(each.records).items():
+            for step, records in _split_by_step(each.records).items():
                 of_steps[step].append(each._replace(records=records))
-    collectives = joined_by_step(of_ranks, ranks, uncomparable)
+    collectives = join_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
-    index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTraceRow](), 0, 0
+    index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTrace](), 0, 0
     for step, why in steps:
         with_its_own = dict(index_of)
-        row = _step_row(step, why, of_steps[step], len(processes), with_its_own, clocks)
+        row = _build_step_trace(step, why, of_steps[step], len(processes), with_its_own, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
@@ -78,17 +80,18 @@ def whole_steps(
         rows.append(row)
     if left_out:
         notes.append(
-            f"Of {left_out + len(rows)} steps that were to be shown whole, {left_out} are left out."
+            f"Of {left_out + len(rows)} chosen steps, {left_out} do not fit into the page and are"
+            " left out."
         )
     if len(ranks) < len(processes):
         notes.append(
-            f"Whole steps show {len(ranks)} of {len(processes)} ranks: those that were slow, those"
-            " that wait most on their nodes, and usual ones."
+            f"Timelines show {len(ranks)} of {len(processes)} ranks: slow ranks, the ranks on their"
+            " nodes that wait most, and typical ranks."
         )
     return {"names": list(index_of), "steps": rows}
 
 
-def _rank_records(
+def _read_rank_records(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
@@ -115,8 +118,8 @@ def _rank_records(
     ]
 
 
-def _by_step(read: ProcessRecords) -> dict[int, ProcessRecords]:
-    """Return the records by step, for steps whose end is among the records."""
+def _split_by_step(read: ProcessRecords) -> dict[int, ProcessRecords]:
+    """Return the records of each step whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
     return {
         step: ProcessRecords(read.records[steps == step], read.names)
@@ -124,24 +127,26 @@ def _by_step(read: ProcessRecords) -> dict[int, ProcessRecords]:
     }
 
 
-def _step_row(
+def _build_step_trace(
     step: int,
     why: str,
     ranks: Sequence[RankRecords],
     world_size: int,
     index_of: dict[str, int],
     clocks: NodeClocks,
-) -> StepTraceRow | None:
-    """Return the row of a step without its collectives; None if no rank has records."""
+) -> StepTrace | None:
+    """Return the spans of a step without its collectives; None if no rank has records."""
     if not ranks:
         return None
-    clock = clocks.of(ranks)
-    begins = {each.rank: _begin_ns(each, clock) for each in ranks if each.rank in clock.offset_ns}
+    clock = clocks.common_clock(ranks)
+    begins = {
+        each.rank: _step_begin_ns(each, clock) for each in ranks if each.rank in clock.offset_ns
+    }
     first_ns = min(begins.values())
     found, left_out = [], 0
     for each in ranks:
         offset_us = (begins[each.rank] - first_ns) / 1e3 if each.rank in begins else None
-        traced = rank_trace(each.rank, each.records, index_of, offset_us)
+        traced = build_rank_trace(each.rank, each.records, index_of, offset_us)
         if traced is not None:
             found.append(traced[0])
             left_out += traced[1]
@@ -156,6 +161,6 @@ def _step_row(
     }
 
 
-def _begin_ns(each: RankRecords, clock: CommonClock) -> int:
+def _step_begin_ns(each: RankRecords, clock: CommonClock) -> int:
     records = each.records.records
     return int(records["start_ns"][records["kind"] == Kind.STEP][-1]) + clock.offset_ns[each.rank]

@@ -1,1 +1,1 @@
-"""The page's sections. Each is an independent HTML fragment."""
+"""The page's sections. Each section is an independent HTML fragment."""

@@ -1,7 +1,7 @@
 """Horizontal bars as static SVG, one row per bar, for pages and notebooks. Pure.
 
-A bar is an SVG that fills its container, with lengths in percent: the page's content security
-policy forbids inline styles.
+Each bar is an SVG with lengths in percent, because the page's content security policy forbids
+inline styles.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.view.html import figure, shortened
+from torchlens_perf.view.html import build_figure, shorten
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.specs import Bar, inert
+from torchlens_perf.view.specs import Bar, sanitize_line
 from torchlens_perf.view.theme import PARTS
 
 _LABELLED = 0.09
@@ -19,33 +19,37 @@ _LABELLED = 0.09
 _NAMES = {key: part.name for key, part in PARTS.items()}
 
 
-def bars(
+def build_bar_figure(
     key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] = _NAMES
 ) -> Element:
     """Return a figure with bars on one scale.
 
-    key: the id of the figure. caption: the sentence below. names: names of the parts in the legend.
-    Percentages are shown only for the parts of a step (the default `names`).
+    key: the id of the figure. caption: the text below the bars. names: the label of each part in
+    the legend. Percentages are shown only with the default `names`, the parts of a step.
     """
     longest = max((row.total for row in rows), default=0.0) or 1.0
     seen = list(dict.fromkeys(part for row in rows for part, _, _ in row.segments(longest)))
     legend = tag(
         "ul",
-        [tag("li", swatch(part), names[part]) for part in seen],
+        [tag("li", draw_swatch(part), names[part]) for part in seen],
         class_="legend",
         aria_label="Legend",
     )
-    drawn = tag("div", [_row(row, longest, names) for row in rows], class_="bars")
+    drawn = tag("div", [_build_bar_row(row, longest, names) for row in rows], class_="bars")
     inside = [legend if len(seen) > 1 else None, drawn]
-    return figure(None, title, caption, *inside, id=key, class_="of-bars")
+    return build_figure(None, title, caption, *inside, id=key, class_="of-bars")
 
 
-def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
-    drawn = stacked(row, longest, names, shares=names is _NAMES)
+def _build_bar_row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
+    drawn = draw_stacked_bar(row, longest, names, shares=names is _NAMES)
     drawn.set("role", "img")
     drawn.set(
         "aria-label",
-        inert(f"{row.label}: {parts_words(row, names)}" if row.label else parts_words(row, names)),
+        sanitize_line(
+            f"{row.label}: {describe_parts(row, names)}"
+            if row.label
+            else describe_parts(row, names)
+        ),
     )
     made = tag(
         "div",
@@ -56,12 +60,10 @@ def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
     )
-    return (
-        [made] if not row.heading else [tag("p", shortened(row.heading, 64), class_="name"), made]
-    )
+    return [made] if not row.heading else [tag("p", shorten(row.heading, 64), class_="name"), made]
 
 
-def stacked(
+def draw_stacked_bar(
     bar: Bar,
     longest: float,
     names: Mapping[str, str] = _NAMES,
@@ -69,9 +71,9 @@ def stacked(
     shares: bool = True,
     look: str = "bar",
 ) -> Element:
-    """Return one bar.
+    """Return one stacked bar as SVG.
 
-    longest: the total of a bar that fills the width. look: the CSS class of the SVG.
+    longest: the length of a bar that fills the width, in seconds. look: the CSS class of the SVG.
     """
     segments = []
     for part, begin, width in bar.segments(longest):
@@ -89,14 +91,14 @@ def stacked(
     return tag("svg", segments, class_=look)
 
 
-def parts_words(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
+def describe_parts(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
     """Return the parts of a bar in words: "data 1.00 ms, forward 4.00 ms"."""
     return ", ".join(
         f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0
     )
 
 
-def swatch(part: str) -> Element:
-    """Return a legend's colour swatch for a part."""
+def draw_swatch(part: str) -> Element:
+    """Return the colour sample of a part for a legend."""
     rect = tag("rect", width="100%", height="100%", class_=f"part-{part}")
     return tag("svg", rect, class_="swatch", aria_hidden="true")

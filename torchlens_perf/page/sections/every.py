@@ -1,4 +1,4 @@
-"""All sections in the order of the page. A section is None if it has nothing to show."""
+"""All sections in page order. The function of a section returns None if there is no data."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, rounded, steps_words
-from torchlens_perf.page.sections.modules import modules
-from torchlens_perf.page.sections.phases import phases
-from torchlens_perf.page.sections.quality import quality
-from torchlens_perf.page.sections.section import RANK_TABLES, tables_of
-from torchlens_perf.page.sections.verdicts import verdicts
-from torchlens_perf.view.html import figure, section
+from torchlens_perf.page.sections.modules import build_modules_section
+from torchlens_perf.page.sections.phases import build_phases_section
+from torchlens_perf.page.sections.quality import build_quality_section
+from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
+from torchlens_perf.page.sections.verdicts import build_verdicts_section
+from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.step_words import step_words, steps_made
+from torchlens_perf.view.step_words import describe_step_times, step_count_text
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents, Series, SlowTime
+    from torchlens_perf.page.contents import PageContents, SlowPeriod, TimeSeries
     from torchlens_perf.verdicts.words.report import Report
 
 _MIN_HEAT_RANKS = 5
@@ -33,7 +33,7 @@ _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 """The axis label of each UCUM unit, and a function that formats its values."""
 
 
-def _heat(contents: Contents) -> Element | None:
+def _build_heat_section(contents: PageContents) -> Element | None:
     matrices = contents["steps"]
     if matrices is None or not matrices["is_compared"]:
         return None
@@ -43,10 +43,12 @@ def _heat(contents: Contents) -> Element | None:
         if few
         else ("heat", "Compute time compared with the other ranks")
     )
-    return section("heat", "Ranks by step", figure(chart, title, _slow_words(matrices["slow"])))
+    return build_section(
+        "heat", "Ranks by step", build_figure(chart, title, _slow_ranks_caption(matrices["slow"]))
+    )
 
 
-def _slow_words(slow: Sequence[SlowTime]) -> str:
+def _slow_ranks_caption(slow: Sequence[SlowPeriod]) -> str:
     if not slow:
         return "No slow rank."
     named = [
@@ -57,51 +59,57 @@ def _slow_words(slow: Sequence[SlowTime]) -> str:
     return f"Slow: {'; '.join(named)}{rest}."
 
 
-def _steps(contents: Contents) -> Element | None:
+def _build_step_time_section(contents: PageContents) -> Element | None:
     if contents["steps"] is None:
         return None
-    words = f"{steps_made(contents['report'])}: {', '.join(step_words(contents['report']))}."
-    return section("steps", "Step time", figure("steps", "Step time over the run", words))
-
-
-def _ranks(contents: Contents) -> Element | None:
-    """Return the section; None for a single process, whose tables are in the section on phases."""
-    if contents["report"]["run"]["world_size"] == 1:
-        return None
-    return _of_tables(contents, "ranks", "Ranks", *RANK_TABLES)
-
-
-def _of_tables(contents: Contents, key: str, title: str, *tables: str) -> Element | None:
-    found = tables_of(contents, *tables)
-    return section(key, title, found) if found else None
-
-
-def _step(contents: Contents) -> Element | None:
-    if not contents["traces"]["steps"]:
-        return None
-    return section(
-        "step",
-        "One step",
-        figure("step", "Timeline of one step", None),
-        tables_of(contents, "captures"),
+    words = f"{step_count_text(contents['report'])}: {', '.join(describe_step_times(contents['report']))}."
+    return build_section(
+        "steps", "Step time", build_figure("steps", "Step time over the run", words)
     )
 
 
-def _memory(contents: Contents) -> Element | None:
+def _build_ranks_section(contents: PageContents) -> Element | None:
+    """Return the section on ranks; None for one process: the phases section shows its tables."""
+    if contents["report"]["run"]["world_size"] == 1:
+        return None
+    return _build_tables_section(contents, "ranks", "Ranks", *RANK_TABLES)
+
+
+def _build_tables_section(
+    contents: PageContents, key: str, title: str, *tables: str
+) -> Element | None:
+    found = build_tables(contents, *tables)
+    return build_section(key, title, found) if found else None
+
+
+def _build_one_step_section(contents: PageContents) -> Element | None:
+    if not contents["traces"]["steps"]:
+        return None
+    return build_section(
+        "step",
+        "One step",
+        build_figure("step", "Timeline of one step", None),
+        build_tables(contents, "captures"),
+    )
+
+
+def _build_memory_section(contents: PageContents) -> Element | None:
     report, matrices = contents["report"], contents["steps"]
     if all(rank["memory"]["max_bytes"] is None for rank in report["ranks"]):
         return None
-    words = _memory_words(report)
+    words = _memory_caption(report)
     sources = sorted(
         {rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]}
     )
     title = f"Memory over the run ({', '.join(sources)})" if sources else "Memory over the run"
     drawn = matrices is not None and matrices["memory_bytes"] is not None
-    shown = figure("memory", title, words) if drawn else tag("p", words)
-    return section("memory", "Memory", shown, tables_of(contents, "memory", "out_of_memory"))
+    shown = build_figure("memory", title, words) if drawn else tag("p", words)
+    return build_section(
+        "memory", "Memory", shown, build_tables(contents, "memory", "out_of_memory")
+    )
 
 
-def _memory_words(report: Report) -> str:
+def _memory_caption(report: Report) -> str:
     known = {
         rank["rank"]: rank["memory"]["max_bytes"]
         for rank in report["ranks"]
@@ -111,35 +119,37 @@ def _memory_words(report: Report) -> str:
         max(known, key=lambda rank: known[rank] or 0),
         min(known, key=lambda rank: known[rank] or 0),
     )
-    text = f"Peak {amount(known[most] or 0, 'B')} on rank {most}"
+    text = f"The highest peak is {amount(known[most] or 0, 'B')} on rank {most}."
     if len(known) > 1:
-        text += f"; the lowest peak is {amount(known[least] or 0, 'B')} on rank {least}"
+        text += f" The lowest peak is {amount(known[least] or 0, 'B')} on rank {least}."
     growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
     if growing:
-        text += f"; memory grows from step to step on rank {', '.join(map(str, growing[:8]))}"
-    return f"{text}."
+        text += f" Memory grows from step to step on rank {', '.join(map(str, growing[:8]))}."
+    return text
 
 
-def _telemetry(contents: Contents) -> Element | None:
-    by_title: dict[str, list[Series]] = defaultdict(list)
+def _build_hardware_section(contents: PageContents) -> Element | None:
+    by_title: dict[str, list[TimeSeries]] = defaultdict(list)
     for each in contents["telemetry"]:
         by_title[each["title"]].append(each)
-    found = tables_of(contents, "gpus", "ports")
+    found = build_tables(contents, "gpus", "ports")
     if not by_title and not found:
         return None
     charts = list(by_title.items())[:_MAX_CHARTS]
-    shown = [_series_chart(title, of) for title, of in charts]
-    return section("telemetry", "Hardware", shown, found)
+    shown = [_build_series_figure(title, of) for title, of in charts]
+    return build_section("telemetry", "Hardware", shown, found)
 
 
-def _series_chart(title: str, of: Sequence[Series]) -> Element:
-    """Return the figure in which scripts draw the line chart of one quantity."""
+def _build_series_figure(title: str, of: Sequence[TimeSeries]) -> Element:
+    """Return an empty figure, in which the page's scripts draw one quantity over time."""
     unit = of[0]["unit"]
     label, show = _UNITS.get(unit, (unit, lambda value: f"{rounded(value)} {unit}"))
-    return figure("telemetry", title, _mean_words(of, show), data_title=title, data_unit=label)
+    return build_figure(
+        "telemetry", title, _means_caption(of, show), data_title=title, data_unit=label
+    )
 
 
-def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
+def _means_caption(of: Sequence[TimeSeries], show: Callable[[float], str]) -> str:
     means = {}
     for each in of:
         known = [value for value in each["value"] if value is not None]
@@ -155,32 +165,34 @@ def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
     if len(means) == 1:
         return f"Mean: {least} on {low}."
     return (
-        f"Mean: from {least} on {low} to {most} on {high}."
+        f"The means range from {least} on {low} to {most} on {high}."
         if least != most
-        else f"Mean: {least} on each."
+        else f"The mean is {least} on each."
     )
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
-    ("verdicts", "Verdict", verdicts),
-    ("heat", "Heat map", _heat),
-    ("steps", "Step time", _steps),
-    ("ranks", "Ranks", _ranks),
-    ("phases", "Phases", phases),
-    ("modules", "Modules", modules),
-    ("step", "One step", _step),
+SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] = (
+    ("verdicts", "Verdict", build_verdicts_section),
+    ("heat", "Heat map", _build_heat_section),
+    ("steps", "Step time", _build_step_time_section),
+    ("ranks", "Ranks", _build_ranks_section),
+    ("phases", "Phases", build_phases_section),
+    ("modules", "Modules", build_modules_section),
+    ("step", "One step", _build_one_step_section),
     (
         "outliers",
         "Outlier steps",
-        lambda of: _of_tables(of, "outliers", "Outlier steps", "outlier_steps"),
+        lambda of: _build_tables_section(of, "outliers", "Outlier steps", "outlier_steps"),
     ),
     (
         "collectives",
         "Collectives",
-        lambda of: _of_tables(of, "collectives", "Collectives", "collectives", "slow_links"),
+        lambda of: _build_tables_section(
+            of, "collectives", "Collectives", "collectives", "slow_links"
+        ),
     ),
-    ("memory", "Memory", _memory),
-    ("telemetry", "Hardware", _telemetry),
-    ("quality", "Data quality", quality),
+    ("memory", "Memory", _build_memory_section),
+    ("telemetry", "Hardware", _build_hardware_section),
+    ("quality", "Data quality", build_quality_section),
 )
-"""Fragment, label, and function of each section."""
+"""URL fragment, label, and function of each section."""

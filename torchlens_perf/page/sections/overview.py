@@ -1,4 +1,4 @@
-"""The head of the page: program, place and time of the run, its status, and its key figures."""
+"""The page header with the program, ranks, times and status of the run, and the key figures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, long_duration, percent, rounded
-from torchlens_perf.page.sections.bars import stacked, swatch
+from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
-from torchlens_perf.view.html import status_chip
+from torchlens_perf.view.html import build_status_chip
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import Bar
-from torchlens_perf.view.step_words import steps_made
+from torchlens_perf.view.step_words import step_count_text
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -23,25 +23,28 @@ if TYPE_CHECKING:
 
 _COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _SMALLEST_NAMED = 0.005
-"""Smallest share of the step for which the legend below the bar names a part."""
+"""The legend below the bar lists only parts with at least this share of the step."""
 
 
-def header(report: Report, status: Headline | None) -> Element:
+def build_header(report: Report, status: Headline | None) -> Element:
     """Return the page header: program, status, and facts of the run."""
     run = report["run"]
     facts = [
         ranks_words(run),
-        _device(report),
-        *([f"started {minute(run['started'])}"] if run["started"] else []),
-        _state(run),
-        steps_made(report),
+        _device_names(report),
+        *([f"started {format_minute(run['started'])}"] if run["started"] else []),
+        _state_text(run),
+        step_count_text(report),
         *([f"attempt {run['attempt']}"] if run["attempt"] else []),
         *([words] if (words := startup_words(run)) else []),
     ]
     return tag(
         "header",
         tag(
-            "h1", run["program"] or "run", " ", status_chip(status) if status is not None else None
+            "h1",
+            run["program"] or "run",
+            " ",
+            build_status_chip(status) if status is not None else None,
         ),
         tag(
             "ul",
@@ -52,60 +55,58 @@ def header(report: Report, status: Headline | None) -> Element:
     )
 
 
-def key_figures(report: Report, status: Headline | None) -> Element | None:
-    """Return a tile for each key figure, and a bar of a step's time by part."""
+def build_key_figures(report: Report, status: Headline | None) -> Element | None:
+    """Return tiles with the key figures, and a bar with the parts of the mean step."""
     steps = report["steps"]
     if steps["p50_s"] is None:
         return None
     tiles: list[Element | None] = (
         []
         if status is None or status.cost_share is None
-        else [_tile(percent(status.cost_share), _of_step_time(status), status.severity)]
+        else [_build_tile(percent(status.cost_share), _cost_label(status), status.severity)]
     )
-    tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
+    tiles.append(_build_tile(duration(steps["p50_s"]), f"step p50{_p95_text(report)}"))
     if steps["mean_s"]:
-        tiles.append(_tile(rounded(1 / steps["mean_s"]), "steps per second"))
+        tiles.append(_build_tile(rounded(1 / steps["mean_s"]), "steps per second"))
     parts = mean_parts(parts_by_rank(report).values())
     bar = Bar("", {part: parts[part] for part in PARTS if parts.get(part)})
     if bar.total:
         share = sum(parts[part] for part in _COMPUTE) / bar.total
-        tiles.append(_tile(percent(share), "of a step in forward, backward and optimizer"))
-    tiles.append(_compared(report))
-    drawn = _bar(bar, report) if bar.total else None
+        tiles.append(_build_tile(percent(share), "of step time in forward, backward and optimizer"))
+    tiles.append(_build_compared_ranks_tile(report))
+    drawn = _build_step_bar(bar, report) if bar.total else None
     return tag("section", tiles, drawn, class_="tiles", id="figures", aria_label="Key figures")
 
 
-def _of_step_time(status: Headline) -> str:
-    """Return the label of the cost share: the part that the step spends most time in,
-    or lost time.
-    """
+def _cost_label(status: Headline) -> str:
+    """Return the label of the cost: "of step time in forward" or "of step time lost"."""
     facts = dict(status.facts)
     place = facts.get("in") or facts.get("bound by")
     return f"of step time in {place}" if place else "of step time lost"
 
 
-def _p95(report: Report) -> str:
+def _p95_text(report: Report) -> str:
     p95_s = report["steps"]["p95_s"]
     return "" if p95_s is None else f", p95 {duration(p95_s)}"
 
 
-def _compared(report: Report) -> Element | None:
+def _build_compared_ranks_tile(report: Report) -> Element | None:
     size = report["run"]["world_size"]
     if size == 1 or any(row["kind"] == "not_compared" for row in report["verdicts"]):
         return None
     timed = sum(rank["typical"] is not None for rank in report["ranks"])
-    return _tile(f"{timed} of {size}", "ranks compared")
+    return _build_tile(f"{timed} of {size}", "ranks compared")
 
 
-def _tile(number: str, words: str, severity: str = "") -> Element:
+def _build_tile(number: str, words: str, severity: str = "") -> Element:
     return tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
 
 
-def _bar(bar: Bar, report: Report) -> Element:
+def _build_step_bar(bar: Bar, report: Report) -> Element:
     legend = [
         tag(
             "li",
-            swatch(part),
+            draw_swatch(part),
             f"{part_name(report, part, bar.seconds[part])} ",
             tag("b", percent(share)),
         )
@@ -115,41 +116,41 @@ def _bar(bar: Bar, report: Report) -> Element:
     words = (
         f"Where a step's time goes{' (mean of ranks)' if report['run']['world_size'] > 1 else ''}"
     )
-    drawn = stacked(bar, bar.total, shares=False, look="shares")
+    drawn = draw_stacked_bar(bar, bar.total, shares=False, look="shares")
     drawn.set("aria-hidden", "true")
     return tag("div", words, drawn, tag("ul", legend, class_="legend"), class_="tile shares")
 
 
-def _device(report: Report) -> str:
+def _device_names(report: Report) -> str:
     names = Counter(gpu["name"] for gpu in report["gpus"] if gpu["name"])
     return ", ".join(names) or report["run"]["device"] or "CPU"
 
 
-def _state(run: Run) -> str:
-    """Return the state with its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
+def _state_text(run: Run) -> str:
+    """Return the state and its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
     words = state_words(run)
     if run["live"]:
         return (
-            f"{words}, last step {_time(run['last_step_at']):%H:%M:%S}"
+            f"{words}, last step {_parse_time(run['last_step_at']):%H:%M:%S}"
             if run["last_step_at"]
             else words
         )
     ended = run["ended"] or run["last_step_at"]
     if ended is None:
         return words
-    words = f"{words} {_time(ended):%H:%M}"
+    words = f"{words} {_parse_time(ended):%H:%M}"
     if run["started"] is None:
         return words
-    return f"{words}, ran {long_duration((_time(ended) - _time(run['started'])).total_seconds())}"
+    return f"{words}, ran {long_duration((_parse_time(ended) - _parse_time(run['started'])).total_seconds())}"
 
 
-def minute(text: str) -> str:
-    """Return a time of the report in a readable form, to the minute."""
-    return f"{_time(text):%Y-%m-%d %H:%M} UTC"
+def format_minute(text: str) -> str:
+    """Return an ISO timestamp in the form "2026-11-26 06:48 UTC"."""
+    return f"{_parse_time(text):%Y-%m-%d %H:%M} UTC"
 
 
-def _time(text: str) -> datetime.datetime:
-    """Return a time of the report in UTC; the earliest possible time if the text is not a time."""
+def _parse_time(text: str) -> datetime.datetime:
+    """Parse an ISO timestamp as UTC. For an invalid text, return the earliest possible time."""
     try:
         found = datetime.datetime.fromisoformat(text)
     except ValueError:

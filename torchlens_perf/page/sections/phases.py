@@ -5,49 +5,56 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.sections.bars import bars
-from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
+from torchlens_perf.page.sections.bars import build_bar_figure
+from torchlens_perf.page.sections.section import (
+    RANK_TABLES,
+    build_tables,
+    ranks_by_prominence,
+    ranks_in_verdicts,
+)
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.view.html import section
+from torchlens_perf.view.html import build_section
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import part_name, step_parts
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.contents import PageContents
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 8
-# Share of the slow rank's step above which the caption reports the gap to the other ranks.
+# The caption reports the gap of a slow rank if it exceeds this share of the rank's step.
 _MIN_GAP = 0.01
-_HIDDEN = "A device that waits for other ranks hides the work of its host."
+_HIDDEN = "The devices wait for other ranks, so device times cannot show which host is slow."
 
 
-def phases(contents: Contents) -> Element | None:
-    """Return the section; None if no rank has a typical step."""
+def build_phases_section(contents: PageContents) -> Element | None:
+    """Return the section on phases; None if no rank has a typical step."""
     report = contents["report"]
-    rows = [rank for rank in by_prominence(report) if rank["typical"] is not None]
+    rows = [rank for rank in ranks_by_prominence(report) if rank["typical"] is not None]
     if not rows:
         return None
     shown = rows[:_MAX_BARS]
     own = report["steps"]["own_time"]
     hidden = own is not None and own["is_hidden"]
     made = [
-        _bars(report, shown, by_device=False, hidden=False),
-        _bars(report, shown, by_device=True, hidden=hidden),
+        _build_phase_figure(report, shown, by_device=False, hidden=False),
+        _build_phase_figure(report, shown, by_device=True, hidden=hidden),
     ]
     if report["steps"]["by"] == DEVICE:
         made.reverse()
-    rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else ""
-    tables = tables_of(contents, *RANK_TABLES) if report["run"]["world_size"] == 1 else None
-    return section(
+    rest = f"{len(shown)} of {len(rows)} ranks, slow ranks first." if len(shown) < len(rows) else ""
+    tables = build_tables(contents, *RANK_TABLES) if report["run"]["world_size"] == 1 else None
+    return build_section(
         "phases", "Phases", made, tag("p", rest, class_="note") if rest else None, tables
     )
 
 
-def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -> Element | None:
-    named = named_ranks(report)
+def _build_phase_figure(
+    report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool
+) -> Element | None:
+    named = ranks_in_verdicts(report)
     several = report["run"]["world_size"] > 1
     found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in ranks}
     rows = [
@@ -63,19 +70,18 @@ def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -
     if not rows:
         return None
     clock = "device" if by_device else "host"
-    return bars(
+    return build_bar_figure(
         f"phases-{clock}",
         f"Typical step by part ({clock} clock)",
         rows,
-        _words(rows, report, hidden=hidden),
+        _phase_caption(rows, report, hidden=hidden),
     )
 
 
-def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
-    """Return the caption: the part that takes longest on the slow rank compared with others, or the
-    largest part.
+def _phase_caption(rows: list[Bar], report: Report, *, hidden: bool) -> str:
+    """Return a caption about the slow rank's largest gap or, without a gap, the largest part.
 
-    hidden: devices wait for other ranks, so their clocks cannot show which host is slow.
+    hidden: True if devices wait for other ranks, so their times cannot show which host is slow.
     """
     if hidden:
         return _HIDDEN
@@ -96,7 +102,7 @@ def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
         ):
             return (
                 f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in"
-                f" {NAMES[more].name}; the others average {duration(usual[more])}."
+                f" {NAMES[more].name}; the other ranks average {duration(usual[more])}."
             )
     sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
     largest = max(sums, key=lambda part: sums[part])

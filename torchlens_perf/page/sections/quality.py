@@ -7,35 +7,33 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import amount, coverage_text, duration
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.run.verdicts import format_overhead
-from torchlens_perf.view.html import section, table
+from torchlens_perf.view.html import build_section, build_table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.page.contents import PageContents
     from torchlens_perf.verdicts.words.report import Report
 
 
-def quality(contents: Contents) -> Element:
-    """Return the section with recording counts, notes, and sentences on data that the page leaves
-    out.
-    """
+def build_quality_section(contents: PageContents) -> Element:
+    """Return the section with counts of records, notes, and the data that the page leaves out."""
     thinned = contents["thinned"]
     budget = amount(thinned["budget_bytes"], "B")
     bounds = (
-        f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory has"
-        " all records."
+        f"Charts contain at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory"
+        " contains all records."
     )
     notes, left_out = contents["report"]["quality"]["notes"], thinned["sentences"]
-    return section(
+    return build_section(
         "quality",
         "Data quality and cost",
-        table(_figures(contents["report"])),
+        build_table(_build_figures_table(contents["report"])),
         tag("ul", [tag("li", each) for each in (*notes, *left_out, bounds)]),
     )
 
 
-def _figures(report: Report) -> Table:
+def _build_figures_table(report: Report) -> Table:
     found = report["quality"]
     tool_s = [
         rank["phases"]["tool"]["mean_s"] for rank in report["ranks"] if "tool" in rank["phases"]

@@ -285,10 +285,10 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
 
     asked: rank 0's settings, for a terminal or for a notebook's cell.
     """
-    from torchlens_perf.report.run_report import run_report
-    from torchlens_perf.view.terminal import render, render_short
+    from torchlens_perf.report.run_report import load_report
+    from torchlens_perf.view.terminal import render_full, render_short
 
-    report = run_report(run)
+    report = load_report(run)
     mailbox = asked.get("mailbox", "")
     # Send the report to rank 0 before writing report.txt, because the run directory's disk may be
     # slow.
@@ -297,22 +297,22 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
         style = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
         short = render_short(report, str(run.path), page=page, **style)
         if asked.get("form") == "cell":
-            from torchlens_perf.page.notebook import results
+            from torchlens_perf.page.notebook import results_as_json
 
-            short = results(report, str(run.path), short)
+            short = results_as_json(report, str(run.path), short)
         deliver_text(mailbox, short)
     partial = run.report.with_suffix(".partial")
     ownership.write_private_file(
-        partial, render(report, str(run.path), columns=0, color=False), like=run.nodes
+        partial, render_full(report, str(run.path), columns=0, color=False), like=run.nodes
     )
     os.replace(partial, run.report)
 
 
 def render_live_results(run: RunDirectory) -> str:
     """Return the results of a run in progress, see LiveResults. Raises RunStoreError."""
-    from torchlens_perf.page.notebook import results_of
+    from torchlens_perf.page.notebook import results_from_run
 
-    return results_of(run)
+    return results_from_run(run)
 
 
 def create_run_directory(
