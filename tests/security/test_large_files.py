@@ -184,8 +184,8 @@ def test_reader_process_of_the_live_page_has_a_memory_limit() -> None:
     """A viewer gets a message. The test needs its own process, because the limit is permanent."""
     program = (
         "import resource\n"
-        "from torchlens_perf.serve.readers import _call_with_read_errors, _start\n"
-        "_start('torchlens_perf.serve.run_list')\n"
+        "from torchlens_perf.serve.readers import _call_with_read_errors, _prepare_reader\n"
+        "_prepare_reader('torchlens_perf.serve.run_list')\n"
         "from tests.security.test_large_files import allocate\n"
         "print(_call_with_read_errors(allocate, (1 << 20,)))\n"
         "limit = resource.getrlimit(resource.RLIMIT_DATA)[0]\n"
