@@ -1,14 +1,16 @@
-"""Settings as options of `opentelemetry-instrument`: entry point
-`opentelemetry_environment_variables`.
+"""Define this package's settings as options of `opentelemetry-instrument`.
+
+OpenTelemetry loads this module by the entry point `opentelemetry_environment_variables`.
 
 ::
 
     opentelemetry-instrument --torchlens_perf_dir /scratch/runs --torchlens_perf_trace_every 10
     torchrun train.py
 
-The tool makes an option of each name here that begins with OTEL_, and sets the variable of that
-name. Each setting TORCHLENS_PERF_X therefore also has the name OTEL_PYTHON_TORCHLENS_PERF_X, which
-instrumentor.py renames to TORCHLENS_PERF_X. Setting TORCHLENS_PERF_X itself works too.
+`opentelemetry-instrument` turns each name here that begins with OTEL_ into an option, which sets
+the variable of that name. Each setting TORCHLENS_PERF_X therefore also has the name
+OTEL_PYTHON_TORCHLENS_PERF_X. instrumentor.py renames this variable to TORCHLENS_PERF_X. Users may
+also set TORCHLENS_PERF_X directly.
 """
 
 from __future__ import annotations

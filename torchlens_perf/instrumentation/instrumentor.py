@@ -5,8 +5,8 @@
     opentelemetry-instrument torchrun --nproc-per-node 8 train.py
 
 opentelemetry-instrumentation is not a dependency. Its loader imports this file before the program
-starts, in every
-Python process: torchrun, its workers and their child processes. Torch is not imported here.
+starts, in every Python process: torchrun, its workers and their child processes. This file does not
+import torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torchlens_perf.startup.sitecustomize import TorchImportHook
 
 
 class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the library is not followed
-    """Switch recording on in this process and its children.
+    """Instrumentor that switches recording on in this process and its children.
 
-    Never raise, whatever the environment contains.
+    Its methods never raise exceptions, even if the environment is invalid.
     """
 
     _switched_on = False
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Return no requirement: "torch >= 2.11" would refuse versions such as 2.11.0a0 in images
-        of GPU vendors.
+        """Return no requirements. "torch >= 2.11" would exclude versions such as 2.11.0a0, which
+        images of GPU vendors contain.
         """
         return ()
 
@@ -55,14 +55,11 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
             if "torch" in sys.modules:
                 autoload.autoload()
             elif autoload.is_autoload_off(os.environ):
-                # torch does not load entry points, so watch for its import.
+                # torch will not load this package by its entry point, so wait for torch's import.
                 sys.meta_path.insert(0, TorchImportHook())
 
     def _uninstrument(self, **kwargs: Any) -> None:
-        """End the recording that this instrumentor started.
-
-        One that the program started with watch() continues.
-        """
+        """End the recording that this instrumentor started. A recording of watch() continues."""
         with guard("switching off what opentelemetry-instrument switched on"):
             if self._switched_on:
                 os.environ.pop(SWITCH, None)
@@ -71,9 +68,9 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
 
 
 def rename_option_variables(environ: MutableMapping[str, str]) -> None:
-    """Rename OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X.
+    """Rename each variable OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X.
 
-    Options take precedence over variables.
+    An existing value of TORCHLENS_PERF_X is replaced.
     """
     for name in [name for name in environ if name.startswith(PREFIX)]:
         environ[name.removeprefix("OTEL_PYTHON_")] = environ.pop(name)

@@ -1,11 +1,12 @@
-"""Rank, node and job on the user's own spans and metrics: entry point
-`opentelemetry_resource_detector`.
+"""Add rank, node and job to the resource of the user's own spans and metrics.
+
+OpenTelemetry loads this module by the entry point `opentelemetry_resource_detector`.
 
 ::
 
     OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=torchlens_perf opentelemetry-instrument torchrun train.py
 
-The names equal those on this package's own spans, so that a backend groups both in the same way.
+The attributes have the same names as on this package's own spans, so backends can group by them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ class TorchlensPerfResourceDetector(ResourceDetector):
     """
 
     def detect(self) -> Resource:
-        """Return the attributes known before torch.distributed is initialised, which may be
-        empty.
-        """
+        """Return the attributes that are known before torch.distributed is initialized."""
         with guard("detecting the OpenTelemetry resource"):
             return Resource(collect_resource_attributes(os.environ))
         return Resource.get_empty()
@@ -42,12 +41,11 @@ class TorchlensPerfResourceDetector(ResourceDetector):
 
 
 def collect_resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """Return attributes of this process, by OpenTelemetry's names where they exist: host.name,
-    process.pid, k8s.*.
+    """Return attributes of this process. OpenTelemetry's names are used if they exist.
 
-    Ranks and Slurm have no names in OpenTelemetry. Attributes that no launcher provides are left
-    out, because this may be the launcher itself. The run's id is included if it is known without
-    the node's other ranks: from TORCHLENS_PERF_RUN_ID, Slurm or Open MPI.
+    Such names are host.name, process.pid and k8s.*. OpenTelemetry has no names for ranks and Slurm.
+    Attributes that no launcher provides are left out, because this process may be the launcher. The
+    run id is included if TORCHLENS_PERF_RUN_ID, Slurm or Open MPI define it.
     """
     place = launcher.detect_place(environ, None, read_command_line(os.getppid()))
     found: dict[str, str | int] = {

@@ -1,4 +1,4 @@
-"""One training run of a framework: a watch that the framework's callback starts, steps and ends."""
+"""Let a framework's callback start a watch, end its steps, and stop it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torchlens_perf.watch import Watch, watch
 
 
 class FrameworkRun:
-    """Shared part of the callbacks. Used on the training thread. Copies and pickles contain only
-    the settings.
+    """Watch of one training run, which a framework's callback controls on the training thread.
 
-    If the job is already recording, by an outer watch() or TORCHLENS_PERF=1, the callback joins
-    that recording.
+    If the job is already recording, because of an outer watch() or TORCHLENS_PERF=1, the callback
+    joins that recording. Copies and pickles contain only the settings.
     """
 
     def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
@@ -44,11 +43,11 @@ class FrameworkRun:
         total_steps: int = 0,
         log_to: object = None,
     ) -> None:
-        """Start recording. A run that an exception has left open is ended first.
+        """Start recording. If an exception has left an earlier run open, end that run first.
 
-        model: as in watch(). step: returns the framework's step number for loggers; if it is given,
-        only step() ends
-        steps. total_steps: 0 if unknown. log_to: a logger in addition to the user's.
+        model: as in watch(). step: function that returns the framework's step number for loggers.
+        If it is given, only FrameworkRun.step() ends steps. total_steps: 0 if not known. log_to: a
+        logger in addition to the user's logger.
         """
         self.end()
         with guard("beginning a run of a framework"):
@@ -72,10 +71,7 @@ class FrameworkRun:
                 self._watch.tag(what)
 
     def end(self) -> None:
-        """End the recording, also after an exception.
-
-        Rank 0 shows its report. Further calls do nothing.
-        """
+        """End the recording and show the report on rank 0. Further calls do nothing."""
         watched, self._watch = self._watch, None
         if watched is not None:
             with guard("ending a run of a framework"):
@@ -86,5 +82,5 @@ class FrameworkRun:
 
 
 def missing_framework_error(framework: str, error: ImportError) -> ConfigError:
-    """Return an ImportError that names a framework that is not installed."""
+    """Return the error to raise if a framework cannot be imported."""
     return ConfigError(f"{framework} cannot be imported: {error}. Next: pip install {framework}")

@@ -27,20 +27,19 @@ if TYPE_CHECKING:
 
 
 class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Record from on_train_begin to on_train_end. Steps are counted as the Trainer's `global_step`.
+    """Callback that records Trainer.train(). Steps are counted as the Trainer's `global_step`.
 
-    The Trainer fetches all batches of a step before on_step_begin, and logs, evaluates and saves
-    after on_step_end. A step therefore lasts from one on_step_end to the next. It includes its own
-    data wait and the evaluation and saving that follow the previous step. Such steps are tagged and
-    not compared with others. Work after the last step is not recorded.
+    The Trainer fetches all batches of a step before on_step_begin. It logs, evaluates and saves
+    after on_step_end. A step is therefore recorded from one on_step_end to the next. It includes
+    evaluation and saving after the previous step. Steps with evaluation or saving are tagged and
+    not compared with other steps. Work after the last step is not recorded.
     """
 
     def __init__(
         self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
     ) -> None:
-        """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself to use the loggers of
-        `report_to`.
-        settings: as in watch(). Raise ConfigError for an invalid argument.
+        """log_to, log_every_s: see Watch.log_to(). Pass the Trainer itself to use the loggers in
+        its `report_to`. settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         if isinstance(log_to, str):
             raise ConfigError(

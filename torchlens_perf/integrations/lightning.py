@@ -29,22 +29,20 @@ if TYPE_CHECKING:
 
 _SETTINGS = re.compile(r"\{.*\}")
 TRAINER = "trainer"
-"""Value of log_to that stands for the Trainer's loggers."""
+"""Value of log_to that selects the Trainer's own loggers."""
 
 
 class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """Record Trainer.fit(). Steps are counted as `trainer.global_step`; several that end with one
-    batch are one.
+    """Callback that records Trainer.fit(). A step ends if a batch has increased `global_step`.
 
-    A step lasts from one on_train_batch_end in which global_step has grown to the next. Batches
-    that are accumulated in between are its micro-steps. Validation and saving after a batch tag the
-    step in which they run.
+    Several optimizer steps in one batch count as one step. Batches whose gradients are accumulated
+    are micro-steps. Validation and saving after a batch tag the step in which they run.
     """
 
     def __init__(
         self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
     ) -> None:
-        """log_to, log_every_s: see Watch.log_to(); "trainer" uses all loggers of the Trainer.
+        """log_to, log_every_s: see Watch.log_to(). "trainer" selects all loggers of the Trainer.
         settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         super().__init__()
@@ -90,11 +88,11 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
 
 
 class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
-    """Lightning's profiled actions (hooks of the module, callbacks and strategy) as sections of the
-    report.
+    """Profiler that records Lightning's actions as sections of the report.
 
-    The profiler records Trainer.fit() by itself. With a TorchlensCallback it joins that recording
-    and its steps; otherwise calls of the optimizer end the steps.
+    Actions are hooks of the module, the callbacks and the strategy. The profiler records
+    Trainer.fit() even without a TorchlensCallback. Calls of the optimizer then end the steps. With
+    a TorchlensCallback, the profiler joins the callback's recording.
     """
 
     def __init__(self, **settings: Unpack[WatchSettings]) -> None:
@@ -111,8 +109,8 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
 
     @guard("begin of an action of Lightning")
     def start(self, action_name: str) -> None:
-        # Lightning names a callback with its settings: "[Callback]ModelCheckpoint{'monitor': None,
-        # ...}.on_train_end".
+        # The names of Lightning's callbacks contain their settings, for example
+        # "[Callback]ModelCheckpoint{'monitor': None, ...}.on_train_end".
         entered = section(_SETTINGS.sub("", action_name))
         entered.__enter__()
         self._open.setdefault(action_name, []).append(entered)
@@ -124,7 +122,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
             entered.pop().__exit__(None, None, None)
 
     def summary(self) -> str:
-        """Return no text for Lightning to print. The report is shown separately."""
+        """Return an empty text for Lightning to print, because the report is shown separately."""
         return ""
 
     def teardown(self, stage: str | None) -> None:

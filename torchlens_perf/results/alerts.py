@@ -1,7 +1,7 @@
-"""w.on_verdict(): call the user's callbacks with the sidecar's alerts, at the ends of steps.
+"""Call the callbacks of w.on_verdict() with the sidecar's alerts at the ends of steps.
 
-The sidecar writes its newest alerts into a file next to the ring. At the end of a step, at most
-every 50 ms, the training thread reads that file's size and time, which is one system call
+The sidecar writes its newest alerts to a file next to the ring file. At the end of a step, at most
+every 50 ms, the training thread checks the size and time of this file with one system call
 (docs/internals/performance.md).
 """
 
@@ -25,7 +25,7 @@ Callback = Callable[[Alert], object]
 
 
 class AlertCallbacks:
-    """Callbacks of one watch. Used on the training thread only."""
+    """Callbacks for the alerts of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callback] = []
@@ -46,7 +46,7 @@ class AlertCallbacks:
             self._session = self._mailbox = None
 
     def poll_alerts(self) -> None:
-        """Call the callbacks with new alerts."""
+        """Read the alerts file and call the callbacks with each new alert."""
         text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is None or self._session is None:
             return
@@ -69,10 +69,7 @@ class AlertCallbacks:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
     def _call_callbacks(self, alert: Alert) -> None:
-        """Call one callback.
-
-        Its first exception is logged; it is called again for the next alert.
-        """
+        """Call all callbacks with an alert. The first exception of each callback is logged."""
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__qualname__", type(callback).__name__)
             with self._guards.setdefault(

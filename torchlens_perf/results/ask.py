@@ -1,4 +1,4 @@
-"""Request a run's results from its sidecar during the run, and from a child process afterwards."""
+"""Request the results of a run from its sidecar during the run, or from a child process later."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RunHandle(NamedTuple):
     """Access to the results of a watch or of a loaded run."""
 
     run: RunDirectory | None
-    """None if nothing is recorded."""
+    """The run directory; None if nothing is recorded."""
     session: Session | None
-    """The session of a watch that is recording, else None."""
+    """The session of a watch that is recording; None for ended or loaded runs."""
     has_sidecar: bool
     missing: str
     """Reason why nothing is recorded."""
     may_settle: bool = True
-    """True if reading an ended run waits until its sidecar has written everything."""
+    """True to wait until the sidecar has written all data before an ended run is read."""
 
 
 class Results(NamedTuple):
@@ -49,13 +49,13 @@ class Results(NamedTuple):
     html: str
     """The report for a notebook cell."""
     summary: dict[str, Any]
-    """Values for summary.py; empty if results are missing."""
+    """Values for summary.py; {} if results are missing."""
     missing: str
-    """Reason why results are missing; "" if they are not."""
+    """Reason why results are missing; "" if results are available."""
 
 
 def missing_results(why: str) -> Results:
-    """Return results that only state why they are missing."""
+    """Return Results that contain only the reason why results are missing."""
     import html
 
     line = f"torchlens_perf: {printable(why)}"
@@ -63,10 +63,7 @@ def missing_results(why: str) -> Results:
 
 
 def parse_results(text: str) -> Results:
-    """Decode the results that page/notebook.py writes.
-
-    Other text reports a failure and is shown unchanged.
-    """
+    """Decode the JSON that page/notebook.py writes. Other text is the message of a failure."""
     try:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
@@ -75,9 +72,10 @@ def parse_results(text: str) -> Results:
 
 
 def request_results(recorded: RunHandle) -> Results:
-    """Return the current results after at most ANSWER_TIMEOUT_S and child.TIMEOUT_S.
+    """Return the current results from the sidecar, or else from a child process.
 
-    Raise no internal errors.
+    The call takes at most ANSWER_TIMEOUT_S plus child.TIMEOUT_S. If it fails, the results contain
+    the reason.
     """
     run, session = recorded.run, recorded.session
     if run is None:
@@ -98,7 +96,7 @@ def request_results(recorded: RunHandle) -> Results:
 
 
 def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
-    """Return the sidecar's answer, or None after a timeout.
+    """Return the sidecar's answer to a question; None without a sidecar or after a timeout.
 
     A sidecar that was killed is started again.
     """
@@ -124,14 +122,14 @@ def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
 
 
 def restart_sidecar(recorded: RunHandle) -> None:
-    """Start the node's sidecar again if it was killed. Raise RunStoreError if that fails."""
+    """Start the node's sidecar again if it was killed. Raise RunStoreError if it cannot start."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session
         sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
 
 
 def wait_until_run_is_written(run: RunDirectory) -> None:
-    """Wait at most _WRITE_TIMEOUT_S until the node's sidecar has written a run that has ended."""
+    """Wait until the node's sidecar has written an ended run, but at most _WRITE_TIMEOUT_S."""
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
         time.sleep(_POLL_INTERVAL_S)
@@ -139,8 +137,9 @@ def wait_until_run_is_written(run: RunDirectory) -> None:
 
 @contextmanager
 def count_as_overhead(session: Session | None) -> Iterator[None]:
-    """Context for work that the user requests on the training thread: its time counts as the
-    tool's, not the step's.
+    """Context whose time on the training thread counts as this tool's overhead in the step.
+
+    session: None to count nothing.
     """
     if session is None or threading.current_thread() is not threading.main_thread():
         yield

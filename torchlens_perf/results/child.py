@@ -1,5 +1,6 @@
-"""Run a command of this package in a child process and return its output, so that training imports
-no analysis.
+"""Run a command of this package in a child process and return its output.
+
+The training process thus does not import the analysis code.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ TIMEOUT_S = 60.0  # Three times the duration of a report on 4096 ranks.
 
 @above_standard_streams()
 def run_and_capture(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Run `torchlens-perf ARGUMENTS` and return its stdout. End the process after TIMEOUT_S.
+    """Run `torchlens-perf ARGUMENTS` and return its stdout. Kill the process after `timeout_s`.
 
-    Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with
-    its message.
+    Paths must be absolute, because the working directory of the child is /. Raise RunStoreError
+    with the command's message if the command fails.
     """
     command = children.build_command(*arguments)
     try:

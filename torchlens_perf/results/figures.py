@@ -1,8 +1,8 @@
-"""w.log_to(): write step figures and verdicts into the user's own logger.
+"""Write step times and verdicts to the user's loggers that were passed to w.log_to().
 
-The sidecar keeps sums over this rank's steps in a file next to the ring. At the end of a step, at
-most every 50 ms, the training thread reads that file's size and time, and reads its content only
-when a row is due. This module uses no thread, socket or device; the user's logger may.
+The sidecar writes sums over this rank's steps to a file next to the ring file. At the end of a
+step, at most every 50 ms, the training thread checks the size and time of this file, and reads it
+if it has changed. This module uses no thread, socket or device, but the user's logger may use them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogRequest(NamedTuple):
 def check_log_arguments(
     value: object, every_s: float, step: Callable[[], int] | None
 ) -> LogRequest:
-    """Return the checked arguments of log_to(). Raise ConfigError for an invalid one."""
+    """Check the arguments of log_to(). Raise ConfigError if one of them is invalid."""
     if (
         isinstance(every_s, bool)
         or not isinstance(every_s, (int, float))
@@ -56,7 +56,7 @@ def check_log_arguments(
 
 
 class _LoggerState:
-    """One logger, and the figures that it has received so far."""
+    """One logger, when its next row is due, and the sums at its last row."""
 
     def __init__(self, asked: LogRequest) -> None:
         self.asked = asked
@@ -102,7 +102,7 @@ class FigureLoggers:
             self._session = self._mailbox = None
 
     def write_due_figures(self, *, last: bool = False) -> None:
-        """Write new figures to loggers that are due. last: write to all loggers."""
+        """Write new figures to all loggers whose next row is due. last: write to all loggers."""
         text = None if self._mailbox is None else self._mailbox.read_new_message()
         if text is not None:
             self._newest = json.loads(text)
@@ -119,7 +119,7 @@ class FigureLoggers:
             self._call_logger(log, _figures_writer(values))
 
     def write_alert(self, alert: Alert) -> None:
-        """Write an alert that has begun, changed or ended."""
+        """Write a started, changed or ended alert to all loggers."""
         if alert.kind == "straggler":
             self._slow.pop(alert.about, None)
             if alert.change != "ended":
@@ -130,9 +130,9 @@ class FigureLoggers:
         self._write_text(REPORT, _COLORS.sub("", report).strip())
 
     def _mean_values(self, before: dict[str, int]) -> dict[str, float]:
-        """Return means over the steps since `before`, in seconds, and the slow ranks.
+        """Return mean times in seconds over the steps since `before`, and the slowest rank.
 
-        Unknown values are left out.
+        before: sums at the previous row. Unknown values are left out.
         """
         sums = self._newest
         steps = sums["steps"] - before.get("steps", 0)
@@ -158,7 +158,7 @@ class FigureLoggers:
             self._call_logger(log, lambda to, step: to.text(name, text, step))
 
     def _call_logger(self, log: _LoggerState, write: Callable[[Logger, int], None]) -> None:
-        """Call a logger. One that raises is called again for the next row."""
+        """Call `write` with a logger and the step number. Exceptions of the logger are logged."""
         session, began_ns = self._session, time.monotonic_ns()
         try:
             if session is not None:

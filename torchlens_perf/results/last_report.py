@@ -1,8 +1,8 @@
-"""Request rank 0's report at the end of a run and show it.
+"""Wait for rank 0's report at the end of a run and show it.
 
-In terminals and logs it is text on stderr, because stdout belongs to the job. In notebooks it is
-shown in a cell. After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown when
-the program ends, below the traceback.
+In terminals and logs, the report is text on stderr, because stdout belongs to the job. In notebooks
+it is shown in a cell. After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown
+below the traceback when the program ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.mailbox import Mailbox
 
 SHORT_TIMEOUT_S = 1.0
-"""Longest wait for a sidecar without progress, with a disk that hangs, and in jobs
-on several nodes.
-"""
+"""Longest wait if the sidecar makes no progress, if the disk hangs, or in jobs on several nodes."""
 _LONGEST_S = 10.0  # Longest wait while the sidecar makes progress.
 _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
@@ -40,7 +38,7 @@ CELL = "cell"
 
 
 def is_in_notebook() -> bool:
-    """Return True if this process is a notebook's kernel. Import nothing in other processes."""
+    """Return True if this process is a notebook's kernel. Other processes import no module."""
     if "IPython" not in sys.modules:
         return False
     from torchlens_perf.results import notebook
@@ -49,7 +47,7 @@ def is_in_notebook() -> bool:
 
 
 def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
-    """Return how the report should look. The sidecar writes it but cannot see rank 0's terminal."""
+    """Return the format in which the sidecar should write the report for rank 0's terminal or cell."""
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
     return {
@@ -71,14 +69,13 @@ def show_report(
     can_wait: bool = True,
     disk_answers: bool = True,
 ) -> str | None:
-    """Wait for the sidecar's report and show it, or the reason why it is missing. Return the text.
+    """Wait for the sidecar's report, show it or the reason why it is missing, and return the text.
 
-    mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on
-    stderr. raised: an
-    exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers:
-    False if the disk of the run directory did not answer when the watch began.
+    Return None if the report is shown when the program ends. The mailbox then stays open.
 
-    Return None if the report is shown when the program ends. Until then the mailbox stays open.
+    mailbox: None if it could not be created. cell: notebook cell for the report; None for stderr.
+    raised: True if an exception ends the watch. can_wait: False if the caller needs the text now.
+    disk_answers: False if the disk of the run directory did not respond when the watch began.
     """
     global _at_exit
     if _at_exit is not None:
@@ -122,18 +119,15 @@ def show_report(
 
 
 class ReportAtExit:
-    """Show the report when the program ends.
-
-    Printed earlier, it would look like the cause of the traceback.
-    """
+    """Report that is shown when the program ends, below the traceback of an exception."""
 
     def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
-        """patient: as in _wait_for_report()."""
+        """patient: see _wait_for_report()."""
         self._mailbox, self._late, self._patient, self._pid = mailbox, late, patient, os.getpid()
         atexit.register(self._show)
 
     def close(self) -> None:
-        """Drop the report, because another watch of this process has ended."""
+        """Drop the report. Called when another watch of this process ends."""
         atexit.unregister(self._show)
         with guard("forgetting a report"):
             self._mailbox.close()
@@ -151,9 +145,7 @@ class ReportAtExit:
 
 
 def _is_interactive() -> bool:
-    """Return True if Python's prompt is or will be open, so that the program ends much later than
-    the watch.
-    """
+    """Return True if the user has a Python prompt and may continue long after the watch."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -164,10 +156,10 @@ def _explain_missing_report(late: LateReport) -> str:
 def _wait_for_report(
     mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool
 ) -> str | None:
-    """Wait for the report, see Config._exit_timeout_s. Return None if it has not come.
+    """Wait for the report and return it; None after the timeout of Config._exit_timeout_s.
 
-    patient: keep waiting while the sidecar makes progress. Ctrl-C ends only this wait. Training has
-    succeeded, and the program's next work, such as saving the model, must still happen.
+    Ctrl-C ends only this wait. Training has succeeded, and the program must continue, for example
+    to save the model. patient: wait as long as the sidecar makes progress. quiet: print no message.
     """
     began_s = moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Live results of a watch: a notebook cell, callbacks and loggers. Created on first use."""
+"""Manage the live results of a watch: a notebook cell, callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LiveViews:
-    """Live views of one watch. Used on the training thread only."""
+    """Notebook cell, callbacks and loggers of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
         self.cell = NotebookCell()
@@ -34,22 +34,19 @@ class LiveViews:
         return self._alerts.callbacks
 
     def on_verdict(self, recorded: RunHandle, callback: Callback) -> None:
-        """See Watch.on_verdict().
-
-        A callback that is added early is called once the watch has begun.
-        """
+        """Add a callback, see Watch.on_verdict(). It may be added before the watch begins."""
         self.callbacks.append(callback)
         if recorded.session is not None:
             self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def log_to(self, recorded: RunHandle, asked: LogRequest) -> None:
-        """See Watch.log_to(). A logger that is added early is used once the watch has begun."""
+        """Add a logger, see Watch.log_to(). It may be added before the watch begins."""
         self._figures.add_logger(asked)
         if recorded.session is not None:
             self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def start_views(self, session: Session, *, has_sidecar: bool) -> None:
-        """Start the requested views. A later call starts those that were added since."""
+        """Start the views that the user has requested since the last call."""
         if self._figures.has_loggers and not self._writes and session.identity.rank == 0:
             self._writes = True
             if has_sidecar:
@@ -69,7 +66,7 @@ class LiveViews:
                 self._attached.enter_context(self._alerts.attached_to(session))
 
     def show_in_cell(self, recorded: RunHandle) -> None:
-        """See Watch._ipython_display_()."""
+        """Show the results in the running notebook cell, see Watch._ipython_display_()."""
         self.cell.show_results(recorded, self._attached.enter_context)
 
     def stop_views(self) -> None:
@@ -78,6 +75,6 @@ class LiveViews:
             self._attached.close()
 
     def write_report(self, report: str) -> None:
-        """Pass on the report that rank 0 has shown."""
+        """Write the report that rank 0 has shown to the user's loggers."""
         if self._writes:
             self._figures.write_report(report)

@@ -1,6 +1,7 @@
-"""Adapters of w.log_to() for common loggers. None of the loggers is imported here.
+"""Adapters of w.log_to() for common loggers. This module imports none of these loggers.
 
-Figures must not move a logger's step axis. Where they could, they wait for the user's next row.
+Step figures must not change the step number of the user's own rows. For loggers where a new row
+would do so, the figures become part of the user's next row.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ KNOWN = (
 
 
 class Logger(Protocol):
-    """A destination of figures and texts.
+    """Adapter of a user's logger for figures and texts.
 
-    Used on the training thread; exceptions of the user's logger pass.
+    Methods are called on the training thread. They pass on exceptions of the user's logger.
     """
 
     def figures(self, values: dict[str, float], step: int) -> None:
         """Write numbers by name."""
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Write a sentence or a report. Loggers without texts ignore it."""
+        """Write a sentence or a report. Loggers that do not support texts ignore the call."""
 
 
 class SummaryWriterAdapter:
-    """TensorBoard's SummaryWriter, of torch or tensorboardX."""
+    """Adapter of TensorBoard's SummaryWriter, from torch or tensorboardX."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -48,7 +49,7 @@ class SummaryWriterAdapter:
 
 
 class WandbAdapter:
-    """A run of W&B, or the wandb module while a run is active."""
+    """Adapter of a W&B run, or of the wandb module while a run is active."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -67,7 +68,7 @@ class WandbAdapter:
 
 
 class MlflowAdapter:
-    """The run of mlflow that is active at the first figures. No run is started."""
+    """Adapter of the mlflow run that is active when figures are first written. It starts no run."""
 
     def __init__(self, mlflow: Any) -> None:
         self._mlflow = mlflow
@@ -91,7 +92,7 @@ class MlflowAdapter:
 
 
 class LightningAdapter:
-    """A logger of Lightning or Fabric."""
+    """Adapter of a logger of Lightning or Fabric."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -110,7 +111,7 @@ class LightningAdapter:
 
 
 class LoggerGroup:
-    """All loggers that a trainer has at the time of writing."""
+    """Adapter of several loggers, which are looked up at each write."""
 
     def __init__(self, loggers: Callable[[], Iterable[Logger]]) -> None:
         self._loggers = loggers
@@ -125,8 +126,9 @@ class LoggerGroup:
 
 
 class HuggingFaceAdapter:
-    """The loggers that `report_to` names. Trainer.log() is not called: derived trainers average and
-    clear their own figures there, and it would print these figures."""
+    """Adapter of the loggers in a Hugging Face Trainer's `report_to`. Trainer.log() is not called.
+
+    It would print the figures, and derived trainers average and clear their own figures in it."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -162,7 +164,7 @@ class HuggingFaceAdapter:
 
 
 class AccelerateAdapter:
-    """An Accelerator with the trackers that it has at the time of writing."""
+    """Adapter of an Accelerator, whose trackers are looked up at each write."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -178,7 +180,7 @@ class AccelerateAdapter:
 
 
 class FunctionAdapter:
-    """A function of the user. It receives no texts; w.on_verdict() has them."""
+    """Adapter of a user's function, which receives no texts. w.on_verdict() provides texts."""
 
     def __init__(self, function: Callable[[dict[str, float], int], object]) -> None:
         self._function = function
@@ -191,7 +193,7 @@ class FunctionAdapter:
 
 
 def adapt_plain_logger(value: Any) -> Logger | None:
-    """Return the adapter of a logger that is not a framework's; None for other objects."""
+    """Return the adapter of a TensorBoard, mlflow or W&B logger; None for other objects."""
     if _has_attributes(value, "add_scalar", "add_text", "flush"):
         return SummaryWriterAdapter(value)
     if _has_attributes(value, "log_metrics", "active_run", "MlflowClient"):
@@ -226,7 +228,7 @@ def adapt_logger(value: Any) -> Logger:
 
 
 def _has_attributes(value: Any, *names: str) -> bool:
-    # Decide by class where possible: reading some attributes of a logger opens its files.
+    # Look at the class first, because reading some attributes of a logger opens its files.
     return value is not None and all(
         hasattr(type(value), name) or name in dir(value) for name in names
     )

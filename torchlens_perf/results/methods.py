@@ -1,4 +1,4 @@
-"""Methods of Watch and Run that return results. Their imports are made when they are called."""
+"""Methods of Watch and Run that return results. They import most modules when they are called."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PAGE_TIMEOUT_S = 120.0
 
 
 class ResultMethods(abc.ABC):
-    """Results of a live or finished run. Each call reads them again."""
+    """Methods that return results of a live or finished run. Each call reads the results again."""
 
     run_dir: Path | None = None
 
     @abc.abstractmethod
     def _get_run_handle(self) -> RunHandle:
-        """Return the access to the results."""
+        """Return a handle that gives access to the results."""
 
     def summary(self) -> Summary:
         """Return the verdicts, step times and what recording costs, as they are now
@@ -86,16 +86,16 @@ class ResultMethods(abc.ABC):
 
 
 class LiveResultMethods(ResultMethods):
-    """Results and live views of Watch.
+    """Methods of Watch that return results or show them during the run.
 
-    Call them on the training thread between two steps, or after the end.
+    Call these methods on the training thread between two steps, or after the end of the watch.
     """
 
     _live_views: LiveViews | None = None
 
     @abc.abstractmethod
     def _recording_watch(self) -> LiveResultMethods:
-        """Return the watch that records: this one, or the one that it has joined."""
+        """Return the watch that records: this watch, or the outer watch that it has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
         """Call callback(alert) for each verdict that begins, changes or ends (Alert is in
@@ -120,13 +120,14 @@ class LiveResultMethods(ResultMethods):
 
         logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator,
         Lightning's Trainer, Fabric or one of its loggers, or a function of (figures: dict[str,
-        float], step: int); several of
-        them as a list. every_s: shortest interval between rows; rows are written at the end of a
-        step, on the training
-        thread. step: returns the step number for the logger; by default, steps that this watch has
-        counted. Names of the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other
-        ranks the call does nothing. Exceptions of a logger are logged and training continues. Raise
-        ConfigError for an object that is not a logger.
+        float], step: int). Several loggers are passed as a list. every_s: shortest interval between
+        rows, which are written on the training thread at the ends of steps. step: function that
+        returns the step number for the logger; by default, the number of steps that this watch has
+        counted.
+
+        docs/guides/frameworks.md lists the names of the figures. Only rank 0 writes figures. On
+        other ranks the call does nothing. Exceptions of a logger are logged and training continues.
+        Raise ConfigError for an object that is not a logger.
         """
         from torchlens_perf.results.figures import check_log_arguments
 
@@ -148,9 +149,9 @@ class LiveResultMethods(ResultMethods):
         return watch._live_views
 
     def _end_live_views(self) -> tuple[NotebookCell | None, bool]:
-        """End the live views.
+        """Stop the live views. Return the notebook cell for the report, if any.
 
-        Return the notebook cell for the report, and True if it has been shown live there.
+        The second value is True if the cell has shown live results.
         """
         was_live = self._live_views is not None and self._live_views.cell.is_live
         if self._live_views is not None:

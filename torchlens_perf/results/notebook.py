@@ -1,9 +1,9 @@
-"""Show a watch in a notebook cell: live during the run, and the report at its end.
+"""Show a watch in a notebook cell: live results during the run, and the report at its end.
 
-A cell is updated on the training thread at the end of a step, at most once a second. A separate
-thread would be one more in the job, and no other process can write into the notebook. The sidecar
-renders the content, which IPython's own display shows. If a watch is never displayed, this code
-first runs at its end.
+The training thread updates the cell at the end of a step, at most once a second. No other process
+can write to the notebook, and a separate thread would disturb the job. The sidecar renders the
+content, and IPython's display shows it. If a watch is never displayed, this code first runs at the
+end of the watch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
 
 def find_notebook_shell() -> Any:
-    """Return IPython's shell if this process is a notebook's kernel, else None. Import nothing."""
+    """Return IPython's shell if this process is a notebook's kernel, else None.
+
+    The function imports no module.
+    """
     ipython = sys.modules.get("IPython")
     found = (
         ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
@@ -45,8 +48,7 @@ def find_notebook_shell() -> Any:
     kernel = getattr(found, "kernel", None)
     if kernel is None:
         return None
-    # A process forked from the kernel, for example by a launcher of ranks, must not use its
-    # sockets.
+    # A process that was forked from the kernel must not use the kernel's sockets.
     return (
         found
         if getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
@@ -55,12 +57,12 @@ def find_notebook_shell() -> Any:
 
 
 def to_mime_bundle(found: Results) -> dict[str, str]:
-    """Return results by MIME type, as IPython's display expects them."""
+    """Convert results to a dictionary by MIME type for IPython's display."""
     return {"text/plain": found.text, "text/html": found.html}
 
 
 class NotebookCell:
-    """The cell that shows one watch. Used on the training thread only."""
+    """Notebook cell that shows one watch. Used on the training thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
@@ -76,11 +78,10 @@ class NotebookCell:
         return self._mailbox is not None
 
     def show_results(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
-        """Display the results in the running cell, and keep them up to date while the watch
-        records.
+        """Display the results in the running cell and update them while the watch is recording.
 
-        attach: enters a context for as long as the watch records. Raises NotImplementedError
-        outside of a notebook, upon which IPython shows the text.
+        attach: function that enters a context until the watch ends. Raise NotImplementedError
+        outside a notebook. IPython then shows the text.
         """
         if find_notebook_shell() is None:
             raise NotImplementedError
@@ -119,7 +120,7 @@ class NotebookCell:
             box.close()
 
     def _read_results(self, timeout_s: float) -> bool:
-        """Read what the sidecar has written since the last call. Wait for it at most this long."""
+        """Read new results of the sidecar after at most `timeout_s`. Return True if there are any."""
         text = None if self._mailbox is None else self._mailbox.wait_for_message(timeout_s)
         if text is not None:
             self._newest = parse_results(text) if text else missing_results(TOO_MANY)
@@ -139,7 +140,7 @@ class NotebookCell:
         self._due_s = now_s + max(_MIN_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - now_s))
 
     def show_final_results(self, found: Results) -> None:
-        """Show the final results where the run is displayed, or else in the running cell."""
+        """Show the final results in the cell that displays the run, or else in the running cell."""
         if self._handle is not None:
             self._handle.update(to_mime_bundle(found), raw=True)
             return
@@ -158,7 +159,7 @@ class NotebookCell:
 
 
 def _running_cell_id() -> object:
-    """Return an identifier of the current execution of a cell; None outside of one."""
+    """Return an identifier of the cell that is being executed; None outside a cell."""
     found = find_notebook_shell()
     parent = found.get_parent() if hasattr(found, "get_parent") else {}
     return (parent.get("header") or {}).get("msg_id")

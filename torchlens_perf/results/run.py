@@ -1,4 +1,4 @@
-"""perf.load(run_dir): results of a run that any process has recorded."""
+"""The Run class, which perf.load() returns: results of a recorded run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Run(ResultMethods):
 
 
 def _is_recording(ring: Path) -> bool:
-    """Return True if a process still records into a ring file."""
+    """Return True if the process of a ring file is still recording."""
     try:
         reader = RingReader(ring)
     except (OSError, RingError):

@@ -1,4 +1,4 @@
-"""w.summary(): verdicts and key figures of a run as values."""
+"""Build the Summary that w.summary() returns: verdicts and key figures of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_summary(recorded: RunHandle) -> Summary:
-    """See Watch.summary()."""
+    """Request the results of a run and convert them to a Summary, see Watch.summary()."""
     found = request_results(recorded)
     if not found.summary:
         return Summary(missing=found.missing, html=found.html)

@@ -1,4 +1,4 @@
-"""Tables of a run as frames of pandas, polars or pyarrow."""
+"""Read tables of a run as data frames of pandas, polars or pyarrow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = ("pandas", "polars", "pyarrow")
 
 
 def read_table(recorded: RunHandle, name: str, backend: str | None) -> Any:
-    """See Run.table()."""
+    """Return a table of the run as a data frame, see Run.table()."""
     if name not in TABLES:
         raise ConfigError(
             f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}"
@@ -55,10 +55,9 @@ def _request_table(recorded: RunHandle, name: str) -> bytes:
 
 
 def _choose_backend(name: str | None) -> str:
-    """Return which of BACKENDS to use: by default the first one that is imported, or else
-    installed.
+    """Return the dataframe library to use. name: None for an imported or else installed library.
 
-    Raise ConfigError for an unknown one, or one that is not installed. pyarrow is always installed.
+    Raise ConfigError for a library that is unknown or not installed. pyarrow is always installed.
     """
     if name is None:
         frames = BACKENDS[:2]

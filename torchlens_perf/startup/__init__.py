@@ -1,3 +1,3 @@
-"""Folder that `torchlens-perf run` prepends to PYTHONPATH, so that Python loads its sitecustomize
-before the script.
+"""Folder that `torchlens-perf run` prepends to PYTHONPATH. Python loads the sitecustomize in this
+folder before the user's script.
 """

@@ -1,9 +1,11 @@
-"""Python loads this before a script that `torchlens-perf run` starts. It installs a finder that
-waits for torch.
+"""Install an import finder that starts recording after the import of torch.
 
-commands/run.py has prepended this folder to PYTHONPATH. That is undone here, and the sitecustomize
-that Python would have loaded otherwise is loaded. Until torch is imported, sys.modules stays as it
-would be without this package, so not even `typing` or `__future__` is imported here.
+Python loads this module before the script of `torchlens-perf run`, because commands/run.py has
+prepended this folder to PYTHONPATH. This module restores PYTHONPATH and then loads the
+sitecustomize module that Python would otherwise have loaded.
+
+Until torch is imported, sys.modules must be the same as without this package. Therefore this module
+does not even import `typing` or `__future__`.
 """
 
 import os
@@ -16,11 +18,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it is set
+# Variable with the user's own PYTHONPATH; not set if the user has none.
+USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"
 
 
 class TorchImportHook:
-    """Finder that starts recording after the import of torch, even if torch's autoload is off.
+    """Import finder that starts recording after the import of torch, even without torch's autoload.
 
     The finder stays in sys.meta_path. Removing it during an import would make that import skip the
     next finder.
@@ -31,9 +34,7 @@ class TorchImportHook:
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> "ModuleSpec | None":
-        """Return the spec of torch from the other finders, with a call after its import; None for
-        other modules.
-        """
+        """Return the spec of torch, whose loader then starts recording; None for other modules."""
         if fullname != "torch" or target is not None or self._asks:
             return None
         import importlib.machinery
@@ -61,8 +62,8 @@ def _autoload_after_import(loader: "SourceFileLoader") -> None:
         load(module)
         _autoload_or_report()
 
-    # The import of torch can fail with a traceback for the user. CPython omits the frames of its
-    # import system from tracebacks and recognizes them by this name.
+    # If the import of torch fails, the traceback must not show this function. CPython omits frames
+    # with this file name from tracebacks of imports.
     load_and_arm.__code__ = load_and_arm.__code__.replace(
         co_filename="<frozen importlib._bootstrap>"
     )
@@ -74,8 +75,8 @@ def _autoload_or_report() -> None:
         from torchlens_perf.autoload import autoload
     # A broken installation of this package must not stop the script.
     except Exception as error:
-        # sys.__stderr__, because the script may have replaced sys.stderr. torchlens_perf.output may
-        # be broken too.
+        # Use sys.__stderr__, because the script may have replaced sys.stderr, and
+        # torchlens_perf.output may be broken too.
         if os.environ.get("LOCAL_RANK", "0") == "0" and sys.__stderr__ is not None:
             line = ascii(f"torchlens_perf is off: {type(error).__name__}: {error}")[1:-1]
             try:

@@ -1,4 +1,1 @@
-"""The Parquet files of a run directory: one writer, one reader.
-
-Start in reader.py and writer.py.
-"""
+"""Write and read the Parquet files of a run directory, with writer.py and reader.py."""

@@ -1,4 +1,4 @@
-"""Tables of a run as Arrow streams, for pandas, polars and pyarrow in another process."""
+"""Write tables of a run as Arrow streams, for pandas, polars or pyarrow in another process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SORTED_BY = ("rank", "attempt", "step", "sequence", "time")
 
 
 def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
-    """Write a table of the run to an Arrow stream, by rank, attempt, step and time.
+    """Write a table of the run to an Arrow stream, sorted by rank, attempt, step and time.
 
-    name: a folder of the run directory, such as "steps". Damaged files are left out, with a line in
-    the log. Raise RunStoreError where there is no file, or the disk fails.
+    Damaged files are skipped and logged. name: a folder of the run directory, such as "steps".
+    Raise RunStoreError if there is no file or the disk fails.
     """
     notes: list[str] = []
     tables = list(

@@ -1,8 +1,8 @@
-"""The reader of all Parquet files of a run directory.
+"""Read the Parquet files of a run directory.
 
-Any file may lie in a run directory, so the reader checks what a file declares before it reads it,
-and contains all errors. Rows are read by `pyarrow.dataset`, which skips row groups by their
-statistics and decodes on one thread.
+A file in a run directory may come from any source. The reader therefore checks the sizes that a
+file declares before it reads the rows, and converts all errors to UnreadableFileError.
+`pyarrow.dataset` reads the rows on one thread and uses statistics to skip row groups.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_ROWS = 1 << 23
-"""Largest number of rows of a file. The sidecar's files have fewer than a million."""
+"""Largest number of rows of a file. Files of a sidecar have fewer than a million rows."""
 MAX_DECODED_BYTES = 1 << 31
-"""Largest decoded size of a file's columns, as the file declares it."""
+"""Largest decoded size of all columns that a file may declare."""
 _MAX_METADATA_BYTES = 1 << 26
 _BYTES_OF_A_VALUE = 8
 _ROWS_AT_ONCE = 1 << 16
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class UnreadableFileError(RunStoreError):
-    """A file that is damaged, of another version, or on a disk that fails."""
+    """The file is damaged, of another version, or on a disk that fails."""
 
     def __init__(self, path: Path, error: Exception) -> None:
         why = f"cannot be read, its rows are missing: {str(error).partition(chr(10))[0]}"
@@ -49,11 +49,14 @@ class UnreadableFileError(RunStoreError):
         self.by_disk = (
             isinstance(error, OSError) and error.errno is not None
         )  # Arrow's own errors have no number
-        """True if the disk failed and not the file, which may be readable later."""
+        """True if the disk has failed. The file may be readable later."""
 
 
 class ParquetFile:
-    """One open file. Damage may raise any exception in its methods; `Files.read` contains it."""
+    """One open Parquet file. If the file is damaged, methods may raise any exception.
+
+    ParquetFolder.read_each() converts these exceptions.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -63,13 +66,11 @@ class ParquetFile:
 
     @property
     def footer(self) -> Any:
-        """The JSON that was passed to write()."""
+        """The JSON value that was passed to TableWriter.write()."""
         return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
 
     def read_column_range(self, column: str) -> tuple[Any, Any] | None:
-        """Return the smallest and largest value of a column by its statistics; None if it has no
-        statistics.
-        """
+        """Return a column's smallest and largest value; None if the file lacks statistics."""
         at, metadata = self.names.index(column), self._opened.metadata
         groups = [
             metadata.row_group(group).column(at).statistics
@@ -80,9 +81,7 @@ class ParquetFile:
         return min(found.min for found in groups), max(found.max for found in groups)
 
     def read_batches(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows in pieces, in their order, texts as dictionaries. columns: None for
-        all.
-        """
+        """Yield the rows in batches. Text columns are dictionary arrays. columns: None for all."""
         yield from self._scanner(columns, {}).to_batches()
 
     def read_table(
@@ -90,17 +89,18 @@ class ParquetFile:
         columns: Collection[str] | None = None,
         where: Mapping[str, Collection[Any]] | None = None,
     ) -> pa.Table:
-        """Return the rows, in their order, texts as dictionaries.
+        """Return the rows in their order. Text columns are dictionary arrays.
 
-        columns: None for all. where: by column, the values of the rows that are wanted; row groups
-        without any are skipped.
+        columns: None for all. where: for each column, the values of the requested rows. Row groups
+        without such values are skipped.
         """
         return self._scanner(columns, where or {}).to_table().replace_schema_metadata()
 
     def _scanner(
         self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]
     ) -> Any:
-        import pyarrow.dataset as ds  # This import takes 50 ms, which a sidecar that only writes saves.
+        # This import takes 50 ms. A sidecar that only writes does not need it.
+        import pyarrow.dataset as ds
 
         fragment = ds.ParquetFileFormat(
             read_options=ds.ParquetReadOptions(
@@ -121,9 +121,7 @@ class ParquetFile:
 
 
 class ParquetFolder:
-    """The Parquet files of one folder, such as `run.spans`, in the order in which each node wrote
-    them.
-    """
+    """The Parquet files of one folder, such as `run.spans`, by node and oldest first."""
 
     def __init__(
         self,
@@ -131,8 +129,8 @@ class ParquetFolder:
         nodes: Collection[str] | None = None,
         unreadable: Callable[[UnreadableFileError], object] | None = None,
     ) -> None:
-        """nodes: the nodes whose files are read; None for every file in the folder. unreadable:
-        receives the error of each file that is left out; with None, read() raises it."""
+        """nodes: the nodes whose files are read; None for all files. unreadable: function that is
+        called with the error of each skipped file; None to raise the error in read_each()."""
         self._unreadable = unreadable
         if nodes is None:
             self.paths = sorted(folder.glob("[!.]*.parquet"))
@@ -142,7 +140,7 @@ class ParquetFolder:
             ]
 
     def size_bytes(self) -> int:
-        """Return the size of all files that are still there."""
+        """Return the total size of all files that still exist."""
         size = 0
         for path in self.paths:
             with contextlib.suppress(FileNotFoundError):
@@ -150,7 +148,7 @@ class ParquetFolder:
         return size
 
     def read_each(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
-        """Yield what `use` returns for each file. An error in it counts as damage of its file."""
+        """Call `use` with each file and yield the results. An error in it means a damaged file."""
         for path in self.paths:
             try:
                 with open(ownership.open_to_read(path), "rb") as file:
@@ -166,15 +164,14 @@ class ParquetFolder:
 
 
 def add_errors_to(notes: list[str]) -> Callable[[UnreadableFileError], None]:
-    """Return an `unreadable` for Files that adds a line for each file."""
+    """Return a function for ParquetFolder's `unreadable` that adds each error to `notes`."""
     return lambda error: notes.append(error.in_run)
 
 
 def add_damage_to(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
-    """Return an `unreadable` that adds a line for each damaged file, and raises the error of a
-    failing disk.
+    """Return a function for ParquetFolder's `unreadable` that adds damaged files to `notes`.
 
-    notes: None raises every error.
+    The function raises errors of a failing disk. If `notes` is None, it raises every error.
     """
 
     def note(error: UnreadableFileError) -> None:
@@ -186,9 +183,9 @@ def add_damage_to(notes: list[str] | None) -> Callable[[UnreadableFileError], No
 
 
 def concatenate_tables(tables: Collection[pa.Table]) -> pa.Table:
-    """Return the rows of all tables.
+    """Concatenate the rows of all tables. Each text column gets one dictionary.
 
-    Each text column has one dictionary; a column that a table lacks is null there.
+    If a table lacks a column, the values of its rows are null.
     """
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
@@ -196,7 +193,7 @@ def concatenate_tables(tables: Collection[pa.Table]) -> pa.Table:
 def map_texts(
     column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int
 ) -> npt.NDArray[np.int64]:
-    """Return the value of each row's text in `value_of`, or `missing`."""
+    """Replace each text of a column by its value in `value_of`, or by `missing`."""
     codes, texts = split_dictionary(column)
     values = np.array([value_of.get(text, missing) for text in texts], np.int64)
     found: npt.NDArray[np.int64] = values[codes]
@@ -204,7 +201,7 @@ def map_texts(
 
 
 def split_dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:
-    """Return a column of texts as codes, and the list of texts that the codes index."""
+    """Return the codes of a text column, and the list of texts into which the codes are indexes."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if array.null_count:
         raise ValueError("a text is missing")
@@ -212,7 +209,7 @@ def split_dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np
 
 
 def to_floats(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
-    """Return a numeric or time column, NaN for missing values; None for other columns."""
+    """Convert a numeric or time column to floats, with NaN for null; None for other columns."""
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.int64())
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
@@ -221,7 +218,7 @@ def to_floats(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
 
 
 def _check_metadata_size(descriptor: int) -> None:
-    """Raise ValueError if the metadata are too long. The last 8 bytes give their length."""
+    """Raise ValueError if a file's metadata are too long. The last 8 bytes contain their length."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 4, max(0, size - 8)), "little")
     if length > _MAX_METADATA_BYTES and os.pread(descriptor, 4, max(0, size - 4)) == b"PAR1":
@@ -233,7 +230,7 @@ def _check_declared_size(metadata: pq.FileMetaData) -> None:
     if not 0 <= rows <= MAX_ROWS:
         raise ValueError(f"it declares {rows} rows, more than {MAX_ROWS}")
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    # The encoded size may be far below that of the values, and far above it if there are few rows.
+    # The encoded size may be far smaller than the decoded size, or far larger if rows are few.
     columns = [group.column(at) for group in groups for at in range(group.num_columns)]
     encoded = sum(max(0, column.total_uncompressed_size) for column in columns)
     decoded = max(

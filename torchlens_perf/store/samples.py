@@ -1,6 +1,4 @@
-"""Samples of a node's hardware in Parquet files: one folder for each kind, one column for each
-field.
-"""
+"""Write samples of a node's hardware to Parquet files, with a folder for each kind of sample."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": 
 
 
 class SampleWriter:
-    """Write one node's samples, and keep the newest files below a size limit."""
+    """Writer of one node's samples, which removes the oldest files above a size limit."""
 
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
@@ -31,14 +29,13 @@ class SampleWriter:
 
     @property
     def dropped_files(self) -> int:
-        """Number of files that were removed for newer ones."""
+        """Number of files that were removed to make space for newer files."""
         return self._writer.removed_files
 
     def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:
-        """Write a file into each of these folders, such as GPUS, that has samples. Raise OSError on
-        a full disk.
+        """Write one file of samples to each folder, such as GPUS. Raise OSError on a full disk.
 
-        samples: dataclasses of one class for each folder, with `monotonic_ns` and `unix_ns`.
+        samples: for each folder, dataclasses of one class with `monotonic_ns` and `unix_ns`.
         """
         host = host_of_node(self._node)
         tables = {
@@ -51,9 +48,7 @@ class SampleWriter:
 
 
 def build_schema(kind: type[Any]) -> pa.Schema:
-    """Return the columns of all files of a kind of samples, also of those that this node's hardware
-    does not report.
-    """
+    """Return the schema of a kind of samples, including columns that this hardware lacks."""
     fields = [field for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT]
     columns = [(field.name, _TYPES[str(field.type).removesuffix(" | None")]) for field in fields]
     times = [("time", pa.timestamp("ns", tz="UTC")), ("monotonic_ns", pa.int64())]

@@ -1,9 +1,11 @@
-"""Segments: a node's records and steps in Parquet files, for DuckDB, pandas or polars too.
+"""Write and read segments: pairs of Parquet files with a node's records and steps.
 
-Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn
-file. Records that are in no file yet are still in the rings. The footer says which processes'
-records a file holds, up to which sequence number, and how to convert their monotonic times to the
-wall clock.
+Users can also read these files with DuckDB, pandas or polars. Each file is written under another
+name and then renamed, so a killed sidecar leaves no incomplete file. Records that are not yet in a
+file are still in the ring files.
+
+The footer of a file lists the processes whose records it contains. It also has each process's last
+sequence number and clock anchor, which converts monotonic times to Unix times.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ _KINDS = {kind_name(kind): int(kind) for kind in Kind}
 SPANS = tuple(
     kind for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY)
 )
-"""The kinds of records that are spans."""
+"""The kinds of records that describe spans."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordOrigin:
-    """The process that made records: constant columns of their rows."""
+    """The process that wrote records. Its fields are constant columns of their rows."""
 
     key: str
     rank: int
@@ -69,7 +71,7 @@ class RecordOrigin:
 
 @dataclasses.dataclass(frozen=True)
 class RecordChunk:
-    """Records of one process, ending with a whole step, and the steps they finish."""
+    """Successive records of one process up to the end of a step, and the steps that they complete."""
 
     origin: RecordOrigin
     records: npt.NDArray[np.void]
@@ -79,14 +81,14 @@ class RecordChunk:
 
 
 class ProcessRecords(NamedTuple):
-    """Records of one process, in their order; a name_id is a position in `names`."""
+    """Records of one process in their order. A name_id is an index in `names`."""
 
     records: npt.NDArray[np.void]
     names: list[str]
 
 
 class SegmentWriter:
-    """Write one node's segments and keep their total below a cap, the newest kept."""
+    """Writer of one node's segments, which removes the oldest segments above a size limit."""
 
     def __init__(self, run: RunDirectory, node: str, cap_bytes: int) -> None:
         self._run = run
@@ -95,7 +97,7 @@ class SegmentWriter:
 
     @property
     def dropped_segments(self) -> int:
-        """Number of segments that were removed for newer ones."""
+        """Number of segments that were removed to make space for newer segments."""
         return self._writer.removed_numbers
 
     def write(self, chunks: list[RecordChunk]) -> None:
@@ -122,11 +124,13 @@ class SegmentWriter:
 def read_last_sequences(
     run: RunDirectory, node: str, notes: list[str] | None = None
 ) -> dict[str, int]:
-    """Return each process's last sequence number in the node's segments, to continue after a
-    restart.
+    """Return each process's last sequence number in the node's segments.
 
-    notes: receives a line for each damaged segment, which is not changed; its records are read
-    again if possible. None: damage is an error. Raise UnreadableFileError, also if the disk fails.
+    A restarted sidecar continues after these numbers. The records of a damaged segment are read
+    from the ring files again if possible.
+
+    notes: list to which a line is added for each damaged segment; None to raise an error instead.
+    Raise UnreadableFileError if the disk fails.
     """
     last: dict[str, int] = {}
     for footer in ParquetFolder(run.spans, [node], add_damage_to(notes)).read_each(_read_footer):
@@ -141,12 +145,12 @@ def read_chunks(
     notes: list[str] | None = None,
     segment_done: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[RecordOrigin, npt.NDArray[np.void], list[str], int]]:
-    """Yield a node's records as they were read from the rings: origin, records, names, and records
-    lost before them.
+    """Yield origin, records, names and the number of lost records for each chunk of a node.
 
-    notes: receives a line for each damaged segment, which is left out; its records are counted as
-    lost where later ones follow. None: damage is an error. segment_done: called after each segment.
-    Raise UnreadableFileError, also where the disk fails.
+    Damaged segments are skipped. Their records count as lost if later records exist.
+
+    notes: list to which a line is added for each damaged segment; None to raise an error instead.
+    segment_done: called after each segment. Raise UnreadableFileError if the disk fails.
     """
     expected: dict[str, int] = {}
     segments = ParquetFolder(
@@ -166,10 +170,10 @@ def read_chunks(
 
 
 def find_kept_step_range(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
-    """Return the first and last step that these nodes have span files of; None without files. The
-    oldest may be gone.
+    """Return the first and last step in the span files of these nodes; None without span files.
 
-    Unreadable files are left out: the reader of their rows reports them.
+    Files of the oldest steps may have been removed. Unreadable files are skipped here. Functions
+    that read their rows report them.
     """
     found = ParquetFolder(run.spans, nodes, lambda error: None).read_each(
         lambda file: file.read_column_range("step")
@@ -187,9 +191,10 @@ def iterate_records(
     kinds: Collection[Kind] = SPANS,
     steps: Collection[int] | None = None,
 ) -> Iterator[tuple[str, ProcessRecords]]:
-    """Yield the records of these processes, kinds and steps by key, in pieces in order of time.
+    """Yield key and records of these processes, kinds and steps, in batches in time order.
 
-    node_of: each process's node, as in names of files. steps: None for all.
+    node_of: name of the node by key of the process. unreadable: see ParquetFolder. steps: None for
+    all.
     """
     where: dict[str, Collection[Any]] = {} if steps is None else {"step": steps}
     where = {**where, "process": list(node_of), "kind": [kind_name(kind) for kind in kinds]}
@@ -205,10 +210,10 @@ def read_records(
     unreadable: Callable[[UnreadableFileError], object],
     kinds: Collection[Kind] = SPANS,
 ) -> dict[str, ProcessRecords]:
-    """Return the records of these processes, kinds and steps by key. Arguments as for
-    iterate_records().
+    """Return the records of these processes, kinds and steps by the key of their process.
 
-    Memory is bounded by the longest row group with one of the steps, and by what is returned.
+    The arguments are those of iterate_records(). Memory is bounded by the result and by the largest
+    row group that contains one of the steps.
     """
     pieces: dict[str, list[ProcessRecords]] = defaultdict(list)
     for key, piece in iterate_records(run, node_of, unreadable, kinds, steps):
@@ -229,7 +234,7 @@ def _read_footer(file: ParquetFile) -> dict[str, Any]:
 def _read_segment(
     file: ParquetFile,
 ) -> list[tuple[RecordOrigin, ProcessRecords, npt.NDArray[np.int64]]]:
-    """Return a segment's records and their sequence numbers, by process."""
+    """Return origin, records and sequence numbers of each process in a segment."""
     anchors = {key: Anchor(*kept["anchor"]) for key, kept in _read_footer(file).items()}
     table = file.read_table([*_RECORD, *_ORIGIN, "sequence"])
     codes, keys = split_dictionary(table.column("process"))
@@ -244,9 +249,7 @@ def _read_segment(
 
 
 def _split_by_process(table: pa.Table) -> dict[str, ProcessRecords]:
-    """Return the records in a table of spans by process, in the order in which the processes
-    come.
-    """
+    """Split the rows of a span table by process, in the order of each process's first row."""
     records = np.zeros(table.num_rows, record_dtype())
     for column in _COPIED:
         records[column] = table.column(column).to_numpy()
@@ -310,7 +313,7 @@ def _build_step_table(chunk: RecordChunk) -> pa.Table:
 
 
 def _null_if_negative(values: npt.NDArray[np.int64]) -> pa.Array:
-    """Return the values, with null where nothing was measured."""
+    """Convert values to an Arrow array with null for negative values, which were not measured."""
     return pa.array(values, mask=values < 0)
 
 

@@ -1,4 +1,4 @@
-"""Keep pyarrow from importing pandas in processes that do not need it."""
+"""Prevent pyarrow from importing pandas in processes that do not need pandas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import ModuleType
 
 
 def block_pandas_import() -> None:
-    """Let no module of this process import pandas. Only for processes that this package starts.
+    """Make every import of pandas fail in this process. Only for processes of this package.
 
-    pyarrow imports pandas, if it is installed, to make its first array. That takes longer than all
-    other work of a sidecar in a short run, and a third of the time of a page. Ctrl-C inside that
-    import becomes an AttributeError, so the process would go on.
+    pyarrow imports an installed pandas when it makes its first array. This import takes longer than
+    all other work of a sidecar in a short run, and a third of the time to build a page. Ctrl-C
+    during the import becomes an AttributeError, and the process would continue.
     """
     if not any(isinstance(finder, _PandasBlocker) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PandasBlocker())

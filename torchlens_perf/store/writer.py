@@ -1,4 +1,4 @@
-"""The writer of all Parquet files of a run directory, which keeps the newest below a size limit."""
+"""Write the Parquet files of a run directory, and remove the oldest files above a size limit."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torchlens_perf.run import ownership
 from torchlens_perf.store.file_names import build_file_path, list_node_files, parse_file_number
 
 FOOTER = b"torchlens_perf"
-"""The key of a file's footer in its metadata."""
+"""Key of this package's JSON footer in the metadata of a Parquet file."""
 _SOUGHT_BY = ("rank", "step", "time")
 
 
 class TableWriter:
-    """Write one node's tables as files, with the same number into several folders. One thread."""
+    """Writer of one node's tables. Files that belong together have the same number. One thread."""
 
     def __init__(self, folders: Sequence[Path], node: str) -> None:
-        """folders: all folders whose files count against the cap; they may not exist yet."""
+        """folders: all folders whose files count towards the size limit. They may not exist yet."""
         self._node = node
-        # No other process writes or removes these files, so a shared disk is asked for their sizes
-        # only once.
+        # No other process writes or removes these files, so their sizes are read from the disk only
+        # once.
         self._sizes: dict[Path, int] = {}
         for path in (path for folder in folders for path in list_node_files(folder, node)):
             with contextlib.suppress(FileNotFoundError):
                 self._sizes[path] = path.stat().st_size
         self._number = max(map(parse_file_number, self._sizes), default=0)
         self.removed_numbers = 0
-        """Number of file numbers whose files were removed to stay below the cap."""
+        """Number of file numbers whose files were removed to stay below the size limit."""
         self.removed_files = 0
 
     def write(
@@ -43,11 +43,12 @@ class TableWriter:
         cap_bytes: int,
         footer: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one table into each of these folders: all, or none on an error. Raise OSError on a
-        full disk.
+        """Write one table to each folder. On an error, no file is written.
 
-        Files get their names once all are written, so a killed process leaves no torn file. footer:
-        JSON for `ParquetFile.footer`.
+        Files are renamed after all are complete, so a killed process leaves no incomplete file.
+
+        cap_bytes: size limit. footer: JSON value for `ParquetFile.footer`. Raise OSError on a full
+        disk.
         """
         self._number += 1
         partials: dict[Path, Path] = {}
@@ -69,7 +70,7 @@ class TableWriter:
             raise
 
     def _remove_oldest_files(self, needed_bytes: int, cap_bytes: int) -> None:
-        """Remove the oldest files, one number at a time, until the new ones fit below the cap."""
+        """Remove the oldest files, one number at a time, until new files fit the size limit."""
         numbered: dict[int, list[Path]] = {}
         for path in self._sizes:
             numbered.setdefault(parse_file_number(path), []).append(path)
@@ -85,9 +86,9 @@ class TableWriter:
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
-    """Return the columns of texts.
+    """Return the names of the text columns.
 
-    Their values repeat, so they are kept as dictionaries, in files and in memory.
+    Texts repeat often, so these columns are dictionary-encoded in files and in memory.
     """
     kinds = (pa.types.is_dictionary, pa.types.is_string, pa.types.is_binary)
     return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
@@ -107,5 +108,6 @@ def _write_file(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -
             # 50 % longer.
             use_dictionary=text_columns(table.schema),
             write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
-            write_page_checksum=True,  # Without a checksum, a changed bit would go unnoticed and change a time.
+            # Without a checksum, a flipped bit would change a value unnoticed.
+            write_page_checksum=True,
         )
