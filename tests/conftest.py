@@ -41,8 +41,8 @@ settings.load_profile("busy")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark property tests, and spread the files of tests/distributed over the run.
 
-    Tests in tests/distributed start several processes each. They should not run at the same time or
-    all at the end.
+    Tests in tests/distributed start several processes each. Such files should not run at the same
+    time or all at the end.
     """
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):

@@ -231,7 +231,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "GraphModule": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
 }
 STATES_ONLY: dict[str, Callable[[], nn.Module]] = {
-    # These models cannot be pickled or copied. Their states and attributes are compared instead.
+    # States and attributes are compared for these models, which cannot be pickled or copied.
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
     "weight_norm of old": lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
     "pruned": lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5),

@@ -60,7 +60,7 @@ def test_spans_of_both_ranks_are_exported_once_and_losses_unchanged(
     assert LOADER_FAILED not in done.stderr, done.stderr
     assert losses(done.stdout) == expected_losses[2]
     value = only_report(tmp_path)
-    # The process of torchrun is instrumented too. It trains nothing and must not warn about that.
+    # The process of torchrun is instrumented too, but trains nothing and must not warn.
     assert "torchlens_perf recorded nothing" not in done.stderr
     assert [rank["steps"] for rank in value["ranks"]] == [7, 7]
 

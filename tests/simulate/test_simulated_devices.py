@@ -161,7 +161,7 @@ def test_cost_of_a_slow_host_is_its_excess(phase: str, tmp_path: Path) -> None:
 def test_page_compares_hosts_for_each_step_of_a_short_run(
     each_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By device times, rank 2 would have ten times the work of other ranks.
+    """If device times were compared, rank 2 would have ten times the work of other ranks.
 
     With more steps than the limit, the page has no excess of single steps.
     """

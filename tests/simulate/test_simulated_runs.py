@@ -220,7 +220,7 @@ def test_slow_link_is_found_in_simulated_files(tmp_path: Path) -> None:
         ("constant:rank=2,share=0.4", Topology(1, 1, 3), "imbalance", (2,)),
     ],
 )
-def test_slow_link_and_imbalance_raise_one_alert_each(
+def test_slow_link_or_imbalance_raises_one_alert(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,

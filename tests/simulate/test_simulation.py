@@ -1,6 +1,6 @@
 """Simulated training has the planted faults and no others.
 
-Simulated ranks wait for each other. Their noise was recorded in real runs.
+Simulated ranks wait for each other. The noise of simulated ranks was recorded in real runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How top reads a live run: what it reads and how often, and messages if there are no new data."""
+"""Reading of a live run by top: contents, frequency, and messages if there are no new data."""
 
 from __future__ import annotations
 

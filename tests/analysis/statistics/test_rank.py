@@ -235,7 +235,7 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
         statistics.add(NO_RECORDS, second, [], lost=0)
 
     left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
-    # After reading, the window in progress starts again. Its first steps are a separate row.
+    # After reading, the window in progress starts again, and its first steps are a separate row.
     left.pop("history")
     right.pop("history")
     assert left == right

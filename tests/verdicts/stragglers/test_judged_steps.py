@@ -1,4 +1,4 @@
-"""Whether a rank is judged by its host's or its device's clock, decided before its first bins."""
+"""The choice of the host's or the device's clock for a rank, made before its first bins."""
 
 from __future__ import annotations
 
