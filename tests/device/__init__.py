@@ -1,6 +1,6 @@
 """An asynchronous device without a GPU for tests of device times.
 
-It has streams, events, operators and collectives:
+The device has streams, events, operators and collectives:
 
     from tests.device import device
 
@@ -8,28 +8,28 @@ It has streams, events, operators and collectives:
     dist.init_process_group("asyncdev")
     model = DistributedDataParallel(build().to("asyncdev"))
 
-The device is a PrivateUse1 backend in C++. It is compiled at the first use, in about 30 s on two
-processors, into tests/device/build. Its memory is host memory. Each operator is issued to the
-current stream and returns at once. Its shapes come from the meta device. Its values are computed
-later by the CPU's kernel on the stream's thread. Results therefore equal the CPU's bit for bit,
-and the host runs ahead. Operations that need a value wait, as on CUDA: item(), cpu(), nonzero(),
-blocking copies, and barriers.
+The device is a PrivateUse1 backend in C++. The backend is compiled at the first use, in about 30 s
+on two processors, into tests/device/build. The device's memory is host memory. Each operator is
+issued to the current stream and returns at once. Output shapes come from the meta device. Values
+are computed later by the CPU's kernel on the stream's thread. Results therefore equal the CPU's bit
+for bit, and the host runs ahead. Operations that need a value wait, as on CUDA: item(), cpu(),
+nonzero(), blocking copies, and barriers.
 
 Times are planted and exact even on a busy machine. Each stream has its own virtual time on the
 device's clock:
 
-- A kernel begins when the stream is free and the host has issued it. It takes its nominal time
-  (`set_kernel_time` multiplied by `set_slowness`, or the time of `spin`). A kernel of `never` runs
-  until it is released. The CPU time of the computation does not count.
+- A kernel begins when the stream is free and the host has issued the kernel. A kernel takes its
+  nominal time (`set_kernel_time` multiplied by `set_slowness`, or the time of `spin`). A kernel of
+  `start_endless_kernel` runs until the test releases it. The CPU time of the computation does not
+  count.
 - A collective begins on all ranks when the last rank's stream has reached it, and takes
   `set_collective_time`.
 - An event is reached when its work has been computed and its time has passed.
 
 Limits:
 
-- Host times between kernels are real: if the device waits for the host, gaps depend on it.
-- Kernels of two streams do not slow each other down, nor do collectives. Memory bandwidth is not
-  modelled.
+- Host times between kernels are real, so gaps depend on the host if the device waits for it.
+- Kernels and collectives do not slow down work on other streams. Memory bandwidth is not modelled.
 - Memory is not reused while it is in use (no caching allocator, retries or fragmentation), so a
   missing record_stream() has no effect.
 - There is one device per process, and no graphs, captures, autocast, Inductor or NCCL with its

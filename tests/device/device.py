@@ -207,7 +207,7 @@ def longer() -> float:
     return float(os.environ.get(LONGER, "1"))
 
 
-def never() -> Callable[[], None]:
+def start_endless_kernel() -> Callable[[], None]:
     """Start a kernel on the current stream that runs until the returned function is called."""
     number = load().never()
     return lambda: load().release(number)

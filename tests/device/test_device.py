@@ -176,14 +176,14 @@ def timed_ms(work: Callable[[], Any]) -> tuple[float, float]:
     return host_s / MS, begin.elapsed_time(end)
 
 
-def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]:
+def run_during_a_kernel(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]:
     """Run `work` while a kernel runs that ends after `until_s` or when `work` has been issued.
 
     Return whether `work` waited for the kernel, and the counters.
     """
     torch.accelerator.synchronize()
     before = device.counters()
-    release = device.never()
+    release = device.start_endless_kernel()
     passed = event()
     timer = threading.Timer(until_s, release)
     timer.start()
@@ -195,7 +195,7 @@ def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]
     return was_held, counted
 
 
-def alone(folder: Path) -> dict[str, Any]:
+def check_in_one_process(folder: Path) -> dict[str, Any]:
     """Run all checks in one process with the device."""
     device.load()
     host = {foreach: trained_transformer("cpu", foreach=foreach) for foreach in (True, False)}
@@ -233,8 +233,8 @@ def alone(folder: Path) -> dict[str, Any]:
         "to pinned": lambda: pinned.copy_(x, non_blocking=True),
         "kernel": lambda: x + 1,
     }
-    results["waits"] = {name: held(work, SOON_S) for name, work in waiting.items()}
-    results["waits"] |= {name: held(work, LATE_S) for name, work in going_on.items()}
+    results["waits"] = {name: run_during_a_kernel(work, SOON_S) for name, work in waiting.items()}
+    results["waits"] |= {name: run_during_a_kernel(work, LATE_S) for name, work in going_on.items()}
     results["freed"] = freed_early()
     results["failure"] = failure()
     return results
@@ -246,7 +246,7 @@ def streams() -> dict[str, Any]:
     x = torch.zeros(8, device=DEVICE)
     torch.accelerator.synchronize()
     begin = event()
-    release = device.never()
+    release = device.start_endless_kernel()
     x += 1
     main_passed = event()
     with side:
@@ -310,7 +310,7 @@ def streams() -> dict[str, Any]:
 def freed_early() -> list[float]:
     """Free tensors on the host before the device has used them, and empty a storage."""
     x = torch.full((1000,), 3.0, device=DEVICE)
-    release = device.never()
+    release = device.start_endless_kernel()
     y = x * 2
     x.untyped_storage().resize_(0)
     del x
@@ -359,7 +359,7 @@ def pair(folder: Path) -> dict[str, Any]:
     model = nn.parallel.DistributedDataParallel(mlp().to(DEVICE))
     train(model, inputs(DEVICE), 2)  # DDP rebuilds its buckets in the first step.
     batch = inputs(DEVICE)
-    results["ddp step"] = held(lambda: train(model, batch, 1), LATE_S)
+    results["ddp step"] = run_during_a_kernel(lambda: train(model, batch, 1), LATE_S)
     results["collectives"] = collectives()
     results["late"] = late_rank()
     results["overlap"] = overlap()
@@ -377,7 +377,7 @@ def collectives() -> dict[str, list[float]]:
     def mine(*size: int) -> torch.Tensor:
         return torch.arange(float(torch.Size(size).numel()), device=DEVICE).view(size) + 10 * rank
 
-    release = device.never()
+    release = device.start_endless_kernel()
     timer = threading.Timer(LATE_S, release)
     timer.start()
     for op in ("SUM", "AVG", "MAX", "PRODUCT"):
@@ -476,7 +476,7 @@ def built() -> None:
 
 @pytest.fixture(scope="module")
 def results(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (result,) = run_ranks(alone, tmp_path_factory.mktemp("alone"), 1)
+    (result,) = run_ranks(check_in_one_process, tmp_path_factory.mktemp("alone"), 1)
     return dict(result)
 
 
@@ -642,7 +642,7 @@ LEAVES_WORK = f"""
 import torch
 from tests.device import device
 device.load()
-device.never()
+device.start_endless_kernel()
 x = torch.ones(1000, device="{DEVICE}")
 for _ in range(500):
     x = x * 2

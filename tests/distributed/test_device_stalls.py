@@ -95,7 +95,7 @@ def usual_step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
     return loss
 
 
-def both(
+def train_with_and_without_watch(
     folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor]
 ) -> Both:
     return train(folder, make, step), train(folder, make, step, watched=False)
@@ -103,7 +103,9 @@ def both(
 
 def ddp_ranks(folder: Path) -> Both:
     begin(folder)
-    return both(folder, model_and_optimizer(nn.parallel.DistributedDataParallel), usual_step)
+    return train_with_and_without_watch(
+        folder, model_and_optimizer(nn.parallel.DistributedDataParallel), usual_step
+    )
 
 
 class Result:
@@ -150,7 +152,7 @@ def ddp_forms_ranks(folder: Path) -> dict[str, Both]:
             return model, torch.optim.SGD(model.parameters(), 0.01)
 
         (folder / form.__name__).mkdir(exist_ok=True)
-        found[form.__name__] = both(folder / form.__name__, make, step)
+        found[form.__name__] = train_with_and_without_watch(folder / form.__name__, make, step)
     return found
 
 
@@ -192,7 +194,7 @@ def fsdp_ranks(folder: Path) -> Both:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    result = both(folder, model_and_optimizer(wrap), usual_step)
+    result = train_with_and_without_watch(folder, model_and_optimizer(wrap), usual_step)
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
     left = (groups.record_function, groups.foreach_reduce, groups.foreach_all_gather_copy_out)
@@ -224,7 +226,7 @@ def tensor_parallel_ranks(folder: Path) -> Both:
         optimizer.zero_grad()
         return loss
 
-    return both(folder, make, step)
+    return train_with_and_without_watch(folder, make, step)
 
 
 def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -295,7 +297,7 @@ def exchanging_ranks(folder: Path) -> dict[str, Both]:
             return loss
 
         (folder / how).mkdir(exist_ok=True)
-        found[how] = both(folder / how, make, step)
+        found[how] = train_with_and_without_watch(folder / how, make, step)
     return found
 
 
@@ -315,20 +317,26 @@ def check(ranks: list[Both]) -> tuple[Trained, Trained]:
         for step in STEADY:
             in_order(watched, step)
     fast, slow = ranks[0][0], ranks[1][0]
-    assert steady(slow, STEADY) - steady(slow, QUIET) == pytest.approx(LATE_MS, abs=OVER_MS)
-    assert steady(fast, STEADY) - steady(fast, QUIET) == pytest.approx(0, abs=OVER_MS)
-    assert middle(fast.stalls_ms(step) for step in STEADY) == pytest.approx(LATE_MS, abs=OVER_MS)
-    assert middle(slow.stalls_ms(step) for step in STEADY) < OVER_MS
+    assert median_work_ms(slow, STEADY) - median_work_ms(slow, QUIET) == pytest.approx(
+        LATE_MS, abs=OVER_MS
+    )
+    assert median_work_ms(fast, STEADY) - median_work_ms(fast, QUIET) == pytest.approx(
+        0, abs=OVER_MS
+    )
+    assert low_median(fast.stalls_ms(step) for step in STEADY) == pytest.approx(
+        LATE_MS, abs=OVER_MS
+    )
+    assert low_median(slow.stalls_ms(step) for step in STEADY) < OVER_MS
     return fast, slow
 
 
-def steady(trained: Trained, steps: range) -> float:
+def median_work_ms(trained: Trained, steps: range) -> float:
     """Return the median of the device's own work in the given steps."""
     work = trained.work_ms()
-    return middle(work[step] for step in steps)
+    return low_median(work[step] for step in steps)
 
 
-def middle(values: Iterable[float]) -> float:
+def low_median(values: Iterable[float]) -> float:
     """Return the median, because on a busy machine some hosts issue their work late."""
     return statistics.median_low(list(values))
 
@@ -362,7 +370,7 @@ def test_ddp_waits_for_gradients_and_buffers_are_stalls(tmp_path: Path) -> None:
             "a boundary, three phases, a tail that ends with one, and the buffers"
         )
         assert trained.events - alone.events < 10.5, "an anchor a second is all that comes to them"
-    assert middle(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(
+    assert low_median(fast.stalls_ms(step, "backward tail") for step in STEADY) == pytest.approx(
         LATE_MS, abs=OVER_MS
     )
 

@@ -141,7 +141,7 @@ def run_all(page: Any) -> None:
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
 
 
-def until(page: Any, number: int, matches: str) -> str:
+def wait_for_output(page: Any, number: int, matches: str) -> str:
     """Wait until the output of the cell matches. Return its text."""
     found = page.wait_for_function(
         """([number, matches]) => {
@@ -183,14 +183,14 @@ def test_report_is_live_and_readable_with_each_theme(
     page = opened(f"{theme}.ipynb", prefers_dark=theme == "dark")
     run_all(page)
 
-    first = until(page, 1, r"run \S+: 1 rank, running.*steps\s+p50.*as of")
+    first = wait_for_output(page, 1, r"run \S+: 1 rank, running.*steps\s+p50.*as of")
     as_of = re.search(r"as of [^;]*", first)
     assert as_of is not None
-    until(page, 1, f"running.*as of (?!{as_of[0].removeprefix('as of ')})")
+    wait_for_output(page, 1, f"running.*as of (?!{as_of[0].removeprefix('as of ')})")
     live = page.evaluate(SEEN, 1)
     picture(page, 1, f"notebook-{theme}")
     (lab.folder / f"end-{theme}").touch()
-    until(page, 3, "printed")
+    wait_for_output(page, 3, "printed")
     ended, again, by_itself = (page.evaluate(SEEN, number) for number in (1, 2, 3))
 
     assert "running" in live["words"][0]
@@ -226,7 +226,7 @@ def test_report_is_shown_in_an_untrusted_notebook(
     (lab.folder / "foreign.ipynb").write_text(json.dumps(kept))
     page = opened("foreign.ipynb", prefers_dark=False)
 
-    until(page, 1, "1 rank, ended.*Next: ")
+    wait_for_output(page, 1, "1 rank, ended.*Next: ")
     seen = page.evaluate(SEEN, 1)
 
     assert_readable(seen, dark=False)

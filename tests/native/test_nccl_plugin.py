@@ -50,7 +50,7 @@ def rig(request: pytest.FixtureRequest, make: Callable[[int], NcclRig]) -> NcclR
     return make(request.param)
 
 
-def ends(rig: NcclRig) -> list[tuple[int, Flag]]:
+def operations_written(rig: NcclRig) -> list[tuple[int, Flag]]:
     """Return the operations written since the last call, with their flags."""
     return [(sequence(each), Flag(each["flags"])) for each in rig.collectives()]
 
@@ -86,7 +86,7 @@ def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig
     on_thread(rig.kernel, task)
     assert rig.collectives() == []
     rig.recorder.returned(issued, int(End.UNKNOWN))
-    assert ends(rig) == [(0, TIMED & ~Flag.ASYNC)]
+    assert operations_written(rig) == [(0, TIMED & ~Flag.ASYNC)]
 
 
 def test_end_that_is_reported_late_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
@@ -142,7 +142,7 @@ def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None
     assert rig.nccl.plugin.counters().stale > before
     assert rig.collectives() == []
     rig.kernel(following)
-    assert ends(rig) == [(2, TIMED)]
+    assert operations_written(rig) == [(2, TIMED)]
 
 
 def test_operation_without_reported_end_has_none_after_its_communicator(rig: NcclRig) -> None:
@@ -151,7 +151,7 @@ def test_operation_without_reported_end_has_none_after_its_communicator(rig: Ncc
     rig.collective(1)
     rig.nccl.finalize(rig.context)
 
-    assert ends(rig) == [(0, TIMED), (1, Flag.ASYNC)]
+    assert operations_written(rig) == [(0, TIMED), (1, Flag.ASYNC)]
     assert rig.nccl.plugin.counters().lost == rig.recorder.lost_ends == 1
     assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(2, 1)]
 
@@ -162,11 +162,11 @@ def test_oldest_running_operations_are_recorded_without_an_end(rig: NcclRig) -> 
     Later ends of dropped operations affect no other operation.
     """
     tasks = [rig.collective(number, channels=1) for number in range(MAX_TIMED + 3)]
-    assert ends(rig) == [(number, Flag.ASYNC) for number in range(3)]
+    assert operations_written(rig) == [(number, Flag.ASYNC) for number in range(3)]
     assert rig.recorder.lost_ends == 3
     for task in tasks:
         rig.kernel(task)
-    assert ends(rig) == [(number, TIMED) for number in range(3, MAX_TIMED + 3)]
+    assert operations_written(rig) == [(number, TIMED) for number in range(3, MAX_TIMED + 3)]
 
 
 def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) -> None:
@@ -184,7 +184,7 @@ def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) ->
     for task in tasks:
         assert rig.collectives() == []
         rig.kernel(task)
-    assert ends(rig) == [(0, Flag(0))]
+    assert operations_written(rig) == [(0, Flag(0))]
     assert rig.recorder.lost_ends == 1
 
 
@@ -206,14 +206,14 @@ def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None
     rig.nccl.plugin.switch(on=False)
     assert rig.nccl.mask == seen
     rig.collective(1)
-    assert ends(rig) == [(1, Flag.ASYNC)]
+    assert operations_written(rig) == [(1, Flag.ASYNC)]
     rig.kernel(before)
     another = rig.nccl.communicator()
     # A communicator created meanwhile has the same mask.
     assert rig.nccl.mask == seen
     rig.nccl.plugin.switch(on=True)
     rig.kernel(rig.collective(2))
-    assert ends(rig) == [(0, TIMED), (2, TIMED)]
+    assert operations_written(rig) == [(0, TIMED), (2, TIMED)]
     rig.nccl.finalize(another)
     rig.nccl.plugin.switch(on=False)
     assert rig.nccl.mask == seen
@@ -281,7 +281,7 @@ def test_calls_of_a_coalesced_group_get_their_own_times(
     assert rig.collectives() == []
     for task in reversed(tasks):
         rig.kernel(task)
-    assert [number for number, _ in ends(rig)] == [1, 0]
+    assert [number for number, _ in operations_written(rig)] == [1, 0]
 
 
 def test_coalesced_group_is_counted_and_untimed_with_interface_4(
@@ -297,7 +297,7 @@ def test_coalesced_group_is_counted_and_untimed_with_interface_4(
     rig.nccl.call(rig.context, -1, 1, 0)
     rig.recorder.returned(issued, int(End.UNKNOWN))
     rig.nccl.group_end(rig.context, 0, 1)
-    assert ends(rig) == [(0, Flag(0))]
+    assert operations_written(rig) == [(0, Flag(0))]
     assert rig.nccl.plugin.counters()[:4] == (1, 0, 1, 0)
 
 
@@ -315,10 +315,10 @@ def test_operation_without_a_kernel_has_no_end(
     rig.nccl.call(rig.context, -1, 2, 0)
     rig.nccl.group_end(rig.context, 0, 0)
     rig.recorder.returned(issued, int(End.UNKNOWN))
-    assert ends(rig) == [(0, Flag(0))]
+    assert operations_written(rig) == [(0, Flag(0))]
     assert rig.recorder.lost_ends == 0
     rig.kernel(rig.collective(1))
-    assert ends(rig) == [(1, TIMED)]
+    assert operations_written(rig) == [(1, TIMED)]
 
 
 def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig) -> None:
@@ -327,7 +327,7 @@ def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig
     issued = rig.issue(0)
     on_thread(rig.nccl.collective, rig.context, 0, 2)
     rig.recorder.returned(issued, int(End.UNKNOWN))
-    assert ends(rig) == [(0, Flag(0))]
+    assert operations_written(rig) == [(0, Flag(0))]
     counters = rig.nccl.plugin.counters()
     assert (counters.unnamed, counters.elsewhere) == ((2, 0) if rig.nccl.interface == 4 else (0, 2))
 
@@ -345,10 +345,10 @@ def test_collectives_beyond_64_in_a_group_have_no_end(
         tasks += [rig.nccl.call(rig.context, -1, 1, 0) for _ in range(2)]
         rig.recorder.returned(issued, int(End.UNKNOWN))
     rig.nccl.group_end(rig.context, 0, 1)
-    assert ends(rig) == [(64, Flag(0)), (65, Flag(0))]
+    assert operations_written(rig) == [(64, Flag(0)), (65, Flag(0))]
     for task in tasks[: 2 * 64]:
         rig.kernel(task)
-    assert [number for number, _ in ends(rig)] == list(range(64))
+    assert [number for number, _ in operations_written(rig)] == list(range(64))
     assert rig.nccl.plugin.counters().crowded == 2
 
 
@@ -371,7 +371,7 @@ def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
     """The start has a time of the device's clock, but the end has none (nccl#1961)."""
     task = rig.collective(0, channels=1)
     rig.nccl.kernel(rig.context, task, rig.device_ns(), 0)
-    assert ends(rig) == [(0, Flag.ASYNC)]
+    assert operations_written(rig) == [(0, Flag.ASYNC)]
 
 
 def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None:
@@ -416,7 +416,12 @@ def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: Ncc
     assert rig.nccl.mask == 0
     rig.kernel(under_way)
     rig.collective(3)
-    assert ends(rig) == [(0, TIMED), (1, Flag.ASYNC), (2, Flag.ASYNC), (3, Flag.ASYNC)]
+    assert operations_written(rig) == [
+        (0, TIMED),
+        (1, Flag.ASYNC),
+        (2, Flag.ASYNC),
+        (3, Flag.ASYNC),
+    ]
     assert (rig.nccl.plugin.counters().given_up, rig.recorder.lost_ends) == (
         Cause.IMPOSSIBLE_TIME,
         0,
@@ -446,7 +451,7 @@ def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], Nccl
     rig.kernel(rig.collective(2))
     rig.nccl.finalize(first)
     behind(3)
-    assert ends(rig) == [(number, TIMED) for number in range(4)]
+    assert operations_written(rig) == [(number, TIMED) for number in range(4)]
     assert rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
@@ -471,7 +476,7 @@ def test_failed_call_is_recorded_at_once_with_its_error(rig: NcclRig) -> None:
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
-    assert ends(rig) == [(0, Flag.EXCEPTION)]
+    assert operations_written(rig) == [(0, Flag.EXCEPTION)]
     rig.kernel(task)
     assert rig.collectives() == []
 
@@ -480,7 +485,7 @@ def test_operations_running_at_the_watchs_end_are_recorded_without_an_end(rig: N
     """Kernels of these operations add nothing to the next watch."""
     task = rig.collective(0)
     rig.recorder.close()
-    assert ends(rig) == [(0, Flag.ASYNC)]
+    assert operations_written(rig) == [(0, Flag.ASYNC)]
     rig.kernel(task)
     rig.nccl.plugin.detach()
     rig.kernel(rig.nccl.collective(rig.context, 0, 1))
@@ -494,7 +499,7 @@ def test_plugin_rejects_a_recorder_of_another_build(rig: NcclRig) -> None:
     other = (ctypes.c_int * 32)(2)
     assert rig.nccl.plugin._attach(ctypes.addressof(other)) == 0
     rig.kernel(rig.collective(0))
-    assert ends(rig) == [(0, TIMED)]
+    assert operations_written(rig) == [(0, TIMED)]
 
 
 def test_cost_of_an_operation_is_limited(make: Callable[[int], NcclRig]) -> None:

@@ -12,7 +12,7 @@ from torchlens_perf.run.place import node
 from torchlens_perf.run.place.joined import join_run
 
 
-def made(folder: Path, name: str, of_node: str) -> RunDirectory:
+def make_run(folder: Path, name: str, of_node: str) -> RunDirectory:
     run = RunDirectory(folder / name)
     run.create()
     run.node_state_path(of_node).write_text(of_node)
@@ -22,7 +22,7 @@ def made(folder: Path, name: str, of_node: str) -> RunDirectory:
 
 def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> None:
     """All known paths stay valid, also for later files."""
-    first, other = made(tmp_path, "run-0", "node-a"), made(tmp_path, "run-1", "node-b")
+    first, other = make_run(tmp_path, "run-0", "node-a"), make_run(tmp_path, "run-1", "node-b")
     log = open(other.node_log_path("node-b"), "w")  # noqa: SIM115  as a sidecar's
 
     assert join_run(other.path, "run-0")
@@ -44,7 +44,7 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
 
 
 def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> None:
-    other = made(tmp_path, "run-1", "node-b")
+    other = make_run(tmp_path, "run-1", "node-b")
     assert not join_run(other.path, "run-0")
     assert not join_run(other.path, "run-0")
     assert RunDirectory(tmp_path / "run-0").node_state_path("node-b").read_text() == "node-b"
@@ -55,7 +55,7 @@ def test_directory_names_from_node_0_outside_the_folder_are_refused(
     tmp_path: Path, name: str
 ) -> None:
     """Names from node 0 arrive over a network and are not trusted."""
-    other = made(tmp_path / "runs", "run-1", "node-b")
+    other = make_run(tmp_path / "runs", "run-1", "node-b")
     assert not join_run(other.path, name)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-1"]
 

@@ -33,7 +33,7 @@ def pause(since_s: float = 12.0, step: int = 100) -> Hang:
     )  # fmt: skip
 
 
-def asked() -> DeviceWaitSampler:
+def sampler_after_a_pause() -> DeviceWaitSampler:
     waits = DeviceWaitSampler(lambda stack: stack.innermost[0] if stack.innermost else "")
     assert waits.is_due(pause())
     return waits
@@ -41,7 +41,7 @@ def asked() -> DeviceWaitSampler:
 
 def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
     """No more samples are taken after that result."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
         assert waits.known == {}
         assert waits.is_due(pause())
@@ -55,7 +55,7 @@ def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
 )
 def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> None:
     """An evaluation reads values in several places. Sampling stops at the first different line."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
     waits.add_sample({0: stack_in(ITEM), 1: second})
     assert set(waits.known.values()) == {""}
@@ -64,7 +64,7 @@ def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> 
 
 def test_host_outside_of_device_waits_is_sampled_once() -> None:
     """The host may be writing a checkpoint."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
     assert set(waits.known.values()) == {""}
     assert not waits.is_due(pause(since_s=19.0))
@@ -72,7 +72,7 @@ def test_host_outside_of_device_waits_is_sampled_once() -> None:
 
 def test_sampling_starts_again_after_twice_the_duration() -> None:
     """The second result may differ from the first one in either direction."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
     assert waits.is_due(pause(since_s=21.0))
     for _ in range(SAMPLES):
@@ -84,7 +84,7 @@ def test_sampling_starts_again_after_twice_the_duration() -> None:
 
 
 def test_new_step_discards_the_stack_samples() -> None:
-    waits = asked()
+    waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
         waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
     assert waits.is_due(pause(step=101))
@@ -94,7 +94,7 @@ def test_new_step_discards_the_stack_samples() -> None:
 
 def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
     """py-spy may be missing or not permitted on a rank."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
         waits.add_sample({0: stack_in(ITEM), 1: Stack((), "not permitted")})
     assert waits.known == {0: IN_ITEM}
@@ -109,7 +109,7 @@ def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
 
 def test_nothing_is_sampled_without_a_pause_on_devices() -> None:
     """Either there is no device, no hang, or a clear finding."""
-    waits = asked()
+    waits = sampler_after_a_pause()
     assert not waits.is_due(None)
     assert not waits.is_due(found())
     assert not waits.is_due(dataclasses.replace(pause(), devices=None))

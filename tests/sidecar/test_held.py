@@ -27,7 +27,7 @@ from torchlens_perf.verdicts import node_state
 Held = dict[str, Any]
 
 
-def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
+def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
     """Record a simulated run that is read by one sidecar or by several ones in turn."""
     host = of.topology.host(0)
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
@@ -60,7 +60,7 @@ def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = 
     reader.close()
 
 
-def held(run: RunDirectory) -> dict[tuple[str, int | None], Held]:
+def validity_of_verdicts(run: RunDirectory) -> dict[tuple[str, int | None], Held]:
     """Return the validity of verdicts by kind and rank. Times are seconds since the first step."""
     report = checked(build_report(run.run_id, node_state.load_all(run)))
     began = datetime.datetime.fromisoformat(report["run"]["started"])
@@ -86,12 +86,14 @@ def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_
     faults, topology = CASES[case]
     runs = [make_run(tmp_path, f"{tmp_path.name}-{place}") for place in range(3)]
     for place, run in enumerate(runs):
-        recorded(run, simulation(*faults, topology=topology, noise=0.05), 224, restarts=place == 1)
+        record_run(
+            run, simulation(*faults, topology=topology, noise=0.05), 224, restarts=place == 1
+        )
     (lost,) = runs[2].nodes.glob("*.json")
     if case != "out of balance":  # Records do not contain the stages of a pipeline.
         lost.unlink()
         replay(runs[2], None)
-    one, again, rebuilt = map(held, runs)
+    one, again, rebuilt = map(validity_of_verdicts, runs)
 
     assert one == rebuilt
     assert one.keys() == again.keys()
@@ -109,8 +111,8 @@ def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_
 
 def test_start_end_and_windows_of_a_verdict_match_the_simulated_fault(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
-    found = held(run)
+    record_run(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
+    found = validity_of_verdicts(run)
     slow, no_straggler = found["straggler_ended", 3], found["none", None]
 
     assert (slow["since_step"], slow["until_step"]) == (
@@ -127,11 +129,11 @@ def test_start_end_and_windows_of_a_verdict_match_the_simulated_fault(tmp_path: 
 
 def test_replay_raises_the_same_alerts_and_changes_no_finding(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
-    before, exporter = held(run), InMemoryExporter()
+    record_run(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
+    before, exporter = validity_of_verdicts(run), InMemoryExporter()
     replay(run, exporter)
 
-    assert held(run) == before
+    assert validity_of_verdicts(run) == before
     started, ended = [each for each in exporter.alerts if each.kind == "straggler"]
     assert (started.since_step, ended.until_step) == (
         before["straggler_ended", 3]["since_step"], before["straggler_ended", 3]["until_step"],
@@ -157,7 +159,7 @@ def test_hang_is_recorded_without_an_exporter(
         reader.count_records()
         reader.judge_ranks(time.monotonic())
         reader.save_state()
-        return {kind: each for (kind, _), each in held(run).items()}
+        return {kind: each for (kind, _), each in validity_of_verdicts(run).items()}
 
     reader = sidecar()
     assert "hang" not in round_of(reader, hung=False)

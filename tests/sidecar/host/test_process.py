@@ -21,7 +21,7 @@ LITTLE = SPIN.replace("pass", "__import__('time').sleep(0.05); sum(range(100000)
 
 
 @contextlib.contextmanager
-def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
+def start_busy_process(cpu: int, program: str = SPIN) -> Iterator[int]:
     """Start a process that keeps a CPU busy and does not belong to the job."""
     with subprocess.Popen([sys.executable, "-c", program, str(cpu)]) as process:
         try:
@@ -30,7 +30,7 @@ def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
             process.kill()
 
 
-def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
+def sample_signals(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
     """Sample several times, half a second apart, and return the newest signals."""
     found: dict[int, dict[str, float]] = {}
     for _ in range(samples):
@@ -41,7 +41,7 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
     return found[pid]
 
 
-def only(folder: Path, *pids: int) -> Path:
+def make_proc_folder(folder: Path, *pids: int) -> Path:
     """Make a /proc folder with the machine's CPUs and only the given real processes."""
     folder.mkdir()
     for name in ("stat", *map(str, pids)):
@@ -49,36 +49,40 @@ def only(folder: Path, *pids: int) -> Path:
     return folder
 
 
-def named(signals: HostMetrics, pid: int) -> int:
+def pid_of_busiest_other(signals: HostMetrics, pid: int) -> int:
     return int(signals.busiest_neighbour(pid).rpartition("(pid ")[2].rstrip(")"))
 
 
 def test_other_process_on_the_ranks_cpu_is_reported(tmp_path: Path) -> None:
     """Two processes share a CPU, so each of them waits half of the time."""
     cpu = min(os.sched_getaffinity(0))
-    with spinning(cpu) as rank, spinning(cpu) as other, spinning(cpu, LITTLE) as little:
+    with (
+        start_busy_process(cpu) as rank,
+        start_busy_process(cpu) as other,
+        start_busy_process(cpu, LITTLE) as little,
+    ):
         # Only three processes are visible, because other tests may be busier for a moment.
-        signals = HostMetrics(only(tmp_path / "proc", rank, other, little))
-        newest = observed(signals, rank, 5)
+        signals = HostMetrics(make_proc_folder(tmp_path / "proc", rank, other, little))
+        newest = sample_signals(signals, rank, 5)
 
         assert newest["cpu_wait_share"] > 0.2
         assert newest["neighbour_share"] > 0.2
-        assert named(signals, rank) == other
+        assert pid_of_busiest_other(signals, rank) == other
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
 
 
 def test_rank_itself_is_not_reported_as_busiest_other_process() -> None:
     cpu = min(os.sched_getaffinity(0))
-    with spinning(cpu) as rank, spinning(cpu):
+    with start_busy_process(cpu) as rank, start_busy_process(cpu):
         signals = HostMetrics()
-        assert observed(signals, rank, 4)["neighbour_share"] > 0.2
-        assert named(signals, rank) != rank
+        assert sample_signals(signals, rank, 4)["neighbour_share"] > 0.2
+        assert pid_of_busiest_other(signals, rank) != rank
 
 
 def test_sleeping_process_reports_no_cpu_wait() -> None:
     """Other processes are not sampled."""
     with subprocess.Popen(["sleep", "20"]) as process:
-        newest = observed(HostMetrics(), process.pid, 3)
+        newest = sample_signals(HostMetrics(), process.pid, 3)
         process.kill()
 
     assert newest["cpu_wait_share"] < 0.02

@@ -46,7 +46,7 @@ def send(
             return
 
 
-def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
+def outbox_and_inbox(node: str = "n1") -> tuple[Outbox, Inbox]:
     inbox = Inbox("n0", 0.0)
     inbox.add_sender("a1", node, 0.0)
     return Outbox(), inbox
@@ -98,7 +98,7 @@ class TestWire:
 
     def test_large_posts_are_split_into_several_reports(self) -> None:
         """Only the last report says that the node leaves."""
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         for _ in range(KEPT_POSTS):
             outbox.add_post(dict.fromkeys(range(MAX_RANKS), b"x" * MAX_PAYLOAD_BYTES), 0.0)
         sizes, leaving = [], []
@@ -125,7 +125,7 @@ class TestAccount:
 
         Received and missed posts add up to the number of posts.
         """
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         posted, seen = 0, []
         for step in [*steps, "send", "collect"]:
             if step == "post":
@@ -147,7 +147,7 @@ class TestAccount:
 
     def test_last_8_posts_are_kept_during_an_outage(self) -> None:
         """Sender and receiver count the lost posts."""
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         send(outbox, inbox)
         for number in range(20):
             outbox.add_post({0: b"%d" % number}, 0.0)
@@ -158,7 +158,7 @@ class TestAccount:
         assert (collected.nodes["n1"].missed, outbox.dropped) == (12, 12)
 
     def test_uncollected_posts_beyond_8_per_node_count_as_missed(self) -> None:
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         for number in range(20):
             inbox.add_own_post({0: b"%d" % number}, 0.0)
             outbox.add_post({1: b"%d" % number}, 0.0)
@@ -171,7 +171,7 @@ class TestAccount:
 
     def test_age_of_a_post_includes_time_at_the_sender_and_on_the_network(self) -> None:
         """The time in the receiver's inbox is included too."""
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         send_at = outbox.build_report(5000.0)
         inbox.receive_report("a1", encode(send_at), 100.0)  # The clocks of the nodes are unrelated.
         outbox.add_post({1: b"x"}, 5001.0)
@@ -185,7 +185,7 @@ class TestAccount:
         assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
 
     def test_drift_of_a_slow_clock_is_not_added_to_ages(self) -> None:
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         for second in range(2000):
             inbox.receive_report("a1", encode(outbox.build_report(second * 0.999)), float(second))
         outbox.add_post({1: b"x"}, 2000 * 0.999)
@@ -213,7 +213,7 @@ class TestAccount:
 
     def test_counts_continue_after_a_restart_of_a_nodes_sidecar(self) -> None:
         """The last posts of the old sidecar are kept."""
-        first, inbox = ends()
+        first, inbox = outbox_and_inbox()
         for number in range(10):
             first.add_post({0: b"a%d" % number}, 0.0)
         send(first, inbox, leaving=True)
@@ -246,11 +246,11 @@ class TestAccount:
 
     def test_new_node_0_receives_the_last_posts_again(self) -> None:
         """Posts that the old node 0 had received do not count as missed."""
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         for number in range(20):
             outbox.add_post({0: b"%d" % number}, 0.0)
             send(outbox, inbox)
-        _, inbox = ends()
+        _, inbox = outbox_and_inbox()
         for number in range(20, 23):
             outbox.add_post({0: b"%d" % number}, 0.0)
         outbox.resend_all()
@@ -262,7 +262,7 @@ class TestAccount:
 
     def test_unreadable_report_is_counted_for_its_sender(self) -> None:
         """The sender's next report is read."""
-        outbox, inbox = ends()
+        outbox, inbox = outbox_and_inbox()
         with pytest.raises(ValueError, match=r"\S"):
             inbox.receive_report("a1", b"?", 0.0)
         outbox.add_post({0: b"x"}, 0.0)

@@ -46,7 +46,7 @@ def received(*summaries: RankSummary) -> np.ndarray:
     return summary.unpack_summaries([summary.pack_summary(each) for each in summaries])
 
 
-def back(sent: RankProgress) -> RankProgress:
+def pack_and_unpack(sent: RankProgress) -> RankProgress:
     """Pack and unpack a rank's progress."""
     (value,) = received(made_summary(progress=sent))
     return summary.unpack_progress(np.array([value]), [sent.host], [0.0])[0]
@@ -124,7 +124,7 @@ class TestPlaceAndProgress:
                 since_mark_s=0.0,
             ),
         ):
-            found = back(sent)
+            found = pack_and_unpack(sent)
             # A summary has 16 bits for this value.
             assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)
             assert_close(
@@ -142,11 +142,11 @@ class TestPlaceAndProgress:
             5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), "")
         )
 
-        assert_close(back(sent), dataclasses.replace(sent, operations={}))
+        assert_close(pack_and_unpack(sent), dataclasses.replace(sent, operations={}))
 
     def test_module_name_of_a_device_mark_is_not_sent(self) -> None:
         mark = DeviceMark(99, 65535, int(Kind.MODULE), 3, True, 0, 10**18)
-        found = back(ranks.rank(5, device=device_place(mark, "blocks.3"))).device
+        found = pack_and_unpack(ranks.rank(5, device=device_place(mark, "blocks.3"))).device
 
         assert found is not None
         assert (found.step, found.place, found.mark) == (99, 65535, "the end of a module")
@@ -154,14 +154,17 @@ class TestPlaceAndProgress:
 
     @pytest.mark.parametrize(("step", "place"), [(101, 0), (99, 65536), (-65436, 3)])
     def test_device_mark_out_of_range_is_not_sent(self, step: int, place: int) -> None:
-        assert back(ranks.rank(5, device=LastDeviceMark(step, place, "", 1.0))).device is None
+        assert (
+            pack_and_unpack(ranks.rank(5, device=LastDeviceMark(step, place, "", 1.0))).device
+            is None
+        )
 
     def test_unpacked_kernel_counts_equal_the_packed_ones(self) -> None:
         """Missing values are still missing. Large distances are limited."""
         issued = {"a": 900, "b": 57, "c": 5, "d": 4}
         sent = ranks.rank(5, issued=issued, began={"a": 3, "b": 57, "c": 4}, operations={})
 
-        assert back(sent).began == {"a": 900 - 254, "b": 57, "c": 4}
+        assert pack_and_unpack(sent).began == {"a": 900 - 254, "b": 57, "c": 4}
 
     def test_age_of_a_summary_is_added_to_its_times(self) -> None:
         (value,) = received(made_summary())
@@ -173,20 +176,23 @@ class TestPlaceAndProgress:
     def test_most_used_groups_are_sent_if_not_all_fit(self) -> None:
         """The summary reports that groups are missing."""
         issued = {f"g{i}": i for i in range(GROUPS + 2)}
-        found = back(ranks.rank(0, issued=issued))
+        found = pack_and_unpack(ranks.rank(0, issued=issued))
 
         assert found.issued == {f"g{i}": i for i in range(2, GROUPS + 2)}
         assert not found.all_groups
-        assert back(ranks.rank(0, issued=dict(list(issued.items())[:GROUPS]))).all_groups
+        assert pack_and_unpack(ranks.rank(0, issued=dict(list(issued.items())[:GROUPS]))).all_groups
 
     def test_outermost_and_innermost_spans_are_sent_if_not_all_fit(self) -> None:
         inside = tuple(f"span {i}" for i in range(INSIDE + 3))
 
-        assert back(ranks.rank(0, inside=inside)).inside == (inside[0], *inside[-INSIDE + 1 :])
-        assert back(ranks.rank(0, inside=inside[:INSIDE])).inside == inside[:INSIDE]
+        assert pack_and_unpack(ranks.rank(0, inside=inside)).inside == (
+            inside[0],
+            *inside[-INSIDE + 1 :],
+        )
+        assert pack_and_unpack(ranks.rank(0, inside=inside[:INSIDE])).inside == inside[:INSIDE]
 
     def test_long_names_are_cut_between_characters(self) -> None:
-        found = back(
+        found = pack_and_unpack(
             ranks.rank(0, inside=("x" * 99, "ä" * 99, "界" * 99), issued={"グループ" * 9: 5})
         )
 
@@ -196,7 +202,7 @@ class TestPlaceAndProgress:
         assert summary.unpack_placement(value, "") == Placement("", "y" * 47, {"éééééé": 1})
 
     def test_process_state_without_a_code_is_unpacked_as_unknown(self) -> None:
-        assert back(ranks.rank(0, state="hibernating")).state == "unknown"
+        assert pack_and_unpack(ranks.rank(0, state="hibernating")).state == "unknown"
 
     @given(
         st.text(max_size=70),
